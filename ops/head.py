@@ -2,12 +2,14 @@
 
 The same for the divergence between two models that share a head, an adapted one and its base.
 
-Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk. The head is frozen, so that its only
-gradient is dh = (softmax(h W^T) - onehot(target)) W, which is computed in the forward pass, chunk by chunk, while the
-logits of the chunk are there (the idea of Liger's fused linear cross-entropy; unlike it, nothing here waits for the
-device). Peak memory beyond h and dh: C V elements, in place of K V in 32 bits.
+Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk, N trained rows. The head is frozen but
+for a few rows (new tokens). The gradients dh = g W and dW = g^T h with g = softmax(h W^T) - onehot(target) are computed
+in the forward pass, chunk by chunk, while the logits of the chunk are in memory (the idea of Liger's fused linear
+cross-entropy; unlike it, nothing here waits for the device). Peak memory beyond h and dh: C V elements, in place of K V
+in 32 bits.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +24,21 @@ NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
 
 
-def token_loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0) -> Tensor:
-    """-sum_k log softmax(factor h_k W^T)[targets_k], nats, fp32, differentiable in `hidden`.
+@dataclass(frozen=True)
+class TrainedRows:
+    """Trained rows of an otherwise frozen head: `values` [N, H] replace the rows `indices` [N] of its weight."""
 
-    hidden [K, H], weight [V, H] frozen, targets [K]; a row whose target is negative counts nothing. Raises ValueError
-    for shapes that do not fit and for a weight that wants a gradient.
+    indices: Tensor
+    values: Tensor
+
+
+def token_loss_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
+) -> Tensor:
+    """Return -sum_k log softmax(factor h_k W^T)[targets_k], nats, fp32, differentiable in `hidden` and `rows.values`.
+
+    hidden [K, H], weight [V, H] frozen, targets [K]; a row with a negative target does not count. Raises ValueError
+    for shapes that do not fit and for a weight that requires a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
     if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
@@ -38,42 +50,82 @@ def token_loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: f
         raise ValueError("weight.requires_grad=True: this loss has no gradient of the head; freeze it")
     if factor != 1.0:
         hidden = hidden * factor
-    loss: Tensor = _TokenLossSum.apply(hidden, weight, targets, hidden.requires_grad and torch.is_grad_enabled())
+    indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
+    loss: Tensor = _TokenLossSum.apply(hidden, weight, targets, indices, values, torch.is_grad_enabled())
     return loss
 
 
 class _TokenLossSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        indices: Tensor | None,
+        values: Tensor | None,
+        grad_enabled: bool,
+    ) -> Tensor:
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
         losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        grad_KH = torch.empty_like(hidden) if with_gradient else None
+        head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
         size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
         storage = hidden.new_empty(size, vocabulary)
-        rows = _rows_on_gpu if hidden.device.type == "cuda" else _rows_in_torch
-        scale = _scale_of(hidden.dtype) if with_gradient else None
+        compute_rows = _rows_on_gpu if hidden.device.type == "cuda" else _rows_in_torch
         for start in range(0, tokens, size):
-            end = min(start + size, tokens)
-            logits_CV = torch.mm(hidden[start:end], weight.t(), out=storage[: end - start])
-            rows(logits_CV, targets[start:end], losses[start:end], scale)
-            if grad_KH is not None:
-                torch.mm(logits_CV, weight, out=grad_KH[start:end])
-        ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
+            chunk = slice(start, min(start + size, tokens))
+            logits_CV = head.logits(hidden[chunk], storage)
+            compute_rows(logits_CV, targets[chunk], losses[chunk], head.scale)
+            head.add_gradients(logits_CV, hidden, chunk)
+        ctx.save_for_backward(head.grad_hidden, head.grad_values)
+        ctx.scale = head.scale
         return losses.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_KH,) = ctx.saved_tensors
-        return _times(grad_KH, grad_output), None, None, None
+        return _gradients(ctx, grad_output)
 
 
-def divergence_sum(hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
-    """sum_k KL(p_k || q_k), nats, fp32, with p = softmax(factor h W^T) and q the same of base_hidden.
+class _Head:
+    """The head of one pass over the chunks, and the gradients that are summed over them."""
 
-    hidden, base_hidden [K, H], weight [V, H], frozen as base_hidden is. The gradient, dh = p (ln p - ln q - KL) W, is
-    computed with the value, chunk by chunk, as that of `token_loss_sum` is. Raises ValueError for shapes that do not
-    fit.
+    def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
+        """`like` is the hidden states whose gradient is computed; None computes no gradient."""
+        self._weight, self._indices, self._values = weight, indices, values
+        self.grad_hidden = torch.empty_like(like) if like is not None else None
+        self.grad_values = None
+        if like is not None and values is not None:
+            self.grad_values = torch.zeros_like(values, dtype=torch.float32)
+        self.scale = None if like is None else FP16_SCALE if like.dtype == torch.float16 else 1.0
+
+    def logits(self, hidden_CH: Tensor, storage: Tensor) -> Tensor:
+        logits_CV = torch.mm(hidden_CH, self._weight.t(), out=storage[: len(hidden_CH)])
+        if self._indices is not None and self._values is not None:
+            logits_CV.index_copy_(1, self._indices, hidden_CH @ self._values.to(hidden_CH.dtype).t())
+        return logits_CV
+
+    def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice) -> None:
+        """Add what a chunk contributes; `grad_CV` is the gradient of its logits and is overwritten."""
+        if self.grad_hidden is None:
+            return
+        if self._indices is None or self._values is None or self.grad_values is None:
+            torch.mm(grad_CV, self._weight, out=self.grad_hidden[chunk])
+            return
+        grad_CN = grad_CV.index_select(1, self._indices)
+        torch.mm(grad_CV.index_fill_(1, self._indices, 0.0), self._weight, out=self.grad_hidden[chunk])
+        self.grad_hidden[chunk].addmm_(grad_CN, self._values.to(grad_CN.dtype))
+        self.grad_values.addmm_(grad_CN.float().t(), hidden[chunk].float())
+
+
+def divergence_sum(
+    hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
+) -> Tensor:
+    """Return sum_k KL(p_k || q_k), nats, fp32, with p = softmax(factor h W^T) and q the same of base_hidden.
+
+    hidden, base_hidden [K, H], weight [V, H], frozen as base_hidden is; q is computed without the trained `rows`. The
+    gradients, with g = p (ln p - ln q - KL), are computed with the value, chunk by chunk, as those of `token_loss_sum`
+    are. Raises ValueError for shapes that do not fit.
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
@@ -84,46 +136,55 @@ def divergence_sum(hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, facto
         raise ValueError("the head or base_hidden requires a gradient: this divergence has one of hidden alone")
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, base_hidden * factor
-    with_gradient = hidden.requires_grad and torch.is_grad_enabled()
-    divergence: Tensor = _DivergenceSum.apply(hidden, base_hidden, weight, with_gradient)
+    indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
+    divergence: Tensor = _DivergenceSum.apply(hidden, base_hidden, weight, indices, values, torch.is_grad_enabled())
     return divergence
 
 
 class _DivergenceSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, base_hidden: Tensor, weight: Tensor, with_gradient: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        base_hidden: Tensor,
+        weight: Tensor,
+        indices: Tensor | None,
+        values: Tensor | None,
+        grad_enabled: bool,
+    ) -> Tensor:
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
         divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        grad_KH = torch.empty_like(hidden) if with_gradient else None
+        head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
         on_gpu = hidden.device.type == "cuda"
-        # On a GPU both logits alone are there at once, in torch four matrices of 32 bits as well.
-        rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 12)
+        # On a GPU only the two matrices of logits are in memory at once, in torch four matrices of 32 bits as well.
+        compute_rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 12)
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
         storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
-        scale = _scale_of(hidden.dtype) if with_gradient else None
         for start in range(0, tokens, size):
-            end = min(start + size, tokens)
-            logits_CV = torch.mm(hidden[start:end], weight.t(), out=storage[: end - start])
-            base_CV = torch.mm(base_hidden[start:end], weight.t(), out=base_storage[: end - start])
-            rows(logits_CV, base_CV, divergences[start:end], scale)
-            if grad_KH is not None:
-                torch.mm(logits_CV, weight, out=grad_KH[start:end])
-        ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
+            chunk = slice(start, min(start + size, tokens))
+            logits_CV = head.logits(hidden[chunk], storage)
+            base_CV = torch.mm(base_hidden[chunk], weight.t(), out=base_storage[: len(logits_CV)])
+            compute_rows(logits_CV, base_CV, divergences[chunk], head.scale)
+            head.add_gradients(logits_CV, hidden, chunk)
+        ctx.save_for_backward(head.grad_hidden, head.grad_values)
+        ctx.scale = head.scale
         return divergences.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_KH,) = ctx.saved_tensors
-        return _times(grad_KH, grad_output), None, None, None
+        return _gradients(ctx, grad_output)
 
 
-def _scale_of(dtype: torch.dtype) -> float:
-    return FP16_SCALE if dtype == torch.float16 else 1.0
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden states and trained rows, in the places of the six inputs."""
+    grad_KH, grad_NH = ctx.saved_tensors
+    of_rows = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)
+    return _times(grad_KH, grad_output), None, None, None, of_rows, None
 
 
 def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
-    """The unscaled gradient times a number that in fp16 contains the loss scale and may exceed fp16's range."""
+    """Multiply the unscaled gradient by a number that in fp16 contains the loss scale and may exceed fp16's range."""
     if grad_KH.dtype != torch.float16:
         return grad_KH * grad_output.to(grad_KH.dtype)
     result = torch.empty_like(grad_KH)

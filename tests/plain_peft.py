@@ -10,7 +10,7 @@ from trainer.data import Batches
 from trainer.data.batches import collate
 from trainer.data.samples import Sample, Samples
 from trainer.model.adapter import lora_config
-from trainer.model.base import load_base_model
+from trainer.model.base import load_base_model, match_vocabulary
 from trainer.model.older_names import names_as_they_are
 from trainer.model.targets import targets_of
 from trainer.parallel.engine.optimizer import build_schedule
@@ -38,7 +38,10 @@ def plain_losses(
     prepared = prepare(config)
     model = load_base_model(config.base_model, config.model, dtype=dtype, device=device, attention=attention)
     set_seed(config.seed)
-    model = _with_adapter(model, config, excluded)
+    match_vocabulary(model, prepared.tokenizer)
+    set_seed(config.seed)
+    new = prepared.tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
+    model = _with_adapter(model, config, excluded, new)
     if training.qat:
         _round_by_torchao(model, training.qat)
     model.train()
@@ -73,11 +76,15 @@ def plain_losses(
     return losses
 
 
-def _with_adapter(model: Any, config: RunConfig, excluded: str | None) -> Any:
+def _with_adapter(model: Any, config: RunConfig, excluded: str | None, new_tokens: list[int]) -> Any:
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
     settings = lora_config(config.lora, excluded=excluded, targets=targets_of(model, config.lora))
+    if new_tokens:
+        settings.trainable_token_indices = {"embed_tokens": new_tokens}
+        if not model.config.tie_word_embeddings:
+            settings.trainable_token_indices["lm_head"] = new_tokens
     with names_as_they_are():
         adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():

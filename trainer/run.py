@@ -25,6 +25,7 @@ from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.model.adapter import GradientCheck
+from trainer.model.base import check_base_is_finite
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
@@ -141,7 +142,12 @@ class Run:
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         loop = Loop(self._parts(engine, total_steps), self.config.training, position, total_steps)
-        loop.run()
+        try:
+            loop.run()
+        except FloatingPointError:
+            if position.nonfinite_steps >= position.step and isinstance(self.task, LanguageTask):
+                check_base_is_finite(self.config.base_model, self.config.model, DTYPES[self.precision])
+            raise
         after = None
         if not self.stop:
             if loop.stopped_early:

@@ -13,7 +13,8 @@ import torch
 from benchmarks.bench.assignment import Case
 from trainer.config import ModelSection
 from trainer.model.base import empty_model, load_model_config
-from trainer.model.random_weights import is_skewed, routers_of, skew
+from trainer.model.expert_layers import router_weights
+from trainer.model.random_weights import is_skewed, skew
 
 
 def unsloth_model(case: Case, folder: Path) -> Any:
@@ -99,5 +100,5 @@ def draw_weights(model: torch.nn.Module, *, skewed: bool = False) -> None:
             torch.nn.init.normal_(parameter.data, std=0.02)
         else:
             parameter.data.fill_(1.0)
-    for weight in routers_of(model).values() if skewed else ():
+    for weight in router_weights(model).values() if skewed else ():
         skew(weight)

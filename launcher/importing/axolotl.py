@@ -63,8 +63,6 @@ KEYS = common.SHARED | make_table(
         "kd_trainer": DISTILLATION,
         "use_eaft": "the loss of EAFT is not offered",
         "lr_groups": "learning rates of single modules are not offered",
-        "lora_rank_pattern": "a rank of each layer's own is not offered",
-        "lora_alpha_pattern": "a scale of each layer's own is not offered",
         "peft_layers_to_transform": "adapters on some layers alone: name the others in lora.exclude_modules",
     },
     {
@@ -79,6 +77,8 @@ KEYS = common.SHARED | make_table(
         "adapter": Key(Text, "adapter", "none", values={"lora": "lora", "qlora": "qlora"}, otherwise=common.ONLY_LORA),
         "lora_target_linear": Key(bool, "lora.target_modules", values={"true": ["all-linear"]}),
         "tokens": Key(([Text], {"pad_token": Text})),  # which special_tokens was called
+        "lora_rank_pattern": Key({"*": Whole}, "lora.rank_pattern"),
+        "lora_alpha_pattern": Key({"*": Number}, "lora.alpha_pattern"),
         "peft.loftq_config": Key({"*": Whole}),
         "loftq_config": Key({"*": Whole}),
         "datasets": Key(SOURCES),
@@ -168,11 +168,10 @@ def set_adapter(t: Translation) -> None:
     pattern = t.get("lora_target_modules")
     common.set_default_targets(t, "adapter")
     if isinstance(pattern, str) and not re.fullmatch(r"[\w.,\s-]+", pattern) and not t.get("lora_target_linear"):
-        if found := find_names(pattern):
-            t.put("lora.target_modules", found, "lora_target_modules")
+        found = find_names(pattern)
+        t.put("lora.target_modules", found or [pattern], "lora_target_modules")
+        if found:
             t.note("lora_target_modules", "the pattern becomes these names, in the language model alone")
-        else:
-            t.refuse("lora_target_modules", "a pattern of paths; name the layers by the last part of each")
     common.set_experts(t)
 
 

@@ -17,7 +17,6 @@ from launcher.importing.translation import (
 )
 from trainer.config import UserError
 from trainer.config.errors import shown
-from trainer.config.messages import annotation_of
 
 PREFERENCES = "preference and reward training are not offered"
 VISION = "images, video and sound are not trained on"
@@ -245,11 +244,8 @@ def set_timeout(t: Translation, name: str = "ddp_timeout") -> None:
 def set_thinking(t: Translation) -> None:
     """Pass on what chat templates of reasoning models are called with."""
     names = [name for name in ("enable_thinking", "preserve_thinking") if t.get(name) is not None]
-    arguments = t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}
-    if arguments and annotation_of("dataset.chat_template_kwargs"):
+    if arguments := t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}:
         t.put("dataset.chat_template_kwargs", arguments, "chat_template_kwargs", *names)
-    for name in names if not annotation_of("dataset.chat_template_kwargs") else ():
-        t.leave_out(name, f"{shown(t.get(name))}: chat templates are not given arguments here")
 
 
 def set_distribution(t: Translation) -> None:

@@ -191,7 +191,7 @@ ONE_RANK: list[dict[str, Any]] = [
         "best",
         training__learning_rate=0.2,
         training__lr_scheduler="constant_with_warmup",
-        training__warmup_steps=5,
+        training__warmup_steps=3,
         training__max_steps=5,
         training__eval_steps=1,
         training__best_checkpoint=True,

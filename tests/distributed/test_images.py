@@ -33,7 +33,7 @@ PROMPTS = ["a red circle", "a blue square"]
 
 
 def plan(folder: Path) -> list[dict[str, Any]]:
-    drawn = {"logging__sample_prompts": PROMPTS[:1]}
+    drawn = {"logging__sample_prompts": PROMPTS[:1], "image__sample_steps": 2}
     flux, sd3 = {"base_model": str(folder / "flux")}, {"base_model": str(folder / "sd3")}
     wide = {"base_model": str(folder / "flux-wide"), "adapter": "qlora"}
     cases = [
@@ -48,8 +48,8 @@ def plan(folder: Path) -> list[dict[str, Any]]:
         case("sd3-host", **HOST, **sd3),
     ]
     cases += [case(f"flux-nf4-{stage}", zero__stage=stage, **wide, **drawn) for stage in (2, 3)]
-    sampled = {"logging__sample_prompts": PROMPTS, "image__sample_every": 1, "logging__report_to": "tensorboard"}
-    cases += [case("sampled", **sampled)]
+    sampled = drawn | {"logging__sample_prompts": PROMPTS, "image__sample_every": 1}
+    cases += [case("sampled", logging__report_to="tensorboard", **sampled)]
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
     cases += [case("shown", **SHOWN)]
@@ -95,7 +95,7 @@ def base(folder: Path) -> dict[str, Any]:
         "output_dir": "unset",
         "lora": {"r": 4, "alpha": 8},
         "dataset": {"path": str(folder / "pictures"), "val_split": 0.2, "cache_dir": str(folder / "cache")},
-        "image": {"resolution": 32, "bucket_step": 8, "sample_steps": 2},
+        "image": {"resolution": 32, "bucket_step": 8},
         "training": {
             "batch_size": 1,
             "gradient_accumulation_steps": 2,

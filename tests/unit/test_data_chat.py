@@ -1,5 +1,6 @@
 """Masks: what is trained, decoded, for chat templates of every kind; and that it never is anything else."""
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -357,15 +358,40 @@ def test_refuses_in_one_line(tokenizer: PreTrainedTokenizerBase, name: str) -> N
     assert [needle for needle in needles if needle not in str(caught.value)] == []
 
 
-def test_a_loop_without_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+NESTED = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+WITHOUT_PAUSE = "{% for i in range(90000) %}{{ range(90000) | list | sum }}{% endfor %}"
+
+
+@pytest.mark.parametrize("where", ["main thread", "worker process"])
+def test_a_loop_without_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(render, "LONGEST_SECONDS", 0.2)
-    endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
-    with pytest.raises(UserError, match=r"dataset.chat_template: .*one conversation takes more than 0.2 s"):
-        encode(tokenizer, endless, TALK)
-    # One that ends for the probe and not for a record names the record.
-    some = "{% if messages | length > 2 %}" + endless + "{% endif %}" + CHATML
-    with pytest.raises(UserError, match=r"record 1: the chat template refuses it \(one conversation takes more"):
-        encode(tokenizer, some, TALK)
+    # One that ends for the probes and not for a record names the record.
+    some = "{% if messages | length > 3 %}" + NESTED + "{% endif %}" + CHATML
+    encoder = ChatEncoder(tokenizer, some, ("assistant",), None)
+
+    def problems() -> list[str]:
+        found = []
+        for attempt in (
+            lambda: encode(tokenizer, NESTED, TALK),
+            lambda: encode(tokenizer, WITHOUT_PAUSE, TALK),
+            lambda: encoder.encode([Turns(TALK)], ["record 1"]),
+        ):
+            with pytest.raises(UserError) as caught:
+                attempt()
+            found.append(str(caught.value))
+        return found
+
+    if where == "main thread":
+        found = problems()
+    else:
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        process = context.Process(target=lambda: queue.put(problems()))
+        process.start()
+        process.join(60)
+        found = queue.get()
+    assert all("takes more than 0.2 s" in problem for problem in found)
+    assert found[0].startswith("dataset.chat_template: ") and found[2].startswith("record 1: the chat template refuses")
 
 
 def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape
-from trainer.data.records import PLAIN_TEXT, Text, Turns, prompt_form, read_record
+from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, prompt_form, read_record
 
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "Because."}
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
         {},
         Turns([ASK, {**SAY, "reasoning_content": "Hm."}]),
     ),
-    "tool calls, Arrow's nulls taken out": (
+    "tool calls, with the nulls of their arguments": (
         {
             "messages": [
                 ASK,
@@ -92,11 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
         Turns(
             [
                 ASK,
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}],
-                },
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "9"},
             ],
             tools=[TOOL],
@@ -302,6 +298,32 @@ def test_says_what_it_found(record: dict[str, Any], note: str) -> None:
     assert find_shape(source, list(record), record, "dataset", has_chat_template=True).note == note
 
 
+OFF: list[tuple[str, Any]] = [
+    *((name, value) for name in SWITCHES for value in (0, 0.0, False)),
+    *((name, value) for name in INVERSE_SWITCHES for value in (1, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OFF)
+def test_turns_are_switched_off_by_every_name(name: str, value: Any) -> None:
+    off, on, unset = {**SAY, name: value}, {**SAY, name: not value}, {**SAY, name: None}
+    for record, silent in (
+        ({"messages": [ASK, off, ASK, on, ASK, unset]}, {1}),
+        ({"prompt": [ASK], "completion": [off, ASK, on]}, {0, 1}),
+        ({"prompt": "Why?", "completion": [off, ASK, SAY]}, {0, 1}),
+    ):
+        example = read(record)
+        assert isinstance(example, Turns) and (example.silent, example.unread) == (silent, ())
+
+
+def test_reasoning_has_several_names() -> None:
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        thought = {**SAY, name: "Hm."}
+        for record in ({"messages": [ASK, thought]}, {"prompt": [ASK], "completion": [thought]}):
+            example = read(record)
+            assert isinstance(example, Turns) and example.messages[1]["reasoning_content"] == "Hm."
+
+
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "no field known": (
         {"foo": "a", "bar": "b"},
@@ -362,6 +384,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("dataset.format=auto", "tokenised already (input_ids)"),
     ),
     "a system prompt that is no text": ({"messages": [ASK, SAY], "system": 5}, {}, ("system is a number, not text",)),
+    "a weight between 0 and 1": ({"messages": [ASK, {**SAY, "weight": 0.5}]}, {}, ("turn 2", "weight=0.5", "1 or 0")),
+    "a switch that is text": (
+        {"prompt": "Why?", "completion": [{**SAY, "train": "yes"}]},
+        {},
+        ("completion turn 1", "train='yes'", "true or false"),
+    ),
     "tools not JSON": ({"messages": [ASK, SAY], "tools": "[{"}, {}, ("record 1", "tools are not JSON")),
     "history of singles": (
         {"instruction": "a", "output": "b", "history": [["a"]]},

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import datasets
 import pytest
-from transformers import AutoTokenizer
 
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
-from trainer.data import DataStats, Sample
+from trainer.data import DataStats
 
 CONFIG = """
 base_model: model
@@ -79,7 +78,7 @@ def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[st
         ("dataset.max_length=40", "are cut at dataset.max_length=40"),
         (
             'dataset.chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"',
-            "20 of 20 examples train no end-of-turn token",
+            "20 of 20 records have no token that ends the last answer",
         ),
     ],
 )
@@ -98,9 +97,8 @@ def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[st
 
 
 def test_warns_of_nothing_trained() -> None:
-    tokenizer = AutoTokenizer.from_pretrained("model")
     nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)
-    found = inspect.warnings(nothing, [Sample([5, 6, 7], [False] * 3, [3])], tokenizer)
+    found = inspect.warnings(nothing)
     assert len(found) == 1 and found[0].startswith("0 % of the tokens are trained")
 
 

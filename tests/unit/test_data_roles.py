@@ -151,7 +151,7 @@ def test_white_space_around_a_text_is_the_templates(folder: Any) -> None:
 def test_a_template_that_asks_what_a_text_says_is_refused(folder: Any) -> None:
     tokenizer = tokenizer_with(folder, [])
     asking = CHATML.replace(
-        "{{ message['content'] }}", "{{ 'no' if message['content'] == 'red' else message['content'] }}"
+        "{{ message['content'] }}", "{{ message['content'] + ('!' if message['content'] == 'red' else '') }}"
     )
-    with pytest.raises(UserError, match="record 1: turns cannot be told apart"):
+    with pytest.raises(UserError, match="record 1: turns cannot be distinguished"):
         encode(tokenizer, asking, [turn("user", "red"), turn("assistant", "x")], train_on=("user",))

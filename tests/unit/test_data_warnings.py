@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from tests.unit.test_data_chat import THINKING
 from trainer.config import DatasetSection, UserError
-from trainer.data import DataStats, prepare_data
+from trainer.data import DataStats, Samples, prepare_data
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 
@@ -53,6 +55,35 @@ def test_a_call_of_a_tool_is_no_empty_answer(tokenizer: PreTrainedTokenizerBase)
         "{% endfor %}{% endfor %}"
     )
     assert stats_of(tokenizer, chat_template=template).empty == 0
+
+
+def test_what_the_template_leaves_out_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    ask = {"role": "user", "content": "x"}
+    thought = {"role": "assistant", "content": "red", "reasoning_content": "Hm."}
+    inline = {"role": "assistant", "content": "<think>Hm.</think>blue"}
+    talks = [[ask, thought], [ask, inline], [ask, thought, ask, thought], [ask, inline, ask, inline]]
+    Path("a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    lines = stats_of(tokenizer).lines()  # ChatML writes what is in the content, and no field but that
+    assert [line for line in lines if line.startswith("warning: dataset: 2 of 4 records have reasoning")]
+    lines = stats_of(tokenizer, chat_template=THINKING).lines()  # only that of the last answer, from its field
+    assert [line for line in lines if line.startswith("warning: dataset: 3 of 4 records have reasoning")]
+    assert "reasoning" not in str(stats_of(tokenizer, chat_template=THINKING, max_samples=1).lines())
+
+
+def test_nulls_are_padding_in_arrow_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "x", "b": None}}}
+    ask, use = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+    rows = [{"messages": [ask, use]}, {"messages": [ask, {"role": "assistant", "content": "red"}]}]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list(rows).to_parquet("a.parquet")
+
+    def first_text(path: str) -> str:
+        section = DatasetSection(path=path, chat_template=THINKING)
+        data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+        assert isinstance(data.train, Samples)
+        return str(tokenizer.decode(data.train[0].input_ids))
+
+    assert '{"a": "x", "b": null}' in first_text("a.jsonl") and '{"a": "x"}' in first_text("a.parquet")
 
 
 def test_copies_and_held_out_data_that_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -146,6 +146,14 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
 
 
+def test_patterns_of_layers_are_taken_over(folder: Path) -> None:
+    patterns = "lora_rank_pattern: {v_proj: 32}\nlora_alpha_pattern: {v_proj: 64}\n"
+    lines = (line for line in AXOLOTL.splitlines() if not line.startswith("lora_target_modules"))
+    config, _ = imported("\n".join(lines) + f"\nlora_target_modules: 'model\\.layers\\.1\\.[a-z_.]+'\n{patterns}")
+    assert config.lora.target_modules == (r"model\.layers\.1\.[a-z_.]+",)
+    assert (config.lora.rank_pattern, config.lora.alpha_pattern) == ({"v_proj": 32}, {"v_proj": 64.0})
+
+
 def test_experts_are_adapted_where_they_were(folder: Path) -> None:
     """PEFT's all-linear means layers; experts that are one tensor have to be named."""
     linear = AXOLOTL.replace("lora_target_modules: 'model", "lora_target_linear: true\nlora_modules: 'model")

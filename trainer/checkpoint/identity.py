@@ -24,6 +24,7 @@ ALLOW = "--allow-mismatch"
 # The optimizer's state is that of these tensors, and of no others.
 FIXED = (
     "lora.r",
+    "lora.rank_pattern",
     "lora.target_modules",
     "lora.exclude_modules",
     "lora.modules_to_save",
@@ -35,6 +36,7 @@ FIXED = (
 DECISIVE = {
     "adapter": "adapter",
     "lora.alpha": "adapter",
+    "lora.alpha_pattern": "adapter",
     "lora.dropout": "adapter",
     "lora.rslora": "adapter",
     "training.qat": "adapter",
@@ -75,7 +77,9 @@ SPLIT_BY = (
 # adapter_config.json's names for ours, of an adapter that training continues from.
 OF_PEFT = {
     "r": "r",
+    "rank_pattern": "rank_pattern",
     "lora_alpha": "alpha",
+    "alpha_pattern": "alpha_pattern",
     "lora_dropout": "dropout",
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",

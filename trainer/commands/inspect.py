@@ -56,7 +56,7 @@ def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: C
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
         console.print(f"of the first {len(seen)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
-    for warning in warnings(stats, seen, tokenizer):
+    for warning in warnings(stats):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
 
 
@@ -117,22 +117,14 @@ def show_pictures(config: RunConfig, console: Console, *, examples: int, step: i
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def warnings(stats: DataStats, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Describe what looks like a mistake in the masks: nothing trained, everything trained, no token to stop at."""
+def warnings(stats: DataStats) -> list[str]:
+    """Describe what looks like a mistake in the masks: nothing trained, or everything trained."""
     found = []
     predictable = stats.tokens - stats.documents  # nothing comes before a document's first token
     if stats.target_tokens == 0:
         found.append("0 % of the tokens are trained; see dataset.train_on and the examples above")
     elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
         found.append("100 % of the tokens are trained, questions as well as answers; see dataset.train_on")
-    documents = [document for sample in samples for document in _documents(sample)]
-    whole = [document for document in documents if any(document.trained) and len(document.input_ids) < stats.max_length]
-    endless = sum(not _stops(document, tokenizer) for document in whole)
-    if endless:
-        found.append(
-            f"{endless} of {len(whole)} examples train no end-of-turn token, and a model that never learns to stop "
-            "goes on; see the chat template and the tokenizer's eos_token"
-        )
     return found
 
 
@@ -165,15 +157,6 @@ def _documents(sample: Sample) -> list[Sample]:
         documents.append(Sample(sample.input_ids[start:end], sample.trained[start:end], [length]))
         start = end
     return documents
-
-
-def _stops(document: Sample, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last trained token that is not white space is one that ends a turn."""
-    special = {*tokenizer.added_tokens_decoder, tokenizer.eos_token_id}
-    for token, trained in zip(reversed(document.input_ids), reversed(document.trained), strict=True):
-        if trained and (token in special or tokenizer.decode([token]).strip()):
-            return token in special
-    return False
 
 
 def _figures_of(samples: list[Sample], of: DataStats) -> DataStats:

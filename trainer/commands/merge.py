@@ -131,13 +131,17 @@ def merged_model(
         attention="eager",
         unpack=True,
     )
+    types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
     if integers is not None:
         integers.round(adapted)
-    model = adapted.merge_and_unload().to(dtype)
+    model = adapted.merge_and_unload()
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if each.is_floating_point():
+            each.data = each.data.to(types.get(name, dtype))
     model.config.use_cache = True  # training had it off, and it would be saved so
     return model
 
@@ -166,6 +170,7 @@ def _untie_head(adapted: Any) -> None:
     """Give a tied output head a weight of its own if it, or the embedding it is tied to, has an adapter."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import TrainableTokensWrapper
 
     base = adapted.get_base_model()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
@@ -173,7 +178,7 @@ def _untie_head(adapted: Any) -> None:
         isinstance(layer, LoraLayer | ModulesToSaveWrapper) for layer in (head, embedding)
     ):
         return
-    original = head.original_module if isinstance(head, ModulesToSaveWrapper) else head
+    original = head.original_module if isinstance(head, ModulesToSaveWrapper | TrainableTokensWrapper) else head
     original = original.get_base_layer() if isinstance(original, LoraLayer) else original
     original.weight = nn.Parameter(original.weight.detach().clone(), requires_grad=False)
     base.config.tie_word_embeddings = False

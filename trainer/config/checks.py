@@ -45,6 +45,9 @@ def _of_adapter(config: RunConfig) -> Iterator[str]:
         return
     if lora.init != "default" and lora.adapter_path:
         yield f"lora.init={lora.init}: the adapter at lora.adapter_path has its values already; remove one"
+    for name in ("rank_pattern", "alpha_pattern"):
+        if lora.adapter_path and (pattern := getattr(lora, name)):
+            yield f"lora.{name}={shown(pattern)}: the adapter at lora.adapter_path has its own; remove one"
     if config.adapter == "qlora" and lora.init in ("pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={lora.init}: needs full-precision weights; use loftq or default with adapter: qlora"
     if config.adapter == "qlora":

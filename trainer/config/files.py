@@ -140,8 +140,8 @@ def check_shape(value: Any, path: Path, shape: Any) -> Any:
         return _adapter(shape).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UnreadableFile(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
+        where, problem = ".".join(map(str, first["loc"])), re.split(" or (an )?instance of ", first["msg"])[0]
+        raise UnreadableFile(path, f"{where}: {problem}" if where else problem) from None
     except RecursionError:
         raise UnreadableFile(path, "is nested too deeply") from None
 

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from trainer.config.needs import HUB, Needs
 from trainer.config.paths import PathText
-from trainer.config.types import Fraction, Positive, Section, Words
+from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, Positive, Section, Words
 
 
 def _every_linear(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -17,6 +17,7 @@ def _every_linear(names: tuple[str, ...]) -> tuple[str, ...]:
 EIGHT_BIT = ("fp8", "int8")
 _LANGUAGE = Needs("task", ("language",))
 _NEW = Needs(".adapter_path", (None,), replaces=True)
+_LANGUAGE = Needs("task", ("language",))
 _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
 
 
@@ -52,11 +53,17 @@ class LoraSection(Section):
     """Scale of the update s B A: s = alpha / r, or alpha / sqrt(r) with `rslora`."""
     dropout: Fraction = 0.0
     """Probability with which an input element of the adapter is dropped in training."""
-    target_modules: Annotated[Words, AfterValidator(_every_linear), _NEW] = ("all-linear",)
+    target_modules: Annotated[LayerNames, AfterValidator(_every_linear), _NEW] = ("all-linear",)
     """`all-linear` (the language model's but its output head, experts included), or the last parts of layers' names,
-    such as q_proj; of experts gate_proj, w1, experts.*.up_proj or mlp.experts. A router gets one only by its name."""
-    exclude_modules: Annotated[Words, _NEW] = ()
-    """What gets no adapter, nor anything below it: k_proj, mlp, layers.0, experts."""
+    such as q_proj, or regular expressions that match whole paths, as in PEFT; of experts gate_proj, w1,
+    experts.*.up_proj or mlp.experts. A router gets one only by its name."""
+    exclude_modules: Annotated[LayerNames, _NEW] = ()
+    """What gets no adapter, nor anything below it: k_proj, mlp, layers.0, experts, or a regular expression."""
+    rank_pattern: Annotated[LayerRanks, _NEW, _LANGUAGE] = Field(default_factory=dict)
+    """Ranks of layers that differ from `r`, by name or regular expression, as in PEFT: {v_proj: 32}. The first match
+    counts."""
+    alpha_pattern: Annotated[LayerAlphas, _NEW, _LANGUAGE] = Field(default_factory=dict)
+    """The same for `alpha`: {v_proj: 64}."""
     experts: Annotated[bool, _NEW] = True
     """Adapt the experts of a mixture; false leaves them out, whatever `target_modules` says."""
     expert_rank: Annotated[

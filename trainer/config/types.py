@@ -1,8 +1,10 @@
 """What the sections are made of: number types, lists of words, and the frozen model that refuses unknown keys."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -34,6 +36,27 @@ def _list_of_words(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
+def is_pattern(name: str) -> bool:
+    """Return whether a name of layers is a regular expression: it has characters that names do not have."""
+    return re.search(r"[\\^$*+?{}\[\]|()]", name) is not None
+
+
+def _list_of_names(value: Any) -> Any:
+    """Read a list of words in which a comma within brackets belongs to a regular expression."""
+    if not isinstance(value, str) or not is_pattern(value):
+        return _list_of_words(value)
+    return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]
+
+
+def _check_patterns(names: Any) -> Any:
+    for name in filter(is_pattern, names):
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise ValueError(f"{name} is no regular expression ({error})") from None
+    return names
+
+
 def _list_of_texts(value: Any) -> Any:
     """One text is a list of one: it may hold commas."""
     if value is None:
@@ -60,6 +83,15 @@ _BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65_536},
 Words = Annotated[
     tuple[str, ...], Field(max_length=10_000), BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)
 ]
+LayerNames = Annotated[
+    tuple[str, ...],
+    Field(max_length=10_000),
+    BeforeValidator(_list_of_names),
+    AfterValidator(_check_patterns),
+    WithJsonSchema(_WORDS_SCHEMA),
+]
+LayerRanks = Annotated[dict[str, Annotated[int, Field(ge=1, le=32_768)]], AfterValidator(_check_patterns)]
+LayerAlphas = Annotated[dict[str, Positive], AfterValidator(_check_patterns)]
 Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_list_of_texts)]
 _CHANGES = ("base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu")
 _CHANGES_SCHEMA = {

@@ -37,6 +37,8 @@ class MicroBatch:
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     """From 0 in every document; the padding is a document of its own."""
+    unpadded: torch.Tensor | None = None
+    """0 at the padding of packs in several rows, else 1; models are not given it, which would join documents."""
     cu_seqlens: torch.Tensor | None = None
     """int32 [D + 1]: where documents begin and end."""
     max_seqlen: int = 0
@@ -282,7 +284,10 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
         extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
     batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens)
     places = torch.from_numpy(extra)
-    return replace(batch, position_ids=places) if packed else replace(batch, attention_mask=places)
+    if not packed:
+        return replace(batch, attention_mask=places)
+    widths = torch.tensor([len(row.input_ids) for row in rows])
+    return replace(batch, position_ids=places, unpadded=(torch.arange(longest) < widths[:, None]).long())
 
 
 def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
@@ -337,6 +342,7 @@ def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
         input_ids=torch.cat([batch.input_ids, torch.full_like(added, pad_token_id)], 1),
         targets=torch.cat([batch.targets, torch.full_like(added, IGNORED)], 1),
         position_ids=torch.cat([batch.position_ids, added], 1),
+        unpadded=None,
     )
 
 

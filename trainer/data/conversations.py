@@ -1,30 +1,43 @@
 """Conversations to token ids and a mask of the tokens that carry loss, through the tokenizer's own chat template."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_template, mark_text, read_marks
+from trainer.data.chat_template import ChatTemplate, Message
+from trainer.data.marks import TURN_KEY, Spans, split_reasoning
 from trainer.data.records import Turns
-from trainer.data.render import RenderError, render
-from trainer.data.tokens import Encoded, Span, encode_spans
+from trainer.data.render import RenderError
+from trainer.data.tokens import LOST_END, Encoded, Span, encode_spans
 
-_PROBE = "Sentinel"
 FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
+# What a template may leave out of a record, as warnings name it.
+LOST_REASONING = "reasoning that the chat template leaves out; see dataset.chat_template_kwargs"
+LOST_SYSTEM = "a system turn that the chat template leaves out; see dataset.chat_template"
+LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END)
 
 
-def chat_template_of(tokenizer: PreTrainedTokenizerBase, configured: str | None) -> str | None:
-    """The Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
+def chat_template_of(
+    tokenizer: PreTrainedTokenizerBase, configured: str | None, *, for_tools: bool = False
+) -> str | None:
+    """Return the Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
 
-    Raises UserError if `configured` looks like a file and is not there, or cannot be read.
+    Of several that a tokenizer has, conversations with tools use `tool_use`, as in transformers, and all others
+    `default`. Raises UserError if `configured` looks like a file and does not exist, or cannot be read.
     """
     if configured is None:
         template = tokenizer.chat_template
-        return template.get("default") if isinstance(template, Mapping) else template
+        if isinstance(template, Mapping):
+            template = template.get("tool_use" if for_tools and "tool_use" in template else "default")
+        return template
     if "{" in configured:
         return configured
     try:
@@ -46,171 +59,229 @@ def render_prompt(
     `messages` have a role and text content. The text holds the template's special tokens, so tokenise it without adding
     any. Raises UserError if there is no chat template, or it refuses the conversation.
     """
-    template = chat_template_of(tokenizer, section.chat_template)
-    if template is None:
+    source = chat_template_of(tokenizer, section.chat_template)
+    if source is None:
         raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
-    chat = [dict(message) for message in messages]
-    if section.system_prompt is not None and (not chat or chat[0]["role"] != "system"):
-        chat.insert(0, {"role": "system", "content": section.system_prompt})
+    chat = lead_with_system([dict(message) for message in messages], section.system_prompt)
     try:
-        return render(tokenizer, chat, template, add_generation_prompt=True, **section.chat_template_kwargs)
-    except RenderError as error:
+        return ChatTemplate(tokenizer, source, section.chat_template_kwargs).render(chat, add_generation_prompt=True)
+    except (RenderError, TimeoutError) as error:
         raise UserError(f"the chat template refuses the conversation ({error})") from None
 
 
+def lead_with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """Return the messages with the system prompt before them, if they have none of their own."""
+    if system_prompt is None or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
 class ChatEncoder:
-    """Renders, marks and tokenises conversations with one template.
+    """Renders, marks and tokenises conversations with the templates of a tokenizer.
 
     An assistant turn is trained from where the generation prompt ends, which is where the model takes over at
-    inference, through its end-of-turn token. Of the other roles the text and the end-of-turn token are trained if asked
-    for, and not the tags that the template writes around the text. Raises UserError if the template does not compile.
+    inference, through the token that ends the turn. Of the other roles the text and the token that ends the turn are
+    trained if asked for, and not the tags that the template writes around the text. Raises UserError if a template
+    does not compile.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str, train_on: Sequence[str], system_prompt: str | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        train_on: Sequence[str],
+        system_prompt: str | None,
+        variables: Mapping[str, Any] | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = template
         self.train_on = frozenset(train_on)
         self.system_prompt = system_prompt
-        try:
-            self.marked_template = mark_template(template)
-            self.header = self._assistant_header()
-        except (TemplateError, RenderError) as error:
-            raise UserError(f"dataset.chat_template: the template cannot be used ({error})") from None
-        self.end_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
-        self.has_generation_blocks = has_generation_blocks(template)
+        sources = (template, tool_template or template)
+        self.template = template if len(set(sources)) == 1 else sources
+        _check_variables(variables or {}, sources)
+        known = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
+        self._templates = tuple(known[source] for source in sources)
 
     def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[Encoded]:
-        """Token ids and trained mask of each conversation; `where` names the records in the UserErrors of bad ones."""
-        chats = [self._numbered(conversation) for conversation in conversations]
-        for conversation, place in zip(conversations, where, strict=True):
-            self._check_tools(conversation, place)
-        tools = [conversation.tools for conversation in conversations]
-        marked_chats = [
-            self._with_marked_texts(chat, conversation.silent)
-            for chat, conversation in zip(chats, conversations, strict=True)
-        ]
-        marked = [read_marks(text) for text in self._render(marked_chats, tools, where, self.marked_template)]
-        plain = self._render([_without_numbers(chat) for chat in chats], tools, where, self.template)
-        spans: list[list[Span]] = []
-        for index, (marks, text) in enumerate(zip(marked, plain, strict=True)):
-            if "all" in self.train_on:
-                spans.append([(0, len(text))])
-                continue
-            if marks.text != text:
-                raise UserError(f"{where[index]}: turns cannot be told apart in this tokenizer's chat template; {FIX}")
-            spans.append(self._trained_spans(chats[index], conversations[index].silent, marks, where[index]))
-        return encode_spans(self.tokenizer, plain, spans, where)
+        """Return the documents of conversations; `where` names the records in the UserErrors of bad ones."""
+        rendered = [self._render(each, place) for each, place in zip(conversations, where, strict=True)]
+        documents = encode_spans(
+            self.tokenizer, [each.text for each in rendered], [each.spans for each in rendered], where
+        )
+        return [replace(document, lost=tuple(each.lost)) for document, each in zip(documents, rendered, strict=True)]
 
-    def _numbered(self, conversation: Turns) -> list[dict[str, Any]]:
-        """The messages with their numbers; the system turn that is put before them takes the number after the last."""
+    def _render(self, conversation: Turns, where: str) -> "_Rendered":
+        template = self._templates[bool(conversation.tools)]
+        _check_tools(conversation, template, where)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
-        if self.system_prompt is not None and messages and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt, TURN_KEY: len(messages)})
-        return messages
+        if messages:
+            # A system turn that is put before them takes the number after the last.
+            messages = [{TURN_KEY: len(messages), **each} for each in lead_with_system(messages, self.system_prompt)]
+        try:
+            rendered = _Rendered(template, messages, conversation.tools, where)
+            rendered.check_texts()
+            rendered.find_spans(self.train_on, conversation.silent)
+            rendered.check_end()
+        except (RenderError, TimeoutError) as error:
+            raise UserError(f"{where}: the chat template refuses it ({error})") from None
+        return rendered
 
-    def _with_marked_texts(self, chat: list[dict[str, Any]], silent: frozenset[int]) -> list[dict[str, Any]]:
-        """The texts to be trained of all roles but the assistant's, whose turns are trained with their tags."""
-        return [
-            message | {"content": mark_text(message["content"], message[TURN_KEY])}
-            if message["role"] in self.train_on - {"assistant"} and message[TURN_KEY] not in silent
-            else message
-            for message in chat
-        ]
 
-    def _render(
-        self,
-        chats: Sequence[list[dict[str, Any]]],
-        tools: Sequence[list[dict[str, Any]] | None],
-        where: Sequence[str],
-        template: str,
-    ) -> list[str]:
-        texts: list[str] = []
-        for chat, tool, place in zip(chats, tools, where, strict=True):
-            if not chat:
-                texts.append("")
-                continue
-            try:
-                texts.append(render(self.tokenizer, chat, template, tools=tool))
-            except RenderError as error:
-                raise UserError(f"{place}: the chat template refuses it ({error})") from None
-        return texts
+class _Rendered:
+    """The text of a conversation, the `spans` of it that are trained, and what is `lost` of the record."""
 
-    def _trained_spans(
-        self, chat: list[dict[str, Any]], silent: frozenset[int], marks: Marked, where: str
-    ) -> list[Span]:
-        spans: list[Span] = []
-        for message in chat:
+    def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
+        self.spans: list[Span] = []
+        self.lost: dict[str, None] = {}
+        self.text = template.render(chat, tools)
+        self._template, self._chat, self._tools, self._where = template, chat, tools, where
+        self._roles = {message[TURN_KEY]: message["role"] for message in chat}
+        self._marks = template.render_marked(chat, tools)
+        self._texts_are_marked = self._marks.text == self.text
+        if not self._texts_are_marked:  # the template looks at what the texts say
+            self._marks = template.render_marked(chat, tools, texts=False)
+
+    def check_texts(self) -> None:
+        """Note what the template leaves out of the turns. Raises UserError for what no conversation can do without."""
+        for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
-            if role not in self.train_on or turn in silent:
+            _, inline, _, text = split_reasoning(message)
+            for reasoning in (inline, str(message.get("reasoning_content") or "")):
+                if not self._is_written(reasoning, turn, self._marks.reasoning):
+                    self.lost[LOST_REASONING] = None
+            calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
+            if self._is_written(text, turn, self._marks.texts) and all(name in self.text for name in calls):
                 continue
-            blocks = marks.turns.get(turn, [])
-            texts = marks.texts.get(turn, [])
-            if not blocks and not texts and (message["content"].strip() or message.get("tool_calls")):
-                raise UserError(f"{where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
-            if role != "assistant":
-                ends = [self._end_token_of(marks.text, start, end) for start, end in blocks]
-                spans += _with_white_space([*texts, *ends[-1:]], marks.text)
-                continue
-            for start, end in blocks:
-                if self.has_generation_blocks:
-                    inside = [span for span in marks.generation if start <= span[0] and span[1] <= end]
-                    spans += [(begin, self._with_end_token(marks.text, stop, end)) for begin, stop in inside]
-                else:
-                    # Not at the block's start where the template writes its default system prompt with the first turn.
-                    at = marks.text.find(self.header, start, end)
-                    start = at + len(self.header) if at >= 0 else start
-                    spans.append((start, self._end_of_turn(marks.text, start, end)))
-        return sorted(span for span in spans if span[0] < span[1])
+            if role != "system":
+                raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
+            self.lost[LOST_SYSTEM] = None
 
-    def _end_token_of(self, text: str, start: int, end: int) -> Span:
-        """The end-of-turn token at the end of a block, or nothing where a tag is closed there: [/INST], </result>."""
-        stop = start + len(text[start:end].rstrip())
-        token = max((token for token in self.end_tokens if text.endswith(token, start, stop)), key=len, default="")
-        closes = token.startswith(("</", "[/")) and token != self.tokenizer.eos_token
+    def _is_written(self, text: str, turn: int, marked: Spans) -> bool:
+        core = text.strip()
+        if self._texts_are_marked or not core:
+            return not core or turn in marked
+        return core in self.text or json.dumps(core, ensure_ascii=False)[1:-1] in self.text
+
+    def find_spans(self, train_on: frozenset[str], silent: frozenset[int]) -> None:
+        """Find the characters to train. Raises UserError if the template does not show which they are."""
+        if "all" in train_on:
+            self.spans = [(0, len(self.text))]
+            return
+        if self._marks.text != self.text or (train_on - {"assistant"} and not self._texts_are_marked):
+            raise UserError(f"{self._where}: turns cannot be distinguished in this tokenizer's chat template; {FIX}")
+        for index, message in enumerate(self._chat):
+            role, turn = message["role"], message[TURN_KEY]
+            if role not in train_on or turn in silent:
+                continue
+            blocks = self._blocks(turn)
+            if role != "assistant":
+                ends = [self._end_token(start, end) for start, end in blocks]
+                self.spans += _with_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
+            elif blocks:
+                self._add_answer(index, blocks)
+            elif message["content"].strip() or message.get("tool_calls"):
+                raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
+        self.spans = sorted(span for span in self.spans if span[0] < span[1])
+
+    def check_end(self) -> None:
+        """Note if the last answer has no end, which a model that is trained on it would not learn to write."""
+        if self.spans and not self._template.token_at_end(self.text, *self.spans[-1]):
+            self.lost[LOST_END] = None
+
+    def _blocks(self, turn: int) -> list[Span]:
+        """Find the stretches of a turn, except those inside another role's: a result may repeat its call's number."""
+        role, own = self._roles[turn], self._marks.turns.get(turn, [])
+        if len(own) < 2:
+            return own
+        others = [span for other, spans in self._marks.turns.items() if self._roles[other] != role for span in spans]
+        return [(start, end) for start, end in own if not any(first <= start and end <= last for first, last in others)]
+
+    def _add_answer(self, index: int, blocks: list[Span]) -> None:
+        template, text, turn = self._template, self.text, self._chat[index][TURN_KEY]
+        if template.has_generation_blocks:
+            inside = [
+                (begin, stop)
+                for start, end in blocks
+                for begin, stop in self._marks.generation
+                if start <= begin < stop <= end
+            ]
+            if inside and not template.token_at_end(text, *inside[-1]):  # its author stopped short of it
+                inside[-1] = (inside[-1][0], template.token_behind(text[: blocks[-1][1]], inside[-1][1])[1])
+        else:
+            start, end = blocks[0]
+            begin, texts = self._answer_start(index, start, end), self._marks.texts
+            if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
+                # The results of its calls are written within the turn. The template shows where, without them.
+                alone = template.render_marked(self._chat[: index + 1], self._tools)
+                own = [span for span in texts.get(turn, []) if span[0] >= begin]
+                stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
+                inside = [(begin, max(begin, stop)), *(span for span in own if span[0] >= stop)]
+            else:
+                inside = [(begin, end), *blocks[1:]]
+                inside[-1] = (inside[-1][0], self._answer_end(index, *inside[-1]))
+        self.spans += inside
+
+    def _answer_start(self, index: int, start: int, end: int) -> int:
+        """Find where the generation prompt ends, with which the template begins an answer, or the text before it."""
+        turn = self._chat[index][TURN_KEY]
+        begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
+        first = min((begin for begin in begins if start <= begin <= end), default=None)
+        lead = None if first is None else self.text[start:first]
+        prompt = self._template.generation_prompt(self._chat[:index], self._tools, lead)
+        # Later in the turn where the template writes its default system prompt with it; before it, after a question.
+        prompt, last = prompt.lstrip(), end if first is None else first
+        at = self.text.find(prompt, max(0, start - len(prompt)), last)
+        if at >= 0:
+            return max(start, at + len(prompt))
+        # A prompt may begin the answer itself, as with <think>, where the turn as it is written has none.
+        common = self._template.common_header(prompt, self.text[start:last])
+        return start + common if common or first is None else first
+
+    def _answer_end(self, index: int, start: int, end: int) -> int:
+        """Find the end of the token that ends an answer; the line break that templates put behind it is not trained."""
+        token, stop = self._template.end_of_answer(self.text, start, end)
+        closing = self._template.closing(after_call="tool_calls" in self._chat[index])
+        if self._template.is_special(token) or not closing or self.text[stop:].strip() or closing.strip() == token:
+            return stop
+        self.text = self.text[:stop] + closing
+        return len(self.text)
+
+    def _end_token(self, start: int, end: int) -> Span:
+        """Find the end-of-turn token at the end of a block; nothing where a tag is closed there: [/INST], </result>."""
+        stop = start + len(self.text[start:end].rstrip())
+        token = self._template.token_at_end(self.text, start, end)
+        closes = token.startswith(("</", "[/")) and token != self._template.eos_token
         return (stop if closes else stop - len(token), stop)
 
-    def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Through the end-of-turn token; the line break that templates put behind it is not for the model to write."""
-        stop = start + len(text[start:end].rstrip())
-        return stop if text.endswith(self.end_tokens, start, stop) else end
 
-    def _with_end_token(self, text: str, stop: int, end: int) -> int:
-        """A generation block extended by the end-of-turn token right behind it, where its author stopped short."""
-        return stop + max((len(token) for token in self.end_tokens if text.startswith(token, stop, end)), default=0)
+def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> None:
+    """Raise UserError for variables that templates do not use, or that are not for the user to set."""
+    taken = {"messages", *signature(render_jinja_template).parameters} - {"documents", "kwargs"}
+    for name in variables:
+        problem = "is set by the trainer" if name in taken else ""
+        used = re.search(rf"\b{re.escape(name)}\b", "".join(sources))
+        problem = problem or ("" if used else "the chat template does not use it")
+        if problem:
+            raise UserError(f"dataset.chat_template_kwargs.{name}: {problem}; remove it")
 
-    def _assistant_header(self) -> str:
-        """What a template writes before an answer, in training and as generation prompt alike."""
-        question = [{"role": "user", "content": _PROBE}]
-        answered = [*question, {"role": "assistant", "content": _PROBE}]
-        numbered = [{**message, TURN_KEY: index} for index, message in enumerate(answered)]
-        asked = render(self.tokenizer, question, self.template)
-        prompted = render(self.tokenizer, question, self.template, add_generation_prompt=True)
-        marked = read_marks(render(self.tokenizer, numbered, self.marked_template))
-        prompt = prompted[len(_common_prefix(asked, prompted)) :]
-        block = next((marked.text[start:end] for start, end in marked.turns.get(1, [])), "")
-        lead = block[: max(block.find(_PROBE), 0)]
-        # A template may begin the answer itself in its generation prompt (<think>): only what both share is header.
-        # White space alone belongs to the answer: "[/INST] answer".
-        return _common_prefix(prompt, lead) if prompt else (lead if lead.strip() else "")
 
-    def _check_tools(self, conversation: Turns, where: str) -> None:
-        calls = any("tool_calls" in message for message in conversation.messages)
-        if calls and "tool_calls" not in self.template:
-            raise UserError(
-                f"{where}: has tool calls, which this tokenizer's chat template does not write; "
-                "give dataset.chat_template one that does"
-            )
-        if conversation.tools and "tools" not in self.template:
-            raise UserError(
-                f"{where}: has tools, which this tokenizer's chat template does not write; "
-                "give dataset.chat_template one that does, or remove them"
-            )
+def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> None:
+    calls = any("tool_calls" in message for message in conversation.messages)
+    if calls and "tool_calls" not in template.source:
+        raise UserError(
+            f"{where}: has tool calls, which this tokenizer's chat template does not write; "
+            "give dataset.chat_template one that does"
+        )
+    if conversation.tools and "tools" not in template.source:
+        raise UserError(
+            f"{where}: has tools, which this tokenizer's chat template does not write; "
+            "give dataset.chat_template one that does, or remove them"
+        )
 
 
 def _with_white_space(spans: list[Span], text: str) -> list[Span]:
-    """Spans with nothing but white space between them as one."""
+    """Return the spans, with those that only white space separates as one."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and not text[joined[-1][1] : start].strip():
@@ -218,12 +289,3 @@ def _with_white_space(spans: list[Span], text: str) -> list[Span]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _without_numbers(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in message.items() if key != TURN_KEY} for message in chat]
-
-
-def _common_prefix(left: str, right: str) -> str:
-    length = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-    return left[:length]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
-from trainer.data.conversations import ChatEncoder, chat_template_of
+from trainer.data.conversations import LOST, ChatEncoder, chat_template_of
 from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import Shape, find_shape, listed
 from trainer.data.records import Text, Turns, answers_of, prompt_form, read_record
@@ -80,7 +80,11 @@ class DocumentEncoder:
         self.too_long = section.too_long
         self.train_on = frozenset(section.train_on)
         template = chat_template_of(tokenizer, section.chat_template)
-        self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt) if template else None
+        self.chat = None
+        if template:
+            for_tools = chat_template_of(tokenizer, section.chat_template, for_tools=True)
+            variables = section.chat_template_kwargs
+            self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt, variables, for_tools)
         self.system_prompt = section.system_prompt
         self.skips = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -140,7 +144,7 @@ class DocumentEncoder:
             rows["continued"].append(continued)
             turns = example.messages if isinstance(example, Turns) else []
             rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
-            rows["unread"].append([] if continued else list(example.unread))
+            rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
 
     def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
@@ -151,10 +155,13 @@ class DocumentEncoder:
             raise UserError(problems[0])
         notes = [shape.note]
         counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
-        if counts:
-            unread = sorted(counts, key=lambda each: -each["counts"])
-            named = listed(f"{shown(each['values'], 30)} (in {each['counts']:,})" for each in unread)
+        found = {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
+        lost = {phrase: found.pop(phrase) for phrase in LOST if phrase in found}
+        if found:
+            named = listed(f"{shown(name, 30)} (in {count:,})" for name, count in found.items())
             notes.append(f"{label}: fields that are not used, of {total:,} records: {named}")
+        for phrase, count in lost.items():
+            notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
         text = prompt_form(shape, first)

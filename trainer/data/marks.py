@@ -1,17 +1,19 @@
-"""Which characters of a rendered chat belong to which turn, for any chat template.
+"""Find which characters of a rendered chat belong to which turn, for any chat template.
 
-A chat template is a program: it may put a system prompt before the first turn, trim texts, or drop the thinking of
+A chat template is a program: it may put a system prompt before the first turn, trim texts, or drop the reasoning of
 all but the last answer, so a conversation rendered up to turn i is in general no prefix of the whole one, and a
 turn's text need not occur in it. What all templates have in common is a loop over the messages. `mark_template`
 writes a marker into the first position of each loop body and after each loop; rendered, the markers say where every
-turn begins and ends, in one pass. `read_marks` takes them out again, and whoever calls it compares the rest with what
-the unmarked template renders. `{% generation %}` blocks, where an author has set them, are marked in the same way, and
-so is the text of a turn (`mark_text`), to tell it from the tags that a template writes around it.
+turn begins and ends, in one pass. `{% generation %}` blocks, where an author has set them, are marked in the same way,
+and so are the texts of the turns (`mark_message`), to separate them from the tags that a template writes around them.
+`read_marks` takes the markers out again, and its caller compares the rest with what the unmarked template renders.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from jinja2 import Environment
 
@@ -19,110 +21,149 @@ from jinja2 import Environment
 TURN_KEY = "zerolora_turn"
 # Noncharacters: Unicode guarantees that no text holds them (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|text|endtext):(\\d*){_CLOSE}")
+_MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
+# An answer with its reasoning in front, as models write it: templates split it there.
+_INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
+Spans = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Marked:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
-    `turns[i]` are the stretches written while a loop was at message i, in order; `texts[i]` those of its marked text;
-    `generation` the blocks an author set.
+    `turns[i]` are the stretches written while a loop was at message i, in order; `texts[i]` and `reasoning[i]` those of
+    its marked text and reasoning; `generation` the blocks an author set.
     """
 
     text: str
-    turns: dict[int, list[tuple[int, int]]]
+    turns: Spans
     generation: list[tuple[int, int]]
-    texts: dict[int, list[tuple[int, int]]]
+    texts: Spans
+    reasoning: Spans
+
+    @property
+    def end_of_turns(self) -> int:
+        """Where the last turn ends."""
+        return max((end for spans in self.turns.values() for _, end in spans), default=0)
 
 
 @lru_cache(maxsize=16)
 def mark_template(source: str) -> str:
-    """The template with a marker at the start of every loop body and generation block, and after each of their ends.
+    """Return the template with a marker at the start of every loop body and generation block, and after each end.
 
     Raises jinja2.TemplateSyntaxError if the template cannot be read.
     """
-    # The options with which transformers compiles chat templates: they decide which white space a tag swallows, and the
-    # lexer hands a tag over with that white space, so that a marker right behind it changes nothing.
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    pieces: list[str] = []
+    # The options with which transformers compiles chat templates: they decide which white space a tag swallows. The
+    # lexer has done that when it hands text over, so text becomes an output expression, which no tag strips again.
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter of that name
     tag: list[tuple[str, str]] = []
+    begin = loops = 0
     open_loops: list[int | None] = []
-    loops = 0
     for _, kind, value in environment.lex(source):
-        pieces.append(value)
+        if kind in ("raw_begin", "raw_end", "comment_begin", "comment", "comment_end"):
+            continue
+        pieces.append(_literal(value) if kind == "data" else value)
         if kind == "block_begin":
-            tag = []
+            tag, begin = [], len(pieces) - 1
         elif kind == "block_end":
             words = [word for word_kind, word in tag if word_kind in ("name", "operator")]
             if words[:1] == ["for"]:
                 # `for key, value in ...` does not run over messages; everything else is decided while rendering.
                 open_loops.append(loops if words[2:3] == ["in"] else None)
-                pieces.append(_loop_marker(loops, words[1]) if open_loops[-1] is not None else "")
+                if open_loops[-1] is not None:
+                    pieces.insert(begin, f"{{% set zerolora_{loops} = zerolora_namespace(turns=false) %}}")
+                    pieces.append(_loop_marker(loops, words[1]))
                 loops += 1
             elif words[:1] == ["endfor"] and open_loops:
                 loop = open_loops.pop()
-                pieces.append(_literal(f"{loop}:") if loop is not None else "")
+                if loop is not None:
+                    pieces.append(f"{{{{ '{_mark(f'{loop}:')}' if zerolora_{loop}.turns }}}}")
             elif words[:1] in (["generation"], ["endgeneration"]):
-                pieces.append(_literal(f"{words[0]}:"))
+                pieces.append(_literal(_mark(f"{words[0]}:")))
         elif kind != "whitespace":
             tag.append((kind, value))
     return "".join(pieces)
 
 
-def mark_text(text: str, turn: int) -> str:
-    """A turn's text between markers; white space around it stays outside, where templates trim it."""
-    core = text.strip()
-    if not core:
-        return text
-    before, _, after = text.partition(core)
-    return f"{before}{_OPEN}text:{turn}{_CLOSE}{core}{_OPEN}endtext:{turn}{_CLOSE}{after}"
+def mark_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a numbered message with its text and reasoning between markers."""
+    marked, turn = dict(message), message[TURN_KEY]
+    before, reasoning, after, text = split_reasoning(message)
+    marked["content"] = before + _mark_text("reasoning", reasoning, turn) + after + _mark_text("text", text, turn)
+    if isinstance(message.get("reasoning_content"), str):
+        marked["reasoning_content"] = _mark_text("reasoning", message["reasoning_content"], turn)
+    return marked
+
+
+def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return the content of a message in four parts: `<think>`, reasoning, `</think>`, text; the first three if any."""
+    content: str = message["content"]
+    inline = _INLINE_REASONING.fullmatch(content) if message["role"] == "assistant" and "</think>" in content else None
+    return (inline[1], inline[2], inline[3], inline[4]) if inline else ("", "", "", content)
 
 
 def has_generation_blocks(source: str) -> bool:
-    """Whether the template's author has said with `{% generation %}` what the model writes."""
+    """Check whether the template's author has marked with `{% generation %}` what the model writes."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
 def read_marks(rendered: str) -> Marked:
     """Take the markers out of a chat rendered by a marked template."""
     pieces: list[str] = []
-    turns: dict[int, list[tuple[int, int]]] = {}
+    turns: Spans = {}
     generation: list[tuple[int, int]] = []
-    texts: dict[int, list[tuple[int, int]]] = {}
-    running: dict[str, tuple[int, int]] = {}  # loop -> (turn, start) of the iteration that is being written
+    texts: dict[str, Spans] = {"text": {}, "reasoning": {}}
+    running: dict[str, tuple[int, int]] = {}  # loop or text -> (turn, start) of what is being written
     position = length = 0
     for mark in _MARK.finditer(rendered):
         pieces.append(rendered[position : mark.start()])
         length += mark.start() - position
         position = mark.end()
-        loop, turn = mark.groups()
-        if loop == "generation":
+        name, turn = mark.groups()
+        if name == "generation":
             generation.append((length, length))
-        elif loop == "endgeneration":
+        elif name == "endgeneration":
             generation[-1] = (generation[-1][0], length)
-        elif loop == "text":
-            texts.setdefault(int(turn), []).append((length, length))
-        elif loop == "endtext":
-            texts[int(turn)][-1] = (texts[int(turn)][-1][0], length)
+        elif name in texts:
+            running[name] = (int(turn), length)
+        elif name.startswith("end"):
+            # A template that cuts a text may leave one of its two markers.
+            start = running.pop(name[3:], (int(turn), length))[1]
+            texts[name[3:]].setdefault(int(turn), []).append((start, length))
         else:
-            if loop in running:
-                index, start = running.pop(loop)
+            if name in running:
+                index, start = running.pop(name)
                 if length > start:
                     turns.setdefault(index, []).append((start, length))
             if turn:
-                running[loop] = (int(turn), length)
+                running[name] = (int(turn), length)
     pieces.append(rendered[position:])
-    return Marked("".join(pieces), turns, generation, texts)
+    return Marked("".join(pieces), turns, generation, texts["text"], texts["reasoning"])
 
 
-def _literal(mark: str) -> str:
-    return "{{ '" + _OPEN + mark + _CLOSE + "' }}"
+def _mark_text(kind: str, text: str, turn: int) -> str:
+    """Return a text between markers; white space around it stays outside, where templates trim it."""
+    core = text.strip()
+    if not core:
+        return text
+    before, _, after = text.partition(core)
+    return f"{before}{_mark(f'{kind}:{turn}')}{core}{_mark(f'end{kind}:{turn}')}{after}"
+
+
+def _mark(name: str) -> str:
+    return f"{_OPEN}{name}{_CLOSE}"
+
+
+def _literal(text: str) -> str:
+    """Return the output expression for a text; Jinja reads backslashes in a string as Python does."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "{{ '" + escaped + "' }}"
 
 
 def _loop_marker(loop: int, variable: str) -> str:
+    """Return what marks an iteration over a numbered message; other loops must write nothing, not even markers."""
     key = f"{variable}.{TURN_KEY}"
-    mark = f"'{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}'"
-    return "{{ " + f"{mark} if {variable} is mapping and {key} is defined else ''" + " }}"
+    mark = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"
+    seen = f"{{% set zerolora_{loop}.turns = true %}}"
+    return f"{{% if {variable} is mapping and {key} is defined %}}{seen}{mark}{{% endif %}}"

@@ -1,7 +1,7 @@
 """From a record of any known shape to one of two: a conversation, or a prompt with its completion."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -32,6 +32,11 @@ ROLES = {
 }
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
+# Fields of a turn that switch its loss on or off, by OpenAI, Axolotl, LLaMA-Factory, ms-swift and torchtune.
+SWITCHES = ("weight", "loss", "loss_weight", "loss_scale", "train", "training", "trainable")
+INVERSE_SWITCHES = ("mask", "masked")
+# Names that data has for what the model thinks before it answers; the first is that of most templates.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Forms of prompts (see `prompt_form`): of whole texts, and of pairs.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
@@ -193,14 +198,9 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
         _message(turn, keys, f"{where}, turn {number}", shape.roles) for number, turn in enumerate(turns, start=1)
     ]
     ignored = _lead_with_system(messages, record, shape, where)
-    # OpenAI's fine-tuning files leave a turn out of the loss with weight 0.
-    silent = {
-        index + len(messages) - len(turns)
-        for index, turn in enumerate(turns)
-        if turn.get("weight") == 0 or turn.get("train") is False
-    }
+    silent = _silent_turns(turns, f"{where}, turn", len(messages) - len(turns))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, frozenset(silent), ignored + _unread_of(turns, column))
+    return Turns(messages, tools, silent, ignored + _unread_of(turns, column))
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
@@ -226,9 +226,10 @@ def _read_conversational_pair(
         for name, turns in columns.items()
     ]
     ignored = _lead_with_system(lists[0], record, shape, where)
+    silent = _silent_turns(columns["completion"], f"{where}, completion turn", len(lists[0]))
     ignored += tuple(chain.from_iterable(_unread_of(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(lists[0] + lists[1], tools, frozenset(range(len(lists[0]))), ignored)
+    return Turns(lists[0] + lists[1], tools, silent.union(range(len(lists[0]))), ignored)
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
@@ -251,7 +252,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 
 
 def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
-    """One turn with a known role, text content, and tool calls as chat templates want them; `roles` has other names."""
+    """Return a turn with a known role, its text, reasoning and tool calls; `roles` has the data's own role names."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: is {kind_of(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
@@ -275,14 +276,31 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
     message["content"] = _content(content, keys[1], where)
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
-    for key in ("name", "tool_call_id", "reasoning_content", "thinking"):
+    for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             message[key] = turn[key]
-    return message
+    reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
+    return message | ({REASONING[0]: _content(reasoning, "reasoning", where)} if reasoning else {})
+
+
+def _silent_turns(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> frozenset[int]:
+    """Return the numbers, from `first`, of turns that are switched off. Raises UserError for a weight but 0 and 1."""
+    silent = set()
+    for index, turn in enumerate(turns):
+        for name in (*SWITCHES, *INVERSE_SWITCHES):
+            value = turn.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                problem = f"{name}={value!r}: a turn's loss is on or off; use true or false, 1 or 0"
+                raise UserError(f"{where} {index + 1}: {problem}")
+            if bool(value) == (name in INVERSE_SWITCHES):
+                silent.add(first + index)
+    return frozenset(silent)
 
 
 def _content(content: Any, key: str, where: str) -> str:
-    """Text, or OpenAI's list of text parts joined."""
+    """Return text, or OpenAI's list of text parts as one text."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -297,7 +315,7 @@ def _content(content: Any, key: str, where: str) -> str:
 
 
 def _parsed_call(value: Any, where: str) -> list[Any]:
-    """ShareGPT's function_call turn: its text is the call as JSON, or a list of such."""
+    """Read ShareGPT's function_call turn, in which the text is a call as JSON, or a list of calls."""
     try:
         call = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -311,19 +329,17 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: a tool call needs function.name and function.arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # Templates print arguments as JSON; a string would be quoted a second time.
+        # A dict here; ChatTemplate gives templates the form that they write.
         try:
             arguments = json.loads(arguments or "{}")
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: arguments of {function['name']} are not JSON ({error.msg})") from None
-    else:
-        arguments = _without_padding(arguments)
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Tool definitions: a list of JSON schemas, or that list as a JSON string."""
+    """Read tool definitions: a list of JSON schemas, or that list as a JSON string."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -331,17 +347,10 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
             raise UserError(f"{where}: tools are not JSON ({error.msg}, column {error.colno})") from None
     if not value:
         return None
-    tools = [_without_padding(tool) for tool in _list(value, "tools", where)]
+    tools = _list(value, "tools", where)
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{where}: tools must be a list of function definitions")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def _without_padding(value: Any) -> Any:
-    """Without the nulls that Arrow adds so that all records of a column have the same keys."""
-    if isinstance(value, Mapping):
-        return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
-    return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:

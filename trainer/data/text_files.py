@@ -67,10 +67,19 @@ def raw_records(
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record in a row of any source. Raises UserError for a line that could not be read."""
-    record = json.loads(row[RAW]) if RAW in row else row
+    if RAW not in row:
+        return {name: _without_padding(value) for name, value in row.items()}
+    record = json.loads(row[RAW])
     if isinstance(record, str):
         raise UserError(record)
     return dict(record)
+
+
+def _without_padding(value: Any) -> Any:
+    """Remove the nulls that Arrow adds so that all records of a column have the same keys."""
+    if isinstance(value, Mapping):
+        return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
+    return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import RunConfig
+from trainer.config import LoraSection, RunConfig
 from trainer.memory.bytes import Estimate, Seen, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_pictures
 from trainer.memory.model_widths import weights_of
@@ -47,7 +47,7 @@ class PicturePlanner(Planner):
         work, placement = self.work(config, decided), self._placement(config, decided)
         training = config.training
         recompute, rows = training.gradient_checkpointing != "none", training.batch_size
-        seen = self._seen(config.image.resolution, config.lora, self._element, recompute=recompute)
+        seen = self._seen(config.image.resolution, config.lora.model_dump_json(), self._element, recompute=recompute)
         if recompute and training.offload_activations:
             seen = replace(seen, kept=0)
         kept = (training.save_total_limit or 1) + int(training.best_checkpoint)
@@ -106,10 +106,13 @@ def _twin(pipeline: Pipeline, lora: Any) -> Any:
         return apply_adapter(model, fresh, torch.float32, task_type=None)
 
 
-def see(pipeline: Pipeline, text: Text, side: int, lora: Any, element: int, *, recompute: bool) -> Seen:
-    """What a square picture of `side` pixels keeps in one forward pass; bytes, `element` of them a value."""
+def see(pipeline: Pipeline, text: Text, side: int, lora: str, element: int, *, recompute: bool) -> Seen:
+    """Return what a square image of `side` pixels keeps in one forward pass: bytes, `element` of them a value.
+
+    `lora` is the section in JSON, which can be the key of a cache.
+    """
     dtype = torch.float32 if element == 4 else torch.bfloat16
-    model = _twin(pipeline, lora).to("meta", dtype)
+    model = _twin(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
     denoiser = model.get_base_model().denoiser.train()
     counter = Counter(model)
     if recompute:

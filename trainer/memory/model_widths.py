@@ -37,7 +37,6 @@ def read_shapes(
 
     fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
-    model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
     head, facts = model.get_output_embeddings(), facts_of_base(model, frozen_norms=lora is not None)
     hidden, rows = _embedding(model)

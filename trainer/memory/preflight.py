@@ -1,6 +1,5 @@
 """Before training: `auto` resolved and the estimate held against each card; after it: the estimate beside the peak."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import AUTO, RunConfig, UserError
+from trainer.config.files import read_json
 from trainer.contract.rank_variables import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, samples_of
@@ -217,7 +217,7 @@ def record_memory(
     """
     on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"
-    record = json.loads(path.read_text())
+    record = read_json(path)
     record["decisions"] = plan.decisions.as_json()
     record["memory"] = {
         "predicted": None if found is None else as_json(found),

@@ -1,6 +1,7 @@
 """PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.files import read_safetensors_header
+from trainer.model.expert_targets import is_named
+from trainer.model.reached_layers import find_reached
 from trainer.model.saved_adapter import check_found_again, load_adapter, tail, write_for_peft
 from trainer.model.targets import Targets, excluded_modules, targets_of
 from trainer.parallel.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
@@ -47,9 +51,9 @@ def lora_config(
     all_linear = lora.target_modules == ("all-linear",)
     init: bool | str = True if lora.init in ("default", "loftq") else lora.init
     modules = "all-linear" if all_linear else list(lora.target_modules)
-    ranks = {}
+    ranks = dict(lora.rank_pattern)
     if targets is not None and targets.experts and targets.expert_rank != lora.r:
-        ranks = {re.escape(name): targets.expert_rank for name in sorted({tail(path) for path in targets.experts})}
+        ranks |= {re.escape(name): targets.expert_rank for name in sorted({tail(path) for path in targets.experts})}
     return LoraConfig(
         task_type=task_type,
         r=lora.r,
@@ -58,6 +62,7 @@ def lora_config(
         target_modules=modules if targets is None else list(targets.modules),
         target_parameters=None if targets is None else list(targets.parameters) or None,
         rank_pattern=ranks,
+        alpha_pattern=dict(lora.alpha_pattern),
         exclude_modules=excluded if targets is None else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -95,7 +100,7 @@ def apply_adapter(
         misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
         adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
     else:
-        token_ids = {_embedding_name(model): added_token_ids} if added_token_ids else None
+        token_ids = {path: added_token_ids for path in token_layers(model, lora)} if added_token_ids else None
         targets, excluded = targets_of(model, lora), excluded_modules(model, lora)
         peft_config = lora_config(
             lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type
@@ -126,9 +131,59 @@ def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
-def _embedding_name(model: Any) -> str:
-    embedding = model.get_input_embeddings()
-    return next(name for name, module in model.named_modules() if module is embedding).rsplit(".", 1)[-1]
+def token_layers(model: Any, lora: LoraSection) -> list[str]:
+    """Return the paths of the layers whose rows for new tokens are trained: embedding, and output head if it is untied.
+
+    Those that get an adapter or are trained in full are left out. Raises UserError where PEFT cannot train rows.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    paths = {path: layer for path, layer in model.named_modules() if layer is embedding or layer is head}
+    in_full = {path for path in paths if path.endswith(lora.modules_to_save)}  # as PEFT matches them
+    trained = in_full | {path for path in paths if any(is_named(name, path) for name in lora.target_modules)}
+    left = [path for path in paths if path not in trained]
+    names, kind = ", ".join(path.rpartition(".")[2] for path in paths), type(model).__name__
+    if tied and in_full and any(paths[path] is embedding for path in left):
+        raise UserError(f"model.added_tokens: {kind} ties its output head to its embedding; name both in "
+                        f"lora.modules_to_save: [{names}], or neither")  # fmt: skip
+    if getattr(head, "bias", None) is not None and (tied or any(paths[path] is head for path in left)):
+        raise UserError(
+            f"model.added_tokens: the output head of {kind} has a bias, which PEFT leaves out when rows are trained; "
+            f"train it in full with lora.modules_to_save: [{names}]"
+        )
+    return [path for path in left if paths[path] is embedding or not tied or len(left) == 1]
+
+
+def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
+    """Raise UserError where rows of new tokens cannot be trained; the model may be without weights."""
+    layers = token_layers(model, lora) if tokens else []
+    if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
+        return
+    known = read_adapter_settings(Path(lora.adapter_path)).get("trainable_token_indices") or {}
+    known = known if isinstance(known, dict) else {layers[0]: known}
+    for layer in layers:
+        if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in known.items()):
+            raise UserError(
+                f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no rows of {layer} for "
+                "them, and an adapter's own settings stay; add tokens in the run that makes it"
+            )
+
+
+def bias_lines(model: nn.Module, adapter_path: str | None) -> list[str]:
+    """Return a warning where the adapter that training starts from has biases that merging has no place for."""
+    file = Path(adapter_path or "") / "adapter_model.safetensors"
+    if not adapter_path or not file.is_file():
+        return []
+    modules, end = dict(model.named_modules()), ".lora_B.bias"
+    names = [name for name in read_safetensors_header(file)[0] if name.endswith(end)]
+    layers = [name.removeprefix("base_model.model.").removesuffix(end) for name in names]
+    without = sorted({path.rpartition(".")[2] for path in layers if getattr(modules.get(path), "bias", None) is None})
+    if not without:
+        return []
+    return [
+        f"lora.adapter_path={adapter_path}: has lora_bias on layers without a bias ({', '.join(without)}); PEFT loads "
+        "what is trained, but it cannot be merged or exported"
+    ]
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -193,28 +248,35 @@ class GradientCheck:
         trained = trained_parameters(model)
         self._names = [name for name, _ in trained]
         self._flat = flat_adapter_of(model)
+        self._base = getattr(model, "get_base_model", lambda: model)()
         # A factor in a flat buffer is no leaf: its gradient passes through the views of the coming forward passes.
         self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
             self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._watch(name))))
 
     def _watch(self, name: str) -> Any:
-        def hook(grad: torch.Tensor) -> None:
+        def hook(grad: torch.Tensor | None) -> None:
+            if grad is None:  # of a view in a flat buffer whose other views have one
+                return
             finite = torch.isfinite(grad).all()
             self._finite[name] = self._finite[name] & finite if name in self._finite else finite
 
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Whether a tensor is one expert's own, and the same one of another expert in its layer got a gradient."""
+        """Return whether a tensor is of an expert that no token visited, or of a layer that needs longer sequences."""
         expert = ONE_EXPERT.match(name)
         others = filter(None, (ONE_EXPERT.match(seen) for seen in self._finite)) if expert else ()
-        return any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others)
+        if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
+            return True
+        path = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        return hasattr(self._base, "config") and path in find_reached(self._base).in_long_sequences
 
     def finish(self) -> None:
-        """Remove the hooks; raise RuntimeError naming the parameters that got no gradient or one that is not finite.
+        """Remove the hooks and check what they saw.
 
-        An expert that the router never chose gets none, and that is no fault; experts in one tensor get one together.
+        Raises RuntimeError naming the parameters that got no gradient, FloatingPointError those with one that is not
+        finite. An expert that no token visited gets none; experts in one tensor get one together.
         """
         if self._flat is not None:
             self._flat.watch(None)
@@ -228,7 +290,7 @@ class GradientCheck:
             )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:
-            raise RuntimeError(
+            raise FloatingPointError(
                 f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
                 f"{broken[0]}; lower training.learning_rate, use precision: bf16, or look at the data"
             )

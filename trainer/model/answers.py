@@ -5,14 +5,13 @@ from typing import Any
 import torch
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.conversations import render_prompt
+from trainer.data.chat_template import ChatTemplate
+from trainer.data.conversations import chat_template_of, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
 from trainer.parallel.engine.layer_gather.shards import layer_shards_of
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
-
-_PROBE = "Sentinel"
 
 
 @phase("generate")
@@ -72,8 +71,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the chat template puts after an answer; None if it puts text there, or nothing."""
-    turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-    tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2].strip()
-    after = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    return next((token for token in after[:1] if token in tokenizer.added_tokens_decoder), None)
+    """Return the token that ends answers in the chat template, if need be by beginning the next turn; None without."""
+    source = chat_template_of(tokenizer, None)
+    token = ChatTemplate(tokenizer, source, {}).closing(after_call=False).strip() if source else ""
+    return int(tokenizer.convert_tokens_to_ids(token)) if token else None

@@ -8,10 +8,10 @@ from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.contract.standard_streams import PROGRESS
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
-from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
+from trainer.model.model_source import check_config_file, check_settings, check_source, no_tokenizer, unreadable
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
-from trainer.model.tensor_files import SafetensorsFiles, is_here
+from trainer.model.tensor_files import SafetensorsFiles, check_finite, is_here
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 
@@ -31,11 +31,13 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     check_config_file(base_model)
     ask_once_without_network(base_model)
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # whatever a class of transformers says to the values in a file: it cannot be read
         raise unreadable("base_model", base_model, error) from None
+    check_settings(f"base_model={base_model}", config)
+    return config
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
@@ -48,6 +50,12 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
     model_class = type(empty_model(model_config, section))
     files = SafetensorsFiles(base_model, section)
     return check_weights_fit(f"base_model={base_model}", model_class, model_config, files)
+
+
+def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dtype) -> None:
+    """Read all stored weights, after a loss that is not finite; raise UserError if it comes from one of them."""
+    if not is_random(base_model):
+        check_finite(f"base_model={base_model}", SafetensorsFiles(base_model, section), dtype)
 
 
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
@@ -97,10 +105,9 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
 
 
 def context_length(model_config: Any) -> int | None:
-    """Longest sequence the model was made for, if it says."""
-    text_config = model_config.get_text_config()
-    length = getattr(text_config, "max_position_embeddings", None)
-    return int(length) if length else None
+    """Return the longest sequence that the model allows; None if it does not say, or has no limit (XLNet's -1)."""
+    length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return int(length) if length and length > 0 else None
 
 
 def load_base_model(
@@ -115,19 +122,21 @@ def load_base_model(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Load the base model in `dtype` on `device`; quantised if `quantization`. What is stored in MXFP4 or FP8 stays so.
+    """Return the base model in `dtype` on `device`, quantised if `quantization`; stored MXFP4 and FP8 weights stay so.
 
-    With `unpack` it does not, but is dequantised.
-
-    Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, per layer if `shards` are.
+    With `unpack`, for merging, it is dequantised and the model's configuration is kept as it is. A stage-3
+    `deepspeed_config` lets DeepSpeed partition the model, `shards` partition it per layer.
 
     Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
-    filled module by module, so that no rank ever holds more than its share and one module.
+    filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)
     check_kind(base_model, config)
     config.use_cache = False
+    if hasattr(config, "rescale_every") and not unpack:
+        # RWKV would divide weights in place when it evaluates, also packed ones, and leave out their adapters.
+        config.rescale_every = 0
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
@@ -174,9 +183,15 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
 
 
 def empty_model(model_config: Any, section: ModelSection) -> Any:
-    """The model's modules without memory for their weights."""
+    """Return the model's modules without memory for their weights; tied weights are one parameter."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    with no_init_weights(), init_empty_weights():  # values that nobody sees would be drawn by torch's slow references
-        return auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
+    try:
+        # Values that nobody sees would be drawn by torch's slow references.
+        with no_init_weights(), init_empty_weights():
+            model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
+    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError) as error:
+        raise unreadable("base_model", model_config.name_or_path, error, model_config=model_config) from error
+    model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
+    return model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import require
 from trainer.model.expert_factor import ExpertFactor
-from trainer.model.expert_forward import Adapter, adapted_forward, check_computed_whole
+from trainer.model.expert_forward import Adapter, adapted_forward
 from trainer.model.expert_layers import expert_modules, expert_shape
 from trainer.model.older_names import names_as_they_are
 
@@ -80,10 +80,8 @@ class ParamWrapper(lora.ParamWrapper):
 
 @contextmanager
 def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
-    """The same, and experts get our wrapper instead of PEFT's."""
+    """Take names as `names_as_they_are` does, and give experts our wrapper instead of PEFT's."""
     found = expert_modules(model).values()
-    for experts in found:
-        check_computed_whole(experts)
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in found})
     with names_as_they_are():
         yield

@@ -12,12 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ops
 from ops.experts import Activation
-from trainer.contract.known_versions import changed
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
 from trainer.model.mxfp4 import MXFP4
 from trainer.parallel.engine.partitioned import is_partitioned
@@ -36,20 +35,21 @@ class Adapter:
 def adapted_forward(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
 ) -> Tensor:
-    """What the module `experts` gives with an adapter on some of its tensors (by name), called as the module is."""
-    if takes_all_tokens(experts):
-        return _each_on_all_tokens(experts, adapters, hidden)
-    index = next(iter(named.values())) if index is None else index
-    weights = list(named.values())[-1] if weights is None else weights
-    operands = _operands(experts, hidden)
-    if operands is not None:
-        return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
+    """Return what the module `experts` gives with an adapter on some of its tensors (by name), called as it is."""
+    compute: Callable[..., Tensor] = _each_on_all_tokens
+    tensors: tuple[Tensor, ...] = (hidden,)
+    if not takes_all_tokens(experts):
+        index = next(iter(named.values())) if index is None else index
+        weights = list(named.values())[-1] if weights is None else weights
+        operands = _operands(experts, hidden)
+        if operands is not None:
+            return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
+        compute, tensors = _in_plain_torch, (hidden, index, weights)
     if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
         # What is dequantised or gathered is not kept until the backward pass, which does it again.
-        tensors = (hidden, index, weights)
-        result: Tensor = checkpoint(_in_plain_torch, experts, adapters, *tensors, use_reentrant=False)
+        result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
         return result
-    return _in_plain_torch(experts, adapters, hidden, index, weights)
+    return compute(experts, adapters, *tensors)
 
 
 def _for_operator(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
@@ -130,16 +130,6 @@ class Gate:
 
 
 _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
-
-
-def check_computed_whole(experts: nn.Module) -> None:
-    """UserError where experts hold a tensor that their forward here would leave out of what transformers computes."""
-    own = {name for name, _ in experts.named_parameters(recurse=False)}
-    unknown = own - {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
-    within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
-    unknown |= within - ({"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set())
-    if unknown:
-        raise changed("transformers", f"{type(experts).__name__} computes with `{min(unknown)}`, not known here")
 
 
 def activation_of(experts: Any) -> Gate | None:
@@ -230,8 +220,11 @@ def _each_on_all_tokens(experts: Any, adapters: dict[str, Adapter], x: Tensor) -
     return y_ETH.reshape(-1, y_ETH.shape[-1])
 
 
-def _batched(x_ETI: Tensor, weight_EIO: Tensor, adapter: Adapter | None) -> Tensor:
-    y_ETO = torch.bmm(x_ETI, weight_EIO)
+def _batched(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
+    if _packing(weight_EIO) is not None:  # dequantised one by one
+        y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
+    else:
+        y_ETO = torch.bmm(x_ETI, weight_EIO)
     if adapter is None:
         return y_ETO
     kept = F.dropout(x_ETI, adapter.dropout) if adapter.dropout else x_ETI

@@ -5,11 +5,13 @@
 """
 
 import inspect
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.parallel.engine.linear_layers import experts_in
 from trainer.parallel.engine.partitioned import whole_shape
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -25,11 +27,28 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module holds fused experts and computes them in a way that we know."""
+    """Return whether a module holds fused experts and computes them in a way that our forward knows."""
     names = expert_names(module)
-    if DOWN not in names or len(names) < 2:
+    if DOWN not in names or len(names) < 2 or _unknown_parts(module):
         return False
-    return takes_all_tokens(module) or len(inspect.signature(type(module).forward).parameters) > 2
+    if takes_all_tokens(module):
+        return True
+    activation = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
+    return hasattr(module, activation) and len(inspect.signature(type(module).forward).parameters) > 2
+
+
+def _unknown_parts(experts: nn.Module) -> set[str]:
+    """Return names of the tensors in a module of experts that our forward would leave out."""
+    own = {name for name, _ in experts.named_parameters(recurse=False)}
+    within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
+    known = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
+    known |= {"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set()
+    return (own | within) - known
+
+
+def unknown_experts(model: nn.Module) -> str:
+    """Return the class of a module whose experts get no adapter; empty if there is none."""
+    return next((type(each).__name__ for each in model.modules() if experts_in(each) and not holds_experts(each)), "")
 
 
 def expert_names(module: nn.Module) -> list[str]:
@@ -71,3 +90,18 @@ def visited_experts(config: Any) -> int:
 def expert_elements(module: nn.Module) -> int:
     """Weights of all experts in a module."""
     return sum(torch.Size(expert_shape(module, name)).numel() for name in expert_names(module))
+
+
+def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights that choose experts, by name: those with a row for each expert, in the module of the experts.
+
+    Those of a small network of several layers are known by the name `router`.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for experts in list(experts_in(module).values())[:1]:
+            parent = path.replace(".base_layer", "").rpartition(".")[0]  # of a model with an adapter, too
+            for name, each in model.get_submodule(parent).named_parameters(prefix=parent):
+                if each.dim() == 2 and (len(each) == len(experts) or re.search(r"\.router(_\w+)?\.", name)):
+                    found[name] = each
+    return found

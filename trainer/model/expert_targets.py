@@ -4,26 +4,38 @@ PEFT names them in `target_parameters`. Its own translation of older names (peft
 up_proj and down_proj of dense layers and of shared experts for those of the experts, and so leaves these out.
 """
 
-import inspect
 import re
+import sys
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from trainer.config import LoraSection, UserError
-from trainer.model.expert_layers import USUAL_NAMES, expert_modules, expert_names, expert_width, visited_experts
+from trainer.config.types import is_pattern
+from trainer.model.expert_layers import (
+    USUAL_NAMES,
+    VISITED,
+    expert_modules,
+    expert_names,
+    expert_shape,
+    expert_width,
+    unknown_experts,
+    visited_experts,
+)
 from trainer.parallel.engine.partitioned import whole_shape
 
 NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
+BALANCE = "load_balancing_loss_func"
+"""transformers' name, in its modeling files, of the load-balancing loss."""
 
 
 def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = None) -> list[str]:
     """Paths of the experts' tensors that get an adapter; `beyond` matches what text never reaches."""
     if not lora.experts or lora.adapter_path:
         return []
-    excluded = "|".join(filter(None, [*(_below(name) for name in lora.exclude_modules), beyond]))
+    excluded = "|".join(filter(None, [*(below(name) for name in lora.exclude_modules), beyond]))
     found = []
     for path, module in expert_modules(model).items():
         for name in expert_names(module):
@@ -45,7 +57,7 @@ def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
         if parent in experts or len(whole_shape(parameter)) not in (2, 3):
             continue
         named = any(path == name or path.endswith(f".{name}") for name in lora.target_parameters)
-        router = own == "weight" and any(_ends(parent, name) for name in lora.target_modules) and experts
+        router = own == "weight" and any(is_named(name, parent) for name in lora.target_modules) and experts
         if named or (router and is_router(model.get_submodule(parent))):
             found.append(path)
     return found
@@ -70,7 +82,7 @@ def names_of_experts(model: nn.Module) -> list[str]:
 
 def names_experts(target: str, known: list[str]) -> bool:
     """Whether a name of the settings stands for a tensor with these aliases."""
-    return any(_ends(alias, target) for alias in known)
+    return any(is_named(target, alias) for alias in known)
 
 
 def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> None:
@@ -96,8 +108,9 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     """Every name in `lora.target_parameters` must be that of a matrix, or of experts."""
-    experts = expert_modules(model)
-    known = names_of_experts(model)
+    experts, known = expert_modules(model), names_of_experts(model)
+    unknown = unknown_experts(model)
+    none = f"{unknown} computes experts in a way that no adapter here knows" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     for name in lora.target_parameters:
         if names_experts(name, known):
@@ -105,17 +118,17 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
                 raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
         elif not any(_ends(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
-                raise UserError(f"lora.target_parameters={name}: this model has no experts; remove it")
+                raise UserError(f"lora.target_parameters={name}: {none}; remove it")
             words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
             nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "name one as model.named_parameters() does"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
     if not experts:
         if lora.expert_rank != "r":
-            raise UserError(f"lora.expert_rank={lora.expert_rank}: this model has no experts; leave it out")
+            raise UserError(f"lora.expert_rank={lora.expert_rank}: {none}; leave it out")
         for name in lora.target_modules:
             if "experts" in name.split("."):
-                raise UserError(f"lora.target_modules={name}: this model has no experts; name layers, or all-linear")
+                raise UserError(f"lora.target_modules={name}: {none}; name layers, or all-linear")
     for name in lora.target_modules if experts else ():
         if names_experts(name, known) and not lora.experts and "experts" in name.split("."):
             raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
@@ -127,12 +140,24 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             )
 
 
+def check_visited(base_model: str, model: Any) -> None:
+    """Raise UserError where config.json sends a token to more experts than there are; the model may be empty."""
+    text, modules = model.config.get_text_config(), expert_modules(model).values()
+    name = next((each for each in VISITED if isinstance(getattr(text, each, None), int)), None)
+    experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
+    if experts and name and not 1 <= getattr(text, name) <= experts:
+        raise UserError(
+            f"base_model={base_model}: config.json has {name}={getattr(text, name)} of {experts} experts; "
+            "copy it again from the model"
+        )
+
+
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
     """Raise UserError where the load-balancing loss is asked for and nothing would follow it; `lora` None: all do."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return
-    if "output_router_logits" not in inspect.signature(type(model).forward).parameters or not expert_modules(model):
+    if not hasattr(sys.modules[type(model).__module__], BALANCE) or not expert_modules(model):
         raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
     named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
     routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
@@ -153,9 +178,15 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
     return int(lora.expert_rank)
 
 
-def _below(name: str) -> str:
-    """Matches every path that has `name` in it, as whole words, and all that is below."""
-    return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+def below(name: str) -> str:
+    """Return a pattern of every path that has `name` in it, as whole words, and all that is below."""
+    own = f"(?:{name})" if is_pattern(name) else rf"(?:.*\.)?{re.escape(name)}"
+    return rf"{own}(?:\..*)?"
+
+
+def is_named(name: str, path: str) -> bool:
+    """Return whether `name` is how the path ends, or a regular expression that matches all of it."""
+    return _ends(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
 
 
 def _last(path: str) -> str:

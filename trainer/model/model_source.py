@@ -1,19 +1,68 @@
 """Why a model or a tokenizer could not be read from where its setting points: one true line for each case."""
 
-import json
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.files import UnreadableFile, check_shape, read_json
 
 LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+
+@dataclass(frozen=True)
+class Group:
+    """How compressed-tensors stores some of the layers."""
+
+    weights: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is read of `quantization_config`, from whichever library."""
+
+    format: str | None = None
+    weight_block_size: tuple[int, int] | None = None
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+    ignore: list[str] | None = None
+    config_groups: dict[str, Group | None] | None = None
+    sparsity_config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is read of config.json here; the rest is read by transformers."""
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    auto_map: dict[str, Any] | None = None
+    quantization_config: Quantization | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is read of generation_config.json."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What is read of tokenizer_config.json."""
+
+    tokenizer_class: str | None = None
+    chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
+
+
 ON_THE_HUB = "it is OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
@@ -56,19 +105,15 @@ def check_config_file(base_model: str) -> None:
             f"{said}: holds an adapter as well, and transformers would load that with its base and not these weights; "
             f"move {FILE} to a folder of its own"
         )
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except PermissionError:
-        raise UserError(f"{said}: no permission to read config.json; give it to this user") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{said}: config.json is not JSON ({_first_line(error)}); copy it again") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{said}: config.json holds no settings but a {type(settings).__name__}; copy it again")
-    if "auto_map" in settings:
+    settings = read_settings(said, file, Config)
+    for name, shape in (("generation_config.json", Generation), ("tokenizer_config.json", TokenizerConfig)):
+        if (folder / name).exists():
+            read_settings(said, folder / name, shape)
+    if settings.auto_map:
         return  # comes with its own code
     from transformers import CONFIG_MAPPING, __version__
 
-    kind = settings.get("model_type")
+    kind = settings.model_type
     if kind is None:
         raise UserError(f"{said}: config.json has no model_type; copy it again from the model")
     if kind not in CONFIG_MAPPING:
@@ -76,6 +121,25 @@ def check_config_file(base_model: str) -> None:
             f"{said}: config.json says model_type {kind}, which transformers {__version__} does not know; "
             "check it, or install a newer transformers"
         )
+
+
+def read_settings(said: str, file: Path, shape: Any) -> Any:
+    """Return the settings in a file of a model. Raises UserError, beginning with `said`, where it cannot be used."""
+    try:
+        return read_json(file, shape)
+    except UnreadableFile as fault:
+        raise UserError(f"{said}: {file.name}: {fault.problem}; copy it again from the model") from None
+
+
+def check_settings(said: str, model_config: Any) -> None:
+    """Raise UserError where what transformers has read, here or from the hub, has other types than are relied on."""
+    found = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
+    if not isinstance(found["quantization_config"], dict | None):
+        found["quantization_config"] = found["quantization_config"].to_dict()
+    try:
+        check_shape(found, Path("config.json"), Config)
+    except UnreadableFile as fault:
+        raise UserError(f"{said}: config.json: {fault.problem}; copy it again from the model") from None
 
 
 def _instead_of_config(folder: Path) -> str:
@@ -92,19 +156,32 @@ def _instead_of_config(folder: Path) -> str:
     return "the folder has no config.json; name the folder of a saved model"
 
 
-def unreadable(setting: str, name: str, error: Exception, *, tokenizer: bool = False) -> UserError:
-    """The line for a configuration, or a tokenizer, that transformers could not read from a folder or the hub."""
+def unreadable(
+    setting: str, name: str, error: Exception, *, tokenizer: bool = False, model_config: Any = None
+) -> UserError:
+    """Return the error for a configuration, or a tokenizer, that transformers could not read from a folder or the hub.
+
+    `model_config` was read, and makes no model.
+    """
     said, reason = f"{setting}={name}", _first_line(error)
+    if isinstance(error, KeyError) and model_config is not None:
+        known = [f"{key}={value}" for key, value in _values(model_config.to_dict()) if value == error.args[0]]
+        reason = f"transformers does not know {', '.join(known) or error}"
     if "trust_remote_code" in str(error):
         return UserError(f"{said}: comes with its own code; read it, then set model.trust_remote_code: true")
     folder = Path(name)
-    if not folder.is_dir():
+    if not folder.is_dir() and model_config is None:
         return UserError(f"{said}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
     if not tokenizer:
         return UserError(f"{said}: config.json makes no model ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return no_tokenizer(setting, name)
     return UserError(f"{said}: {_tokenizer_fault(folder, reason)}")
+
+
+def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        yield from _values(value) if isinstance(value, dict) else [(name, value)]
 
 
 def no_tokenizer(setting: str, name: str) -> UserError:
@@ -118,9 +195,9 @@ def _tokenizer_fault(folder: Path, reason: str) -> str:
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         try:
             if file.exists():
-                json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as fault:
-            return f"{file.name} cannot be read ({_first_line(fault)}); copy it again from the model"
+                read_json(file)
+        except UnreadableFile as fault:
+            return f"{file.name}: {fault.problem}; copy it again from the model"
     return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
 
 

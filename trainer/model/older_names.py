@@ -47,6 +47,21 @@ def taken_for_experts(model: Any, names: set[str]) -> set[str]:
     return taken
 
 
+def refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
+    """Return those of these names of layers on which PEFT puts no LoRA, as in some Mamba models, with the reason."""
+    import peft.tuners.tuners_utils as tuners
+    from peft import LoraConfig
+
+    check, config, refused = require(tuners, "_check_lora_target_modules_mamba", "peft"), LoraConfig(), {}
+    for name in names:
+        try:
+            check(config, model, name)
+        except ValueError:
+            kind = model.config.model_type
+            refused[name] = f"PEFT refuses them in {kind} models, whose kernels read the weight directly"
+    return refused
+
+
 def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Map names of tensors in an adapter's file to the names under which PEFT looks for them in the model.
 

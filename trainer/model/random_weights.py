@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.model.expert_layers import visited_experts
+from trainer.model.expert_layers import router_weights, visited_experts
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES
@@ -100,18 +100,6 @@ def is_skewed(base_model: str) -> bool:
     return f"{ROUTER}={SKEWED}" in base_model.split(",")
 
 
-def routers_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The weights [E, H] of a mixture's routers by name: beside the module of their experts."""
-    found: dict[str, torch.nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for experts in list(experts_in(module).values())[:1]:
-            beside = path.rpartition(".")[0]
-            for name, each in model.get_submodule(beside).named_parameters(prefix=beside):
-                if each.dim() == 2 and len(each) == len(experts):
-                    found[name] = each
-    return found
-
-
 @torch.no_grad()
 def skew(weight: torch.Tensor) -> None:
     """Let an eighth of the experts lead by far for one half of all tokens, and trail for the other.
@@ -155,7 +143,7 @@ class RandomTensors:
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
-        self._routers = routers_of(model) if is_skewed(base_model) else {}
+        self._routers = router_weights(model) if is_skewed(base_model) else {}
         self._packed: dict[str, tuple[int, ...]] = {}
         for path, module in model.named_modules() if in_mxfp4 else ():
             for name, experts in experts_in(module).items():

@@ -82,7 +82,14 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     in_file, device = names_in_file(adapted, own), next(adapted.parameters()).device
     state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
     result = set_peft_model_state_dict(adapted, state)
-    missing = [name for name in result.missing_keys if re.search(r"\.default(\.|$)", name)]
+    named = dict(adapted.named_parameters(remove_duplicate=False))
+    # Tied layers share a parameter, which the file holds once.
+    loaded = {id(parameter) for name, parameter in named.items() if name not in set(result.missing_keys)}
+    missing = [
+        name
+        for name in result.missing_keys
+        if re.search(r"\.default(\.|$)", name) and id(named.get(name)) not in loaded
+    ]
     for names, problem in (
         (result.unexpected_keys, f"of the {len(weights)} tensors of the adapter find no layer"),
         (missing, "tensors of the adapted model are not in the file"),

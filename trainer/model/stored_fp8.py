@@ -87,9 +87,10 @@ def quantization_settings(model_config: Any) -> dict[str, Any] | None:
 
 
 def _pair(block: Any) -> Block | None:
-    if not isinstance(block, (list, tuple)) or len(block) != 2:
+    """Return rows and columns of a block; None where config.json names none."""
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
-    return int(block[0]), int(block[1])
+    return block[0], block[1]
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:

@@ -6,15 +6,18 @@ quantises alike (the same input gives the same bits), and DeepSpeed keeps this r
 Peak memory of a rank: its share of the model and one module in full precision.
 """
 
+import copy
 from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 import ops
 from trainer.config import ModelSection, QuantizationSection
+from trainer.contract.known_versions import require
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
@@ -27,6 +30,7 @@ from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
+from trainer.parallel.engine.kept_types import widen_kept
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import experts_in, is_transposed
 
@@ -63,6 +67,15 @@ def load_streamed(
             plain, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
+    widen_kept(model, dtype)
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    initialisers = {
+        module: require(part, "_init_weights", "transformers") for part in parts for module in part.modules()
+    }
+    for module, initialise in initialisers.items():  # by the innermost model that the module belongs to
+        if require(module, "_non_persistent_buffers_set", "torch"):
+            # Built within the type of the weights, tables of positions would be computed in 16 bits.
+            initialise(module)
     files: Tensors
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
@@ -106,13 +119,20 @@ def fill(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> None:
-    """Give an empty model its weights, one module at a time: read by one rank, quantised, partitioned or cut."""
+    """Give an empty model its weights, one module at a time: read by one rank, quantised, partitioned or cut.
+
+    A model of transformers has the type of each of its weights, any other gets all of them in `dtype`.
+    """
+    is_typed = isinstance(model, PreTrainedModel)
     output_head = model.get_output_embeddings()
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
     fp8 = files if isinstance(files, Fp8Files) and not unpack else None
     to_quantize = quantization if fp8 is None else None
+    quantised: dict[int, nn.Module] = {}
     for path, module in list(model.named_modules()):
+        weight = id(getattr(module, "weight", None))
         is_layer = should_quantize(path, module) and module is not output_head
+        is_layer = is_layer and (module.weight.dtype == dtype or not is_typed)  # not what is kept in 32 bits
         kept = fp8.block(layout[_join(path, "weight")], 2) if fp8 is not None and is_layer else None
         to_pack = _to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -124,7 +144,8 @@ def fill(
                     filled[id(parameter)] = _broadcast_packed(files, stored, to_pack[name], device)
                 else:
                     value = _broadcast(files, stored, parameter, device)
-                    filled[id(parameter)] = nn.Parameter(value.to(dtype), requires_grad=parameter.requires_grad)
+                    own = parameter.dtype if is_typed else dtype
+                    filled[id(parameter)] = nn.Parameter(value.to(own), requires_grad=parameter.requires_grad)
             setattr(module, name, filled[id(parameter)])
         if to_pack:
             compute_dequantized(module)
@@ -134,16 +155,24 @@ def fill(
             module = FrozenLinear8bit(module, *parts, kept, compute_dtype=dtype, exact=quantization is None)
             _replace(model, path, module)
         elif to_quantize is not None and is_layer:
-            if to_quantize.eight_bit:
-                module = FrozenLinear8bit.quantized(module, to_quantize.quant_type, dtype)
-            else:
-                module = quantized_linear(module, to_quantize, compute_dtype=dtype)
+            module = quantised[weight] = _quantise(module, to_quantize, dtype, quantised.get(weight))
             _replace(model, path, module)
         if deepspeed_config is not None:
             _partition(module, deepspeed_config)
         if shards is not None:
             shards.cut_if_whole(model, path)
     model.eval()
+
+
+def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
+    """Return the layer in 8 or 4 bits; one whose weight is `tied` to a layer that was quantised before shares that."""
+    if tied is not None:
+        twin = copy.copy(tied)
+        twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
+        return twin
+    if quantization.eight_bit:
+        return FrozenLinear8bit.quantized(linear, quantization.quant_type, dtype)
+    return quantized_linear(linear, quantization, compute_dtype=dtype)
 
 
 def _to_pack(

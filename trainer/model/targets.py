@@ -1,12 +1,12 @@
 """Which layers of a model get an adapter, which do not, and why: the names of lora.target_modules, exclude_modules.
 
-PEFT takes a name for every module whose path ends in it. An excluded name here stands for what is below it as well
-(`mlp`, `vision_tower`), and what text never reaches is left out of itself.
+PEFT takes a name for every module whose path ends in it, and a regular expression for those whose path it matches. An
+excluded name also excludes what is below it (`mlp`, `vision_tower`). Layers that cannot learn are left out.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -15,20 +15,26 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.model.expert_layers import USUAL_NAMES, expert_modules
+from trainer.config.types import is_pattern
+from trainer.model.expert_layers import USUAL_NAMES, expert_modules, router_weights
 from trainer.model.expert_targets import (
     ALL_LINEAR,
+    below,
     check_experts,
     expert_rank,
     expert_targets,
+    is_named,
     is_router,
     names_experts,
     names_of_experts,
     other_parameters,
 )
-from trainer.model.older_names import taken_for_experts
+from trainer.model.older_names import refused_by_peft, taken_for_experts
+from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
 from trainer.parallel.engine.partitioned import whole_shape
+
+CHOOSES_EXPERTS = "choose experts; lora.target_modules can name them"
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,12 @@ class Targets:
 
 
 def targets_of(model: Any, lora: LoraSection) -> Targets | None:
-    """What gets an adapter, path by path, where names do not say it: in models with experts, and their relatives."""
+    """Return what gets an adapter, path by path, where names do not say it: with experts and regular expressions."""
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
+    by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
     ambiguous = taken_for_experts(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
-    if lora.adapter_path or not (ambiguous or expert_modules(model) or lora.target_parameters):
+    if lora.adapter_path or not (ambiguous or by_path):
         return None
     return Targets(
         tuple(layers_to_adapt(model, lora)),
@@ -73,7 +80,7 @@ def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
         elif lora.target_modules == ALL_LINEAR:
             wanted = isinstance(module, nn.Linear | Conv1D) and module is not head
         else:
-            wanted = _has_matrix(module) and _ends_in(path, lora.target_modules)
+            wanted = _has_matrix(module) and _is_target(path, lora)
             wanted = wanted and path not in experts and not is_router(module)
         if wanted and not (excluded and re.fullmatch(excluded, path)):
             yield path
@@ -81,42 +88,41 @@ def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
 
 def check_targets(model: Any, lora: LoraSection) -> None:
     """Raise UserError, with the nearest name, if one matches nothing; the model may be without weights."""
-    from transformers.pytorch_utils import Conv1D
-
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
     towers = beyond_text(model)
     beyond = _pattern_of(towers)
     check_experts(model, lora, beyond)
-    of_experts = names_of_experts(model)
+    of_experts, cannot = names_of_experts(model), layers_that_cannot_learn(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
         if lora.experts and names_experts(name, of_experts):
             continue
-        found = {path for path in paths if path == name or path.endswith(f".{name}")}
+        found = {path for path in paths if is_named(name, path)}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
         if found and not within:
             raise UserError(f"lora.target_modules={shown(name)}: is beyond the language model, where text never comes")
         if not found & linear:
-            below = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
-            advice = f"is no layer but holds some; name those: {below}" if below else _nothing(name, linear, "layer")
+            inner = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
+            advice = f"is no layer but holds some; name those: {inner}" if inner else _nothing(name, linear, "layer")
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
+        if within & linear <= set(cannot):
+            reason = cannot[min(within & linear)]
+            raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); name other layers")
     # A tower may be named, though it is left out anyway; what is only in one would leave out nothing.
     known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {*of_experts}
     for name in lora.exclude_modules:
-        if not any(re.fullmatch(_below(name), path) for path in known):
+        if not any(re.fullmatch(below(name), path) for path in known):
             raise UserError(f"lora.exclude_modules={shown(name)}: {_nothing(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise UserError(f"lora.modules_to_save={shown(name)}: {_nothing(name, set(paths), 'module')}")
-    excluded = excluded_modules(model, lora)
-    targets = [path for path in linear if _ends_in(path, lora.target_modules)]
-    if lora.target_modules == ALL_LINEAR:
-        head = model.get_output_embeddings()
-        targets = [
-            path for path, module in paths.items() if isinstance(module, nn.Linear | Conv1D) and module is not head
-        ]
-    kept = [path for path in targets if not (excluded and re.fullmatch(excluded, path))]
-    if targets and not kept and not expert_targets(model, lora, beyond):
+    kept = list(layers_to_adapt(model, lora))
+    adapted = [*kept, *expert_targets(model, lora, beyond), *other_parameters(model, lora)]
+    for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for name in pattern:
+            if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
+                raise UserError(f"lora.{setting}={shown(name)}: {_nothing(name, set(adapted), 'adapted layer')}")
+    if not adapted and lora.exclude_modules:
         raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
     if widths and lora.r > max(widths) and not lora.adapter_path:
@@ -127,27 +133,51 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 
 
 def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
-    """PEFT's `exclude_modules`: a pattern of the whole paths that get no adapter; or None."""
-    patterns = [_below(name) for name in lora.exclude_modules]
+    """Return PEFT's `exclude_modules`: a pattern of the whole paths that get no adapter; or None."""
+    patterns = [below(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
-        patterns.append(_below("experts"))  # where each is a module of its own
+        patterns.append(below("experts"))  # where each is a module of its own
     patterns += filter(None, [_pattern_of(beyond_text(model))])
     never_read: Any = getattr(model, "never_read", list)
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
+    left_out = layers_that_cannot_learn(model)
     if lora.target_modules == ALL_LINEAR:
-        patterns += filter(None, [_pattern_of(_no_plain_linear(model))])
+        left_out |= _not_by_default(model)
+    others = {path for path, module in model.named_modules() if _has_matrix(module)} - set(left_out)
+    patterns += filter(None, [_pattern_of(list(left_out), others)])
     return "|".join(patterns) or None
 
 
+def layers_that_cannot_learn(model: Any) -> dict[str, str]:
+    """Return the paths of the linear layers on which no adapter would be trained, with the reason."""
+    if hasattr(model, "usual_targets"):
+        return {}
+    beyond, found = _pattern_of(beyond_text(model)), dict(find_reached(model).unreached)
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    refused = refused_by_peft(model, {path.rpartition(".")[2] for path in linear})
+    found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
+    return {path: reason for path, reason in found.items() if not (beyond and re.fullmatch(beyond, path))}
+
+
+def _not_by_default(model: Any) -> dict[str, str]:
+    """Return the paths of linear layers that `all-linear` does not stand for, with the reason."""
+    routers = {name.removesuffix(".weight") for name in router_weights(model)}
+    linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = dict.fromkeys(_no_plain_linear(model), "give more than a product, such as a choice of experts")
+    return found | dict.fromkeys(sorted(routers & linear - set(found)), CHOOSES_EXPERTS)
+
+
 def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
-    """One line for each reason why linear layers of an adapted model have no adapter, where all were asked for."""
-    if lora.target_modules != ALL_LINEAR or lora.adapter_path:
+    """Return a line for each reason why linear layers that were asked for have no adapter."""
+    if lora.adapter_path:
         return []
-    base = model.get_base_model()
-    excluded = "|".join(_below(name) for name in lora.exclude_modules)
-    towers, special = beyond_text(base), _pattern_of(_no_plain_linear(base))
+    base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
+    excluded, towers = "|".join(map(below, lora.exclude_modules)), beyond_text(base)
+    special = (_not_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _without_adapter(base):
+        if not all_linear and not (_is_target(path, lora) and path in special):
+            continue
         if module is base.get_output_embeddings():
             reasons["the output head"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
@@ -156,8 +186,8 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
             reasons["lora.exclude_modules"].append(path)
         elif hasattr(base, "usual_targets"):
             reasons["outside of attention and feed-forward; lora.target_modules can name them"].append(path)
-        elif special and re.fullmatch(special, path):
-            reasons["give more than a product, such as a choice of experts"].append(path)
+        elif path in special:
+            reasons[special[path]].append(path)
         elif not lora.experts and "experts" in path.split("."):
             reasons["lora.experts: false"].append(path)
         else:
@@ -171,19 +201,19 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of a model that are neither adapted nor trained as a whole."""
+    """Yield the linear layers of a model that are neither adapted nor trained, in full or rows of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper
     from transformers.pytorch_utils import Conv1D
 
     taken: list[str] = []
     for path, module in base.named_modules():
         if any(path.startswith(f"{parent}.") for parent in taken):
             continue
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             # An adapter on experts wraps the module that holds them, with all else that is in it.
             is_layer = isinstance(getattr(module, "base_layer", nn.Linear), nn.Linear | Conv1D | nn.Embedding)
-            whole = is_layer or isinstance(module, ModulesToSaveWrapper)
+            whole = is_layer or isinstance(module, AuxiliaryTrainingWrapper)
             taken += [path] if whole else [f"{path}.lora_A", f"{path}.lora_B"]
         elif isinstance(module, nn.Linear | Conv1D):
             yield path.replace(".base_layer", ""), module
@@ -211,19 +241,21 @@ def _no_plain_linear(model: nn.Module) -> list[str]:
     return [path for path, module in linear if path not in quantised and not is_linear(module)]
 
 
-def _below(name: str) -> str:
-    """Matches every path that has `name` in it, as whole words, and all that is below."""
-    return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+def _pattern_of(paths: list[str], others: Collection[str] = ()) -> str | None:
+    """Return a regular expression for these paths and all below them, for every layer number unless `others` match."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for path in map(re.escape, paths):
+        kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)
+    chosen = [
+        each
+        for kind, exact in kinds.items()
+        for each in (exact if any(re.fullmatch(kind, other) for other in others) else [kind])
+    ]
+    return rf"(?:{'|'.join(chosen)})(?:\..*)?" if chosen else None
 
 
-def _pattern_of(paths: list[str]) -> str | None:
-    """Matches these paths and all that is below; layers of every number alike."""
-    kinds = dict.fromkeys(re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(path)) for path in paths)
-    return rf"(?:{'|'.join(kinds)})(?:\..*)?" if kinds else None
-
-
-def _ends_in(path: str, names: tuple[str, ...]) -> bool:
-    return any(path == name or path.endswith(f".{name}") for name in names)
+def _is_target(path: str, lora: LoraSection) -> bool:
+    return any(is_named(name, path) for name in lora.target_modules)
 
 
 def _nothing(name: str, paths: set[str], what: str) -> str:

@@ -65,6 +65,20 @@ class SafetensorsFiles:
             return torch.as_tensor(handle.get_slice(name)[index : index + 1])
 
 
+def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> None:
+    """Raise UserError naming the first stored tensor with a value that is not finite, or not in `dtype`."""
+    for name, kind in files.types().items():
+        if not kind.startswith(("F", "BF")):
+            continue
+        stored = files.read(name).float()
+        own = stored if kind.startswith("F8") else stored.to(dtype)
+        if bad := int((~torch.isfinite(own)).sum()):
+            what, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
+            if not torch.isfinite(stored).all():
+                what, fix = "NaN or infinite", f"download or copy {files.file_of(name).name} again"
+            raise UserError(f"{setting}: {bad:,} of {own.numel():,} values of {name} are {what}; {fix}")
+
+
 def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
     """The files that transformers or diffusers loads a model from: one, or those that the index names.
 
@@ -93,9 +107,12 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
 
 def _named_in(index: Path, setting: str) -> list[str]:
     try:
-        return sorted(set(read_json(index, Index).weight_map.values()))
+        named = sorted(set(read_json(index, Index).weight_map.values()))
     except UnreadableFile as error:
         raise UserError(f"{setting}: {index.name} {error.problem}; download or copy it again") from None
+    if outside := next((name for name in named if Path(name).is_absolute() or ".." in Path(name).parts), None):
+        raise UserError(f"{setting}: {index.name} names {outside}, outside of its folder; copy the file into it")
+    return named
 
 
 def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
 from trainer.parallel.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
-from trainer.parallel.engine.flat_adapter import FlatAdapter, flat_adapter_of
+from trainer.parallel.engine.flat_adapter import FlatAdapter, flat_adapter_of, trained_parameters
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
@@ -55,9 +55,13 @@ class GraphedLoss:
     def of(
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, mixture: bool
     ) -> "GraphedLoss | None":
-        """None where passes cannot be played back: without a flat adapter, or with experts."""
+        """Return None where passes cannot be replayed: without a flat adapter, with experts or more trained weights."""
         flat = flat_adapter_of(module)
         if flat is None:
+            return None
+        others = len(trained_parameters(module)) - len(flat.members)
+        if others:
+            say(f"CUDA graphs: off, for {others} trained tensors are not in the adapter's buffer")
             return None
         if mixture:
             say("CUDA graphs: off, for every batch visits other experts")

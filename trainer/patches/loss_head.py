@@ -15,14 +15,15 @@ from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
 from trainer.parallel.engine.flat_adapter import flat_adapter_of
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
-from trainer.patches.plain_head import head_replaced, observed_factor, why_not_plain
+from trainer.patches.plain_head import head_replaced, linear_layer, observed_factor, trained_rows, why_not_plain
+from trainer.patches.router_balance import balanced_by
 
 
 class TokenLoss:
     """-log p of the targets, summed.
 
-    Where the head is one frozen linear layer and what the model makes of its output is a multiplication at most (which
-    is observed, not looked up), head and loss are computed together in chunks; else from the logits.
+    Where the head is one linear layer, frozen but for rows of new tokens, and the model at most multiplies its output
+    (which is observed, not looked up), head and loss are computed together in chunks; else from the logits.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TokenLoss:
         base: Any = module
         if isinstance(module, PeftModel):
             base = module.get_base_model()
-        self._config = base.config
+        self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
         if why_not_plain(self._head):
@@ -114,23 +115,36 @@ class TokenLoss:
         """`places` of the rows have the targets `chosen`; None: all."""
 
         def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-            weight = self._head.weight
-            rows = hidden.flatten(0, 1)
+            states = hidden.flatten(0, 1)
             if places is not None:
-                rows = rows.index_select(0, places)
-            return token_loss_sum(rows.to(weight.dtype), weight, chosen, factor=self._factor or 1.0).view(1, 1, 1)
+                states = states.index_select(0, places)
+            return self._token_loss_sum(states, chosen).view(1, 1, 1)
 
         with head_replaced(self._head, loss_of):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
+    def _token_loss_sum(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        weight = linear_layer(self._head).weight
+        rows, factor = trained_rows(self._head), self._factor or 1.0
+        return token_loss_sum(states.to(weight.dtype), weight, targets, factor=factor, rows=rows)
+
+    def _divergence_sum(self, states: torch.Tensor, base_states: torch.Tensor) -> torch.Tensor:
+        weight = linear_layer(self._head).weight
+        rows, factor = trained_rows(self._head), self._factor or 1.0
+        both = states.to(weight.dtype), base_states.to(weight.dtype)
+        return divergence_sum(*both, weight, factor=factor, rows=rows)
+
     def _called(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
         if not (self._balance and torch.is_grad_enabled()):
             return model(**inputs, use_cache=False)
-        if batch.attention_mask is not None and not batch.attention_mask.all():
-            # Of padding the router makes choices too, and only the mask keeps these out of the balance.
-            inputs["attention_mask"] = to_device(batch.attention_mask, inputs["input_ids"].device)
-        result = model(**inputs, use_cache=False, output_router_logits=True)
+        # The router chooses experts for padding too, and only a mask keeps these choices out of the balance. The model
+        # itself is not given it: a mask would join the documents of a pack.
+        mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
+        if mask is not None:
+            mask = to_device(mask, inputs["input_ids"].device)
+        with balanced_by(mask, self._base):
+            result = model(**inputs, use_cache=False, output_router_logits=True)
         self.balancing = self._balance * result.aux_loss * batch.target_count
         return result
 
@@ -164,18 +178,15 @@ class TokenLoss:
         self, model: Any, inputs: dict[str, Any], split: Callable[..., Any], chosen: torch.Tensor, base: torch.Tensor
     ) -> torch.Tensor:
         """Loss and divergence [2], of the two parts into which `split` takes what the head is given."""
-        factor = self._factor or 1.0
 
         def both(hidden: torch.Tensor) -> torch.Tensor:
-            weight = self._head.weight
-            ours, others = (rows.to(weight.dtype) for rows in split(hidden))
-            loss = token_loss_sum(ours, weight, chosen, factor=factor)
-            divergence = divergence_sum(others, base.to(weight.dtype), weight, factor=factor)
+            ours, others = split(hidden)
+            loss, divergence = self._token_loss_sum(ours, chosen), self._divergence_sum(others, base)
             return torch.stack([loss, divergence]).view(1, 1, 2)
 
         with head_replaced(self._head, both):
             scaled: torch.Tensor = model(**inputs, use_cache=False).logits
-        return scaled.flatten() / factor
+        return scaled.flatten() / (self._factor or 1.0)
 
     def on_host_with_reference(
         self, batch: MicroBatch, shape: JointShape, own: int
@@ -213,8 +224,8 @@ class TokenLoss:
 
     @property
     def states_dtype(self) -> torch.dtype | None:
-        """Of what the head takes; None where `of_inputs_with_reference` does not work, for head and loss are apart."""
-        return None if self._head is None or self._factor is None else self._head.weight.dtype
+        """Return the type of what the head takes; None where head and loss are computed apart."""
+        return None if self._head is None or self._factor is None else linear_layer(self._head).weight.dtype
 
     def divergence(
         self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
@@ -228,9 +239,7 @@ class TokenLoss:
             head = self._head
 
             def compare(hidden: torch.Tensor) -> torch.Tensor:
-                rows = hidden.flatten(0, 1).index_select(0, places).to(head.weight.dtype)
-                base = base_states.to(head.weight.dtype)
-                return divergence_sum(rows, base, head.weight, factor=self._factor or 1.0).view(1, 1, 1)
+                return self._divergence_sum(hidden.flatten(0, 1).index_select(0, places), base_states).view(1, 1, 1)
 
             with torch.set_grad_enabled(with_gradient), head_replaced(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits

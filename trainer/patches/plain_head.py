@@ -1,13 +1,15 @@
-"""The output head where it is one frozen linear layer, which can compute something else for one forward pass."""
+"""The output head where it is one linear layer, frozen but for rows of new tokens: replaced for one forward pass."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from ops.head import TrainedRows
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -26,16 +28,44 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
 
 
 def why_not_plain(head: Any) -> str:
-    """What keeps head and loss apart; empty for a frozen, whole linear layer."""
-    if type(head) is not nn.Linear:
+    """Return why head and loss are computed apart; empty for a whole linear layer without trained weights but rows."""
+    layer = linear_layer(head)
+    if type(layer) is not nn.Linear:
         return "the head is adapted or no linear layer" if head is not None else "the model computes every logit"
-    if head.bias is not None:
+    if layer.bias is not None:
         return "the head has a bias"
-    if head.weight.requires_grad:
+    if layer.weight.requires_grad:
         return "the head is trained"
-    if is_partitioned(head.weight):
+    if is_partitioned(layer.weight):
         return "DeepSpeed's stage 3 partitions the head"
     return ""
+
+
+def linear_layer(head: Any) -> Any:
+    """Return the layer within PEFT's wrapper of a head that has trained rows; any other head itself."""
+    return head.original_module if _has_trained_rows(head) else head
+
+
+def trained_rows(head: Any) -> TrainedRows | None:
+    """Return the rows of the head that are trained (`model.added_tokens`); None where none is or the adapter is off."""
+    if not _has_trained_rows(head) or head.token_adapter.disable_adapters:
+        return None
+    adapter = head.token_adapter
+    [name] = adapter.active_adapters
+    values = adapter.trainable_tokens_delta[name]
+    if (indices := _INDICES.get(adapter)) is None or indices.device != values.device:
+        _INDICES[adapter] = indices = torch.tensor(adapter.token_indices[name], device=values.device)
+    return TrainedRows(indices, values)
+
+
+def _has_trained_rows(head: Any) -> bool:
+    from peft.utils.other import TrainableTokensWrapper
+
+    return isinstance(head, TrainableTokensWrapper)
+
+
+_INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
+"""The indices on their device: copying them there in every pass would wait for it."""
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from trainer.data.prepared import Prepared, fit_max_length, samples_of
 from trainer.data.prompt_files import sample_prompts
 from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
+from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
-from trainer.model.expert_targets import check_router_loss
+from trainer.model.expert_targets import check_router_loss, check_visited
 from trainer.model.integer_weights import check_rounded, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable
@@ -150,8 +151,11 @@ def read_model_files(config: RunConfig) -> ModelFiles:
         tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
+    check_visited(config.base_model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+        notes += bias_lines(empty, config.lora.adapter_path)
+        check_added_tokens(empty, config.lora, tokenizer.convert_tokens_to_ids(list(config.model.added_tokens)))
     if config.training.qat:
         check_rounded(empty, config.lora, config.training.qat)
     notes += serving_notes(config, empty)

@@ -9,6 +9,7 @@ import torch
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
 from trainer.contract.known_versions import replaced
+from trainer.parallel.engine.kept_types import frozen_types_kept
 from trainer.parallel.engine.layer_gather.shards import layer_shards_of
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.parallel.engine.protocol import Engine
@@ -136,7 +137,9 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     if layer_shards_of(model) is not None:
         require_own_values_kept()
     # An engine on GPUs registers the passes of DeepSpeed's compiler, asked for or not, and imports Inductor for that.
-    with replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed"):
+    compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
+    not_supported = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
+    with frozen_types_kept(model, compute), not_supported:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)

@@ -1,0 +1,111 @@
+"""A tiny configuration of every family of causal language models in transformers that can be made this small."""
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 2, "head_dim": 16, "sliding_window": 16, "attention_chunk_size": 128, "kv_channels": 16,
+    # Experts, as each family calls them.
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "top_k_experts": 2, "moe_k": 2, "num_experts_per_token": 2, "moe_top_k": 2,
+    "moe_intermediate_size": 32, "expert_ffn_hidden_size": 32, "zero_expert_num": 1, "n_shared_experts": 1,
+    "moe_num_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "expert_layer_period": 1, "expert_layer_offset": 0,
+    "num_hash_layers": 1,
+    # Latent attention and its indexers.
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16,
+    "v_head_dim": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+    # Recurrent layers.
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "mamba_d_state": 8, "mamba_dt_rank": 8, "state_size": 8, "ssm_state_size": 16, "n_mamba_heads": 2,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1,
+    "n_groups": 1, "mamba_chunk_size": 32, "chunk_size": 32, "mamba_d_ssm": 128, "attn_layer_period": 2,
+    "attn_layer_offset": 1, "lru_width": 64, "attention_hidden_size": 64,
+    # Names of the sizes above in older configurations.
+    "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256, "n_inner": 128, "rotary_dim": 8, "d_model": 64,
+    "n_heads": 4, "n_layers": 4, "max_seq_len": 256, "d_ff": 128, "ffn_dim": 128, "decoder_ffn_dim": 128,
+    "encoder_ffn_dim": 128, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "word_embed_proj_dim": 64, "context_length": 256, "hidden_dim": 64,
+    "ffn_hidden_size": 128, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384,
+    "num_kv_shared_layers": 2, "laurel_rank": 8,
+}  # fmt: skip
+NO_DROPOUT = (
+    "hidden_dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "residual_dropout",
+    "embedding_dropout",
+)  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "cwm": {"bos_token_id": 1},
+    "falcon": {"head_dim": None},
+    "gemma3n_text": {"activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "expand": 2},
+    "modernbert-decoder": {"bos_token_id": 1},
+    "xlnet": {"max_position_embeddings": None},
+    "xlstm": {"head_dim": None, "v_head_dim": None, "qk_head_dim": None},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}  # None leaves a setting as it is
+FAMILIES = (
+    "afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert biogpt bitnet bloom codegen cohere "
+    "cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3_text gemma3n_text "
+    "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe "
+    "granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 inkling_text jamba jetmoe "
+    "kimi_linear laguna lfm2 lfm2_moe llama llama4_text longcat_flash mamba mamba2 mimo_v2_flash minicpm3 minimax "
+    "minimax_m2 ministral mistral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 "
+    "olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe "
+    "qwen3_next recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma xglm xlm xlnet "
+    "xlstm youtu zamba zamba2 zaya"
+).split()
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """Return a configuration of some hundred thousand parameters with every kind of layer of the family."""
+    from transformers import CONFIG_MAPPING
+
+    usual = CONFIG_MAPPING[kind]()
+    settings = {name: value for name, value in SIZES.items() if hasattr(usual, name)}
+    settings |= {name: 0.0 for name in NO_DROPOUT if hasattr(usual, name)}
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        if isinstance(vars(usual).get(name), list):
+            settings[name] = (list(dict.fromkeys(getattr(usual, name))) * 4)[:4]
+    if "qk_rope_head_dim" in settings:
+        settings |= {"num_key_value_heads": 4, "head_dim": 8}
+    if kind in ("glm_moe_dsa", "deepseek_v32", "axk2", "glm4_moe_lite"):
+        del settings["head_dim"]
+    if hasattr(usual, "is_decoder"):
+        settings["is_decoder"] = True
+    own = OWN.get(kind, {})
+    settings = {name: value for name, value in settings.items() if own.get(name, value) is not None} | {
+        name: value for name, value in own.items() if value is not None
+    }
+    if "activation_sparsity_pattern" in own:
+        settings["activation_sparsity_pattern"] = None
+    return CONFIG_MAPPING[kind](**settings | changes)
+
+
+def tiny_family(kind: str, **changes: Any) -> Any:
+    """Return a random model of the family in 32 bits."""
+    import torch
+
+    from trainer.model.model_kind import auto_class
+
+    torch.manual_seed(0)
+    config = tiny_config(kind, **changes)
+    return auto_class(config).from_config(config, dtype=torch.float32)
+
+
+def save_family(folder: Path, kind: str, **changes: Any) -> Path:
+    """Save such a model with the tests' tokenizer."""
+    from tests.tiny import make_tokenizer
+
+    tiny_family(kind, **changes).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder

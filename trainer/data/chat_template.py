@@ -1,0 +1,261 @@
+"""A chat template, with what it expects of messages and what it writes around answers, as probes of it show."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import UserError
+from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
+from trainer.data.render import RenderError, render
+
+Message = dict[str, Any]
+_PROBE, _VALUE = "Sentinel", "Argument"
+_QUESTION = {"role": "user", "content": _PROBE}
+_ANSWER = {"role": "assistant", "content": _PROBE}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "zerolora", "arguments": {"key": _VALUE}}}
+    ],
+}
+_RESULT = {"role": "tool", "name": "zerolora", "tool_call_id": "call00000", "content": _PROBE}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zerolora",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": ""}}, "required": []},
+    },
+}
+
+
+class ChatTemplate:
+    """Renders conversations with one template, and knows which tokens it ends and begins answers with.
+
+    Raises UserError if the template does not compile, or cannot render a question and its answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
+        self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)
+        self._prompts: dict[tuple[str, bool, str | None], str] = {}
+        self._part_roles: frozenset[str] = frozenset()
+        self._call_content: str | None = ""
+        self._call_arguments: type = dict
+        self.eos_token, self.has_generation_blocks = tokenizer.eos_token, has_generation_blocks(source)
+        added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+        self._special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
+        self._added = frozenset(added) - {""}
+        # Some tokenizers have thousands of them.
+        self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
+        try:
+            self._marked_source = mark_template(source)
+            self._find_part_roles()
+            self._find_call_form()
+        except (TemplateError, RenderError, TimeoutError) as error:
+            raise UserError(f"dataset.chat_template: the template cannot be used ({error})") from None
+
+    def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
+        """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""
+        if not messages:
+            return ""
+        chat = [{key: value for key, value in message.items() if key != TURN_KEY} for message in messages]
+        return self._render(chat, self.source, tools, more)
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
+    ) -> Marked:
+        """Return the text of numbered messages and where their turns, and with `texts` what these say, lie in it."""
+        if not messages:
+            return read_marks("")
+        chat = [mark_message(message) if texts else message for message in messages]
+        return read_marks(self._render(chat, self._marked_source, tools, more))
+
+    def _render(
+        self, chat: Sequence[Message], source: str, tools: list[Message] | None, more: Mapping[str, Any]
+    ) -> str:
+        fitted = [self._fit(message) for message in chat]
+        return render(self._tokenizer, fitted, source, tools=tools, **{**self._variables, **more})
+
+    def _fit(self, message: Message) -> Message:
+        """Return a message in the form that the template reads."""
+        fitted = dict(message)
+        if message["role"] in self._part_roles:
+            fitted["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        if "tool_calls" in message:
+            fitted["content"] = fitted["content"] or self._call_content
+            fitted["tool_calls"] = [self._fit_call(call) for call in message["tool_calls"]]
+        if "reasoning_content" in message and "reasoning_content" not in self.source:
+            fitted |= {name: message["reasoning_content"] for name in ("thinking", "reasoning") if name in self.source}
+        return fitted
+
+    def _fit_call(self, call: Message) -> Message:
+        arguments = call["function"]["arguments"]
+        if self._call_arguments is str:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> Marked:
+        """Render messages, with a tool if the template needs one."""
+        numbered = [{**message, TURN_KEY: index} for index, message in enumerate(messages)]
+        try:
+            return self.render_marked(numbered, tools, **more)
+        except RenderError:
+            return self.render_marked(numbered, [_TOOL], **more)
+
+    def _find_part_roles(self) -> None:
+        """Find the roles whose content the template reads as a list of parts: their text is lost otherwise."""
+        try:
+            texts = self._probe(_QUESTION, _ANSWER).texts
+            lost = {role for turn, role in enumerate(("user", "assistant")) if turn not in texts}
+        except RenderError:
+            lost = {"user", "assistant"}
+        if lost:
+            self._part_roles = frozenset(lost | ({"system"} if "user" in lost else set()))
+            if not self._probe(_QUESTION, _ANSWER).texts.keys() >= {0, 1}:
+                self._part_roles = frozenset()
+
+    def _find_call_form(self) -> None:
+        """Find a form of tool calls that the template writes: arguments as a dict or as JSON, content empty or none."""
+        if "tool_calls" not in self.source:
+            return
+        for content, arguments in (("", dict), ("", str), (None, dict), (None, str)):
+            self._call_content, self._call_arguments = content, arguments
+            try:
+                text = self.render([_QUESTION, _CALL], [_TOOL])
+            except RenderError:
+                continue
+            # Neither a dict as Python prints it nor JSON within JSON.
+            if _VALUE in text and "'key'" not in text and '\\"key' not in text:
+                return
+        self._call_content, self._call_arguments = "", dict
+
+    def generation_prompt(self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None) -> str:
+        """Return what the template writes after numbered messages for the model to continue.
+
+        `lead` is what it wrote before the answer that follows them, as far as that is known: prompts are remembered by
+        it, since the same lead after the same role has the same prompt.
+        """
+        key = (messages[-1]["role"] if messages else "", bool(tools), lead)
+        if key not in self._prompts:
+            if len(self._prompts) > 1000:  # leads that differ in every conversation
+                self._prompts.clear()
+            try:
+                self._prompts[key] = self._observe_prompt(messages, tools)
+            except RenderError:  # a beginning that is refused alone, as one without a question
+                self._prompts[key] = ""
+        return self._prompts[key] or self._usual_prompt or self._fixed_header
+
+    def _observe_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
+        before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
+        prompt = after.text[after.end_of_turns :] if after.turns else ""
+        # Or the prompt is part of the last turn, or no turn is left to the loop.
+        return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
+
+    def common_length(self, left: str, right: str) -> int:
+        """Return the length of what two texts begin with, without cutting an added token of the second in two."""
+        cut = _common_length(left, right)
+        for at in range(max(0, cut - max(self._added_lengths, default=0)), cut):
+            if at + len(self._token_from(right, at)) > cut:
+                return at
+        return cut
+
+    def common_header(self, prompt: str, block: str) -> int:
+        """Return how much of a generation prompt a turn begins with, up to the end of a line or of an added token.
+
+        More may be equal by chance: `<t` of `<think>` and of `<tool_call>`.
+        """
+        begin = len(block) - len(block.lstrip())
+        equal = _common_length(prompt, block[begin:])
+        if begin + equal == len(block):
+            return len(block)
+        ends = (at for at in range(equal, 0, -1) if prompt[at - 1] == "\n" or self._token_to(prompt, 0, at))
+        end = next(ends, 0)
+        # The turn may leave out a token of the prompt and have the next: `</think>` for `<think></think>`.
+        rest, follows = prompt[end:], block[begin + end :]
+        tails = (rest[at:] for at in range(len(rest)) if self._token_from(rest, at))
+        tail = next((tail for tail in tails if follows.startswith(tail)), "")
+        return begin + end + len(tail) if end else 0
+
+    @cached_property
+    def _usual_prompt(self) -> str:
+        """What the template writes for the model to continue after a question."""
+        try:
+            return self._observe_prompt([_QUESTION], None)
+        except RenderError:
+            return ""
+
+    @cached_property
+    def _fixed_header(self) -> str:
+        """The text before every answer in a template without a generation prompt; white space alone is the answer's."""
+        marked = self._probe(_QUESTION, _ANSWER)
+        if 1 not in marked.turns or 1 not in marked.texts:
+            return ""
+        header = marked.text[marked.turns[1][0][0] : marked.texts[1][0][0]]
+        return header if header.strip() else ""
+
+    def closing(self, *, after_call: bool) -> str:
+        """Return the token that ends an answer which others follow, in its turn or as the beginning of the next."""
+        return self._call_closing if after_call else self._answer_closing
+
+    @cached_property
+    def _answer_closing(self) -> str:
+        return self._observe_closing(_QUESTION, _ANSWER, _QUESTION)
+
+    @cached_property
+    def _call_closing(self) -> str:
+        return self._observe_closing(_QUESTION, _CALL, _RESULT)
+
+    def _observe_closing(self, *messages: Message) -> str:
+        try:
+            marked = self._probe(*messages)
+        except RenderError:
+            return ""
+        token, stop = self.end_of_answer(marked.text, *marked.turns.get(1, [(0, 0)])[-1])
+        return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
+
+    def end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
+        """Return the token that ends an answer and where it ends: its own, or the one that begins what follows.
+
+        A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
+        """
+        own = self.token_at_end(text, start, end)
+        if own in self._special:
+            return own, start + len(text[start:end].rstrip())
+        next_, stop = self.token_behind(text, end)
+        if next_ in self._special or (next_ and not own):
+            return next_, stop
+        return own, start + len(text[start:end].rstrip()) if own else end
+
+    def is_special(self, token: str) -> bool:
+        """Check whether a token is special, or the one that ends a text."""
+        return token in self._special
+
+    def token_at_end(self, text: str, start: int, end: int) -> str:
+        """Return the added token at the end of a stretch, white space behind it aside."""
+        return self._token_to(text, start, start + len(text[start:end].rstrip()))
+
+    def token_behind(self, text: str, at: int) -> tuple[str, int]:
+        """Return the added token behind a place, white space aside, and where it ends; else "" and the place."""
+        begin = len(text) - len(text[at:].lstrip())
+        token = self._token_from(text, begin)
+        return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)
+
+    def _token_to(self, text: str, start: int, end: int) -> str:
+        """Return the longest added token that ends at `end`, if any."""
+        found = (
+            text[end - n : end] for n in self._added_lengths if n <= end - start and text[end - n : end] in self._added
+        )
+        return next(found, "")
+
+    def _token_from(self, text: str, at: int) -> str:
+        """Return the longest added token that begins at `at`, if any."""
+        return next((text[at : at + n] for n in self._added_lengths if text[at : at + n] in self._added), "")
+
+
+def _common_length(left: str, right: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

@@ -1,0 +1,176 @@
+"""Which linear layers an adapter can learn on: those that are called as modules and pass a gradient on to the loss.
+
+Attention indexers choose tokens without a gradient, some layers have their weight read directly, and a decoder without
+an encoder never calls its cross-attention. This is observed rather than listed: the model's own code runs once on the
+CPU, on a copy without weights in which linear layers and experts only pass their input on. Layers that differ in
+nothing but their number are run once.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.model.expert_layers import holds_experts
+from trainer.parallel.engine.linear_layers import is_linear
+
+NOT_CALLED = "never called as layers in a pass over text"
+NO_GRADIENT = "no gradient of the loss reaches them"
+FEW_TOKENS, MANY_TOKENS = 16, 256
+"""Some layers take part only in longer sequences, such as those that compress 128 tokens into one."""
+SMALL = 1_000_000
+"""Parameters of more elements are one number in memory: nothing writes to these."""
+ONE_EXPERT = re.compile(r"(.*experts\.)\d+(\..*)")
+_KNOWN: dict[tuple[type, str], "Reached"] = {}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a pass over text showed of the linear layers of a model, by path."""
+
+    unreached: dict[str, str]
+    """Those that an adapter cannot learn on, with the reason."""
+    in_long_sequences: frozenset[str] = frozenset()
+    """Those that get a gradient only from sequences of more than a few tokens."""
+
+
+def find_reached(model: Any) -> Reached:
+    """Return what was observed on a copy of the model, which may be loaded, quantised or empty; nothing if it fails."""
+    config = copy.deepcopy(model.config)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
+        for name in vars(part):
+            if "layerdrop" in name:
+                setattr(part, name, 0.0)
+            elif name.endswith("chunk_size") and isinstance(getattr(part, name), int):
+                setattr(part, name, 8)  # of recurrent layers in plain torch, which fill up a chunk
+    config.use_cache, config._attn_implementation = False, "eager"
+    vars(config).pop("quantization_config", None)
+    key = type(model), config.to_json_string(use_diff=False)
+    if key not in _KNOWN:
+        _KNOWN[key] = Reached({})
+        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            _KNOWN[key] = _observe(type(model), config)
+    return _KNOWN[key]
+
+
+def _observe(model_class: Any, config: Any) -> Reached:
+    try:
+        few, once = _Pass(model_class, config, FEW_TOKENS), True
+    except Exception:  # whatever a model raises that needs all of its layers
+        few, once = _Pass(model_class, config, FEW_TOKENS, once=False), False
+    late: set[str] = set()
+    if few.called - few.reached:
+        with suppress(Exception):
+            late = _Pass(model_class, config, MANY_TOKENS, once=once).reached - few.reached
+    reasons = {path: NO_GRADIENT if path in few.called else NOT_CALLED for path in few.linear - few.reached - late}
+    return Reached(reasons, frozenset(late))
+
+
+class _Pass:
+    """The linear layers of a model but its head, those that a pass calls, and those that its logits depend on."""
+
+    def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
+        """`once` runs one of the layers that differ in their number alone."""
+        from accelerate import init_empty_weights
+        from transformers.initialization import no_init_weights
+        from transformers.pytorch_utils import Conv1D
+
+        with no_init_weights(), init_empty_weights():
+            model = model_class(copy.deepcopy(config)).train().requires_grad_(False)
+        head, self.called = model.get_output_embeddings(), set[str]()
+        self._probes: dict[str, Tensor] = {}
+        alike = _drop_repeated_layers(model) if once else set
+        for path, module in model.named_modules():
+            _give_values(module)
+            if module is head:
+                module.forward = lambda hidden: hidden
+            elif isinstance(module, Conv1D) or is_linear(module):
+                self._probes[path] = torch.zeros((), requires_grad=True)
+                module.forward = partial(self._pass_on, path, module)
+            elif holds_experts(module):
+                module.forward = _add_up
+        logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
+        leaves = {id(leaf) for leaf in _leaves(logits)}
+        reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
+        # Of experts that are layers of their own, a few tokens visit some.
+        kinds = {ONE_EXPERT.sub(r"\1*\2", path) for path in reached}
+        reached |= {path for path in self._probes if ONE_EXPERT.sub(r"\1*\2", path) in kinds}
+        self.linear, self.reached = (set(alike(paths)) for paths in (self._probes, reached))
+        self.called = set(alike(self.called))
+
+    def _pass_on(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the shape that the layer makes of `x`, depending on `x` and on the layer's probe."""
+        self.called.add(path)
+        width = getattr(module, "out_features", None) or module.nf
+        return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
+
+
+def _give_values(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        value = torch.full((), 1.0 if parameter.dim() < 2 else 0.02).expand(parameter.shape)
+        own = value if parameter.numel() > SMALL else value.clone()
+        setattr(module, name, nn.Parameter(own, requires_grad=False))
+
+
+def _add_up(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Return what depends on the hidden states and routing weights that experts are given."""
+    floats = [each for each in (*others, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+    return hidden + sum(each.sum() for each in floats)
+
+
+def _drop_repeated_layers(model: Any) -> Any:
+    """Keep one decoder layer of each kind; return a function that adds the paths of those that were dropped."""
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return lambda paths: paths
+    path, layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    numbers: dict[Any, list[int]] = {}
+    for number, layer in enumerate(layers):
+        numbers.setdefault(_kind_of(layer), []).append(number)
+    firsts = {same[0]: same for same in numbers.values()}
+    parent, _, name = path.rpartition(".")
+    kept = {str(number): layers[number] for number in firsts}
+    layers._modules = kept  # under their own numbers
+    setattr(model.get_submodule(parent), name, layers)
+
+    def with_dropped(paths: Any) -> Iterator[str]:
+        for each in paths:
+            own = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", each)
+            yield from [each] if own is None else [f"{path}.{same}{own[2]}" for same in firsts[int(own[1])]]
+
+    return with_dropped
+
+
+def _kind_of(layer: nn.Module) -> Any:
+    """Return what tells a layer from others but its number: its modules, their switches and their weights' shapes."""
+    lists = (path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList))
+    if any(not path.endswith("experts") for path in lists):
+        return id(layer)  # its number may choose from the list, as in Zamba 2
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | str)),
+            tuple((name, own.shape) for name, own in module.named_parameters(recurse=False)),
+        )
+        for path, module in layer.named_modules()
+    )
+
+
+def _leaves(result: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that autograd would give a gradient of `result`."""
+    seen, waiting = set(), [result.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]

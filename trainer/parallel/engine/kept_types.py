@@ -1,0 +1,55 @@
+"""Weights that transformers keeps in 32 bits in a model of 16 bits, such as the biases by which a router chooses."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.contract.known_versions import require
+from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
+
+
+def kept_in_32_bits(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return what matches the names that `from_pretrained` loads in 32 bits into a model of `dtype`; None for none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "_keep_in_fp32_modules_strict"):
+        return None  # no model of transformers
+    names = require(base, "_get_dtype_plan", "transformers")(dtype)
+    return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
+
+
+def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters and buffers of an empty model of `dtype` the types that `from_pretrained` gives them."""
+    pattern = kept_in_32_bits(model, dtype)
+    for path, module in model.named_modules() if pattern is not None else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            if pattern is not None and pattern.search(f"{path}.{name}"):
+                parameter.data = parameter.data.float()
+        for name, buffer in module.named_buffers(recurse=False):
+            if pattern is not None and pattern.search(f"{path}.{name}"):
+                module._buffers[name] = buffer.float()
+
+
+@contextmanager
+def frozen_types_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Hide frozen weights in 32 bits from DeepSpeed's engine, which converts all parameters to its own type."""
+    pattern = kept_in_32_bits(model, dtype)
+    hidden = [
+        (parameter, parameter.data)
+        for name, parameter in model.named_parameters()
+        if pattern is not None
+        and pattern.search(name)
+        and not parameter.requires_grad
+        and not is_partitioned(parameter)
+    ]
+    for parameter, data in hidden:
+        keep_own_values(parameter)
+        parameter.data = torch.empty(0, dtype=dtype, device=data.device)
+    try:
+        yield
+    finally:
+        for parameter, data in hidden:
+            parameter.data = data

@@ -1,0 +1,26 @@
+"""The load-balancing loss of transformers over the tokens that are no padding, also in packs."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.contract.known_versions import replaced, require
+from trainer.model.expert_targets import BALANCE
+
+
+@contextmanager
+def balanced_by(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
+    """Let the load-balancing loss of the model `base` count only the tokens where `mask` is 1."""
+    owner = sys.modules[type(base).__module__]
+    balance = require(owner, BALANCE, "transformers")
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
+
+    with replaced(owner, BALANCE, masked, "transformers"):
+        yield
