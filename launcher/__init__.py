@@ -1,1 +1,1 @@
-"""What of zerolora runs on a terminal or a login node: no torch here, so that every command answers at once."""
+"""The command line and launcher of zerolora; without torch, so that every command responds at once."""

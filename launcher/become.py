@@ -1,4 +1,4 @@
-"""The `zerolora` process becomes the program of a subcommand that needs torch."""
+"""Replace the `zerolora` process by the program of a subcommand that needs torch."""
 
 import os
 import signal
@@ -8,6 +8,6 @@ from typing import NoReturn
 
 
 def become_module(module: str, words: Sequence[str]) -> NoReturn:
-    """Run `python -m module words` in this process's place: exit code, signals and terminal are right without help."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until launcher/module.py is there
+    """Replace this process by `python -m module words`, which inherits its signals, terminal and exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until launcher/module.py unblocks it
     os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *words])

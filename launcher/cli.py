@@ -1,6 +1,6 @@
-"""The `zerolora` command, ended in order by a signal or a closed pipe; what it does is in launcher/commands.py."""
+"""Entry point of `zerolora`: handle signals and closed pipes, then run launcher/commands.py."""
 
-import _signal  # type: ignore[import-not-found]  # of the interpreter itself: `signal` imports others
+import _signal  # type: ignore[import-not-found]  # built in: `signal` would import more modules
 import os
 import sys
 
@@ -17,9 +17,9 @@ def main() -> None:
     """Run the command line."""
     # Until launcher/entry.py is imported, Ctrl-C ends the process silently, not in a traceback of these imports.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    from launcher.import_path import find_foreign_package, leave_out_working_folder
+    from launcher.import_path import exclude_working_folder, find_foreign_package
 
-    leave_out_working_folder()
+    exclude_working_folder()
     if foreign := find_foreign_package():
         print(f"error: {foreign}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""What `zerolora` does: `train` and `config` live here, everything that needs torch is a process of its own."""
+"""The subcommands of `zerolora`; those that need torch replace this process."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from rich.console import Console
 from launcher.become import become_module
 from launcher.doctor.command import doctor
 from launcher.importing.command import import_
-from launcher.job_starts import settings_to_go_on
+from launcher.job_starts import build_resume_settings
 from launcher.plan import Request
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
-from launcher.start import own_version, start
+from launcher.start import get_version, start
 from launcher.status import status
 from launcher.submit import submit
 from launcher.supervision.terminal import say
@@ -31,39 +31,30 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
-    "prepare": (
-        "trainer.commands.prepare_run",
-        "Check a configuration and its data, and tokenise, without loading weights.",
-    ),
-    "validate": ("trainer.commands.validate", "Check a configuration without training, and say what it means."),
-    "estimate": (
-        "trainer.commands.estimate",
-        "Memory and disk that a run needs, for every ZeRO stage; no GPU, no weights.",
-    ),
+    "prepare": ("trainer.commands.prepare_run", "Check a configuration, and check and tokenize its data."),
+    "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
+    "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage, without a GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, trained tokens in colour."),
-    "eval": ("trainer.commands.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
+    "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
-    "chat": ("trainer.commands.chat", "Talk with a trained adapter."),
+    "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
-    "compare": ("benchmarks.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
-    "report": ("trainer.monitor.report", "Plots and an HTML page of a run."),
-    "download": ("trainer.commands.download", "Download a model from the hub, or the hub's command for it."),
-    "export": (
-        "trainer.commands.export",
-        "An adapter for other programs: peft, vllm, sglang, gguf-lora, hf, gguf, ollama.",
-    ),
+    "compare": ("benchmarks.compare", "Compare controllers of the SCU by held-out bits per token, with intervals."),
+    "report": ("trainer.monitor.report", "Write plots and an HTML page of a run."),
+    "download": ("trainer.commands.download", "Download a model from the hub, or print the hub's command."),
+    "export": ("trainer.commands.export", "Export an adapter: peft, vllm, sglang, gguf-lora, hf, gguf, ollama."),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
     "tier": ("benchmarks.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
-    "bench": ("benchmarks.bench", "Speed and memory of training on this machine, beside other trainers."),
-    "ops": ("ops.builder", "Build the fused operators, or report on them."),
+    "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),
+    "ops": ("ops.builder", "Build or list the fused operators."),
 }
 
 UsageError: Any = typer.BadParameter.__base__
-"""click's, which some versions of Typer carry within them."""
+"""UsageError of click, which some versions of Typer bundle."""
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings in place of the file's.")
+    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings that override the file's.")
 ]
 
 app = typer.Typer(
@@ -76,13 +67,13 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"zerolora {own_version()}")
+        typer.echo(f"zerolora {get_version()}")
         raise typer.Exit
 
 
 @app.callback()
 def zerolora(
-    wanted: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    wanted: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     """Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed."""
 
@@ -92,30 +83,30 @@ def train(
     config: Config,
     overrides: Overrides = None,
     launcher: Annotated[str, typer.Option(help="auto, local, hostfile, slurm or mpi.")] = "auto",
-    hostfile: Annotated[Path | None, typer.Option(help="Hosts to train on, a line each: `gpu-a slots=8`.")] = None,
-    include: Annotated[str | None, typer.Option(help="Use these: `gpu-a@gpu-b:0,2`.")] = None,
-    exclude: Annotated[str | None, typer.Option(help="Leave these out.")] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="File of hosts, one per line: `gpu-a slots=8`.")] = None,
+    include: Annotated[str | None, typer.Option(help="Hosts or GPUs to use: `gpu-a@gpu-b:0,2`.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Hosts or GPUs to exclude.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
     num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs of each, or N CPU ranks.")] = None,
-    master_addr: Annotated[str | None, typer.Option(help="Where the ranks meet; default: the first host.")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="Host for the ranks to meet at; default: the first.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
     profile_start: Annotated[
-        bool, typer.Option("--profile-start", help="Say where the seconds to the first step went.")
+        bool, typer.Option("--profile-start", help="Show how long each part of the start took.")
     ] = False,
-    go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="As a start of a SLURM job.")] = False,
+    go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="One of the starts of a SLURM job.")] = False,
 ) -> None:
     """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
     if config.exists() and not config.is_file() and not config.is_dir():
         raise UserError(f"{config}: a pipe can be read once, and every rank reads the file; write it to a file")
     given = list(overrides or [])
     loaded = load_config(config, given)
-    if go_on and (more := settings_to_go_on(loaded.config, os.environ)):
+    if go_on and (more := build_resume_settings(loaded.config, os.environ)):
         given += more
         loaded = load_config(config, given)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     words = [str(config), *given]
-    raise typer.Exit(start(words, loaded, request, dry_run=dry_run, goes_on=go_on, profiled=profile_start))
+    raise typer.Exit(start(words, loaded, request, dry_run=dry_run, is_job_start=go_on, profiled=profile_start))
 
 
 @app.command("config")
@@ -131,7 +122,7 @@ def show_config(
     elif as_json:
         typer.echo(json.dumps(json_schema(), indent=2))
     elif config is None:
-        raise UserError("zerolora config: no file; name a YAML file, or ask for --schema")
+        raise UserError("zerolora config: no file; name a YAML file, or add --schema")
     else:
         loaded = load_config(config, overrides or [])
         for note in loaded.notes:
@@ -171,10 +162,10 @@ for _name, (_module, _text) in MODULES.items():
 
 
 def main() -> int:
-    """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
+    """Run the command line and return its exit code; a user error is one line on stderr and exit code 2."""
     words = sys.argv[1:] or ["--help"]
     try:
-        # Not standalone: Typer would draw a box of five lines around a mistake.
+        # Not standalone: Typer would draw a box of five lines around an error.
         return int(app(args=words, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
@@ -192,7 +183,7 @@ def main() -> int:
             say(f"error: {in_path}")
             return EXIT_USAGE
         if error.filename is None:
-            raise  # perhaps of what is printed: launcher/entry.py knows
+            raise  # perhaps of standard output, which launcher/entry.py handles
         say(f"error: {error}")
         return EXIT_FAILED
 

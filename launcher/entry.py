@@ -1,6 +1,6 @@
-"""How commands begin and end, whatever they do: a signal is one line and 128 + its number, never a traceback.
+"""Run a command so that a signal ends it with one line and exit code 128 + N, never with a traceback.
 
-launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here: signals are handled early.
+Used by launcher/cli.py and launcher/module.py. Imports nothing heavy, so that signals are handled early.
 """
 
 import io
@@ -19,11 +19,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """A signal has come."""
+    """Raised when a signal arrives."""
 
 
-class Ending:
-    """What to do about signals until the command has ended."""
+class SignalHandler:
+    """Handler that raises an exception at the first signal and exits at the second."""
 
     def __init__(self, exception: type[BaseException]) -> None:
         self._exception = exception
@@ -34,19 +34,19 @@ class Ending:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number or os.getpid() != self._process:
-            os._exit(exit_code_after(number))  # asked again; or a worker that a library has forked
+            os._exit(exit_code_after(number))  # a second signal, or a worker forked by a library
         self.number = number
         raise self._exception
 
-    def tell(self) -> int:
-        """One line; the exit code."""
+    def report(self) -> int:
+        """Print the signal and return the exit code."""
         name = signal.Signals(self.number).name
         print("stopped" if self.number == signal.SIGINT else f"stopped by {name}", file=sys.stderr)
         return exit_code_after(self.number)
 
 
 class _Output(io.FileIO):
-    """Standard output that remembers why it could not be written."""
+    """Standard output that records the error of a failed write."""
 
     error: OSError | None = None
 
@@ -62,11 +62,11 @@ class _Output(io.FileIO):
 def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
     """Run `command` and return its exit code.
 
-    A signal becomes `exception` in it, and one line here whatever it is turned into. A standard output that cannot be
-    written is one line and exit code 1, standard error is written as far as it goes.
+    A signal raises `exception` inside it and is reported here in one line, whatever the command turns it into. If
+    standard output cannot be written, report that in one line with exit code 1; ignore errors of standard error.
     """
     open_closed_descriptors()
-    ending, output = Ending(exception), _Output(1, "w", closefd=False)
+    handler, output = SignalHandler(exception), _Output(1, "w", closefd=False)
     encoding, errors = getattr(sys.stdout, "encoding", "utf-8"), getattr(sys.stdout, "errors", "replace")
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(output), encoding=encoding, errors=errors, line_buffering=output.isatty()
@@ -81,30 +81,30 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         sys.stdout.flush()
     except BaseException:
-        # Libraries turn an interrupt in the middle of an import into an error of their own.
-        if not ending.number and output.error is None:
+        # Libraries turn an interrupted import into an error of their own.
+        if not handler.number and output.error is None:
             raise
         code = EXIT_FAILED
     PROGRESS.clear()
-    if ending.number and code < 128 and code != EXIT_PREEMPTED:
-        return ending.tell()
-    return code if output.error is None else _told(output.error)
+    if handler.number and code < 128 and code != EXIT_PREEMPTED:
+        return handler.report()
+    return code if output.error is None else _report_output_error(output.error)
 
 
-def _told(error: OSError) -> int:
-    """The exit code where not everything could be printed, after a line where that is a mistake."""
-    # What is still to be flushed at the end of the process goes nowhere.
+def _report_output_error(error: OSError) -> int:
+    """Report a failed write to standard output, unless the reader closed the pipe, and return the exit code."""
+    # Discard what Python still flushes at exit.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
     if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE  # `| head -1` has read what it wanted
-    print(f"error: standard output: {error.strerror}; what was printed is not complete", file=sys.stderr)
+        return 128 + signal.SIGPIPE  # as with `| head -1`
+    print(f"error: standard output: {error.strerror}; the output is incomplete", file=sys.stderr)
     return EXIT_FAILED
 
 
 def quiet_libraries() -> None:
-    """Before they are imported: DeepSpeed finds no GPU, the hub tries again, bitsandbytes wants a faster CPU kernel."""
+    """Silence warnings of libraries before their import: no GPU, retries of the hub, slow CPU kernels."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -1,8 +1,8 @@
-"""The starts of a SLURM job in the run's folder: what its next start goes on from, and whether that has any use.
+"""Record of the starts of a SLURM job: what its next start resumes from, and whether another start makes sense.
 
-OUTPUT_DIR/logs/slurm-starts.json has an entry for every start of the newest job that got as far as its ranks. The
-settings of the user hold until they have been carried out: an earlier run stays in the folder until the new one writes
-its record, and a checkpoint that was named is resumed until there is a newer one.
+OUTPUT_DIR/logs/slurm-starts.json has an entry for every start of the newest job that reached its ranks. The user's
+settings hold until they took effect: an earlier run stays in the folder until the new one writes its record, and a
+named checkpoint is resumed until a newer one exists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from trainer.contract.restart_record import newest_checkpoint, whole_checkpoints
 from trainer.contract.whole_files import write_json
 
 STARTS_FILE = "slurm-starts.json"
-MOST_WITHOUT_A_STEP = 3
-GO_ON = "training.resume_from_checkpoint=auto"
+MAX_STARTS_WITHOUT_STEP = 3
+RESUME_AUTO = "training.resume_from_checkpoint=auto"
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class Start:
 
     job: str
     newest: str
-    """The newest whole checkpoint at that time, empty if there was none."""
+    """The newest complete checkpoint at that time, empty if none."""
     record: int
-    """When the run's record was last written (mtime), 0 if never: a run that begins writes it."""
+    """mtime in ns of the run's record, which a new run writes; 0 if missing."""
     code: int | None = None
-    """How it ended, if it could say so."""
+    """Exit code, None if it was not recorded."""
 
 
-def job_of(env: Mapping[str, str]) -> str:
-    """The job, the same for all tasks of an array."""
+def get_job_id(env: Mapping[str, str]) -> str:
+    """Return the job's id, the same for all tasks of an array."""
     return env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID", "")
 
 
-def settings_to_go_on(config: RunConfig, env: Mapping[str, str]) -> list[str]:
-    """The overrides by which a start of a job goes on where the one before it ended.
+def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str]:
+    """Return the overrides with which a start of a job resumes where the previous one ended.
 
-    Where the user says nothing of it a first start also goes on with what the folder holds.
+    Unless the user's settings say otherwise, a first start also resumes what the folder holds.
     """
     run_dir = Path(config.output_dir)
     first, now = next(iter(_earlier(run_dir, env)), None), _state(run_dir, env)
@@ -52,19 +52,19 @@ def settings_to_go_on(config: RunConfig, env: Mapping[str, str]) -> list[str]:
         begins = False
     named = config.training.resume_from_checkpoint
     if (named and first is not None and now.newest != first.newest) or not (named or begins):
-        settings.append(GO_ON)
+        settings.append(RESUME_AUTO)
     return settings
 
 
-def note_start(run_dir: Path, env: Mapping[str, str]) -> None:
-    """Add this start. Raises UserError if the last ones of this job all ended without a new step."""
+def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
+    """Record this start. Raises UserError if the last starts of this job all ended without a new step."""
     starts, now = _earlier(run_dir, env), _state(run_dir, env)
     _refuse_without_progress(starts, now)
     _write(run_dir, [*starts, now])
 
 
-def note_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
-    """Add how this start ended. Raises UserError if it asks for another, and the last ones had no use."""
+def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
+    """Record how this start ended. Raises UserError if it asks for another but the last ones made no progress."""
     starts = _read(run_dir, env)
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write(run_dir, starts)
@@ -73,25 +73,24 @@ def note_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
 
 
 def _refuse_without_progress(starts: Sequence[Start], now: Start) -> None:
-    last = starts[-MOST_WITHOUT_A_STEP:]
-    if len(last) == MOST_WITHOUT_A_STEP and all(start.newest == now.newest and start.code != 0 for start in last):
+    last = starts[-MAX_STARTS_WITHOUT_STEP:]
+    if len(last) == MAX_STARTS_WITHOUT_STEP and all(start.newest == now.newest and start.code != 0 for start in last):
         since = f" since {now.newest}" if now.newest else ""
         raise UserError(
-            f"job {now.job}: {MOST_WITHOUT_A_STEP} starts in a row ended without a new step{since}, so it is not "
+            f"job {now.job}: {MAX_STARTS_WITHOUT_STEP} starts in a row ended without a new step{since}, so it is not "
             "queued again; give a start more time (--time, --grace), or see logs/rank-*.log for what takes so long"
         )
 
 
 def _state(run_dir: Path, env: Mapping[str, str]) -> Start:
-    """What the folder holds now."""
     newest = newest_checkpoint(whole_checkpoints(run_dir))
     record = run_dir / "run.json"
-    return Start(job_of(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
+    return Start(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 
 
 def _earlier(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
-    """The starts of this job before this one; none for its first, whose number an older job may have had."""
-    is_first = not int(env.get("SLURM_RESTART_COUNT") or 0) and not _follows_in_array(env)
+    """Return the earlier starts of this job; none for its first, because an older job may have had the same id."""
+    is_first = not int(env.get("SLURM_RESTART_COUNT") or 0) and not _has_earlier_array_task(env)
     return [] if is_first else _read(run_dir, env)
 
 
@@ -100,11 +99,11 @@ def _read(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
         starts: list[Start] = read_json(run_dir / "logs" / STARTS_FILE, list[Start])
     except FileNotFoundError:
         return []
-    return [start for start in starts if start.job == job_of(env)]
+    return [start for start in starts if start.job == get_job_id(env)]
 
 
-def _follows_in_array(env: Mapping[str, str]) -> bool:
-    """Whether another task of an array came before; one that has a folder of its own finds nothing of it there."""
+def _has_earlier_array_task(env: Mapping[str, str]) -> bool:
+    """Return whether earlier tasks of an array may have used this folder."""
     return env.get("SLURM_ARRAY_TASK_ID") != env.get("SLURM_ARRAY_TASK_MIN")
 
 

@@ -1,4 +1,4 @@
-"""`python -m launcher.module MODULE ARGUMENTS` does what `python -m MODULE ARGUMENTS` would, and ends in order."""
+"""`python -m launcher.module MODULE ARGUMENTS`: run MODULE as `python -m` would, with orderly ends."""
 
 import _signal  # type: ignore[import-not-found]
 import os
@@ -31,7 +31,7 @@ def _command() -> int:
 
 if __name__ == "__main__":
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as in launcher/cli.py
-    # Whoever starts this holds a Ctrl-C back until here: before, Python would end in a traceback of its own start.
+    # The parent blocks Ctrl-C until here, because it would end Python's own startup in a traceback.
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])
     from launcher.entry import run
 

@@ -1,4 +1,4 @@
-"""Which launcher starts a run's ranks, and how: from the command line to the command that starts all of them."""
+"""Choose the launcher of a run's ranks, and build the command that starts them."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.supervision.remote import LauncherReach, Reach, SrunReach, SshReach
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, read_hostfile
 from launcher.targets.local import Command, hostfile_command, local_command
@@ -18,17 +18,17 @@ from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpu
 from trainer.contract.ports import check_free, free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
-OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
+CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
 Build = partial[Command]
-"""From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
+"""Build the command that starts all ranks from the arguments of a rank, and `module` if not the trainer."""
 Plan = tuple[Build, Reach | None]
-"""How to build the command, and the way to its ranks; None if they are below this process."""
+"""How to build the command, and how to reach its ranks; None if they are children of this process."""
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says about where to run."""
+    """The command line's options for where to run."""
 
     launcher: str = "auto"
     hostfile: Path | None = None
@@ -40,13 +40,13 @@ class Request:
     master_port: int | None = None
 
     def filters(self) -> Filters:
-        """What cuts the hosts down."""
+        """Return the options that filter hosts and GPUs."""
         return Filters(include=self.include, exclude=self.exclude, num_nodes=self.num_nodes, num_gpus=self.num_gpus)
 
     def chosen_launcher(self) -> str:
-        """The launcher that `auto` stands for: srun in an allocation, pdsh with a hostfile, else this machine.
+        """Return the launcher; `auto` is hostfile with a hostfile, slurm in an allocation, else local.
 
-        Raises UserError for options that contradict each other.
+        Raises UserError for contradictory options.
         """
         if self.launcher not in LAUNCHERS:
             raise UserError(f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}")
@@ -57,7 +57,7 @@ class Request:
         else:
             chosen = "slurm" if in_allocation(os.environ) else "local"
         if chosen == "hostfile" and self.hostfile is None:
-            raise UserError("--launcher hostfile: which? --hostfile FILE, a line for each host, `gpu-a slots=8`")
+            raise UserError("--launcher hostfile: needs --hostfile FILE, with one line per host, `gpu-a slots=8`")
         if self.hostfile is not None and chosen not in ("hostfile", "mpi"):
             raise UserError(f"--hostfile {self.hostfile}: --launcher {chosen} takes none; use hostfile or mpi")
         if self.master_addr is not None and not re.fullmatch(r"\w[\w.:-]*", self.master_addr):
@@ -79,7 +79,7 @@ class Request:
 
 
 def plan(request: Request, logs: Path) -> Plan:
-    """How to build the command, and the way to its ranks (None: they are below this process). Raises UserError."""
+    """Return how to build the command and how to reach its ranks. Raises UserError for options that cannot work."""
     launcher = request.chosen_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":
@@ -90,32 +90,32 @@ def plan(request: Request, logs: Path) -> Plan:
         return partial(local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
         allocation = read_allocation(os.environ, **request.filters())
-        return partial(srun_command, allocation=allocation, address=address, port=port), ThroughSrun(allocation)
-    slots = slots_of(request)
+        return partial(srun_command, allocation=allocation, address=address, port=port), SrunReach(allocation)
+    slots = select_slots(request)
     if launcher == "mpi":
         if address is not None and port is None:
             port = random_port()
-        return partial(mpirun_command, slots=slots, address=address, port=port), ThroughLauncher()
+        return partial(mpirun_command, slots=slots, address=address, port=port), LauncherReach()
     check_reachable(list(slots), Path.cwd())
-    return on_hosts(request, logs, slots, address)
+    return plan_on_hosts(request, logs, slots, address)
 
 
-def on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
-    """The plan for slots of a hostfile's hosts; the ranks meet at `address`, or at the first host."""
+def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
+    """Return the plan for slots of a hostfile's hosts; the ranks meet at `address`, or at the first host."""
     assert request.hostfile is not None
     build = partial(
         hostfile_command,
         hostfile=request.hostfile,
         slots=slots,
-        address=address or _address_of(next(iter(slots))),
+        address=address or _find_address(next(iter(slots))),
         port=request.master_port or random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
-    return build, ThroughSsh(slots)
+    return build, SshReach(slots)
 
 
-def slots_of(request: Request) -> Slots:
-    """Hosts and GPUs of a hostfile, or of this machine."""
+def select_slots(request: Request) -> Slots:
+    """Return the selected hosts and GPUs of the hostfile, or of this machine."""
     if request.hostfile is not None:
         slots = read_hostfile(request.hostfile)
     else:
@@ -124,14 +124,14 @@ def slots_of(request: Request) -> Slots:
     return choose_slots(slots, **request.filters())
 
 
-def _address_of(host: str) -> str | None:
-    """The host's name where it is one that other hosts can look up, too; else DeepSpeed asks it for its address."""
+def _find_address(host: str) -> str | None:
+    """Return the host's name if other hosts can resolve it, else None: DeepSpeed then asks the host."""
     name = host.rpartition("@")[2]
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except socket.gaierror:
         return None  # a name of ~/.ssh/config
     if any(address.startswith("127.") or address == "::1" for address in found):
-        say(f"note: {name} is a loopback address here; the other hosts get what `hostname -I` on it begins with")
+        say(f"note: {name} is a loopback address here; the other hosts use the first address of `hostname -I` on it")
         return None
     return name

@@ -1,4 +1,4 @@
-"""`zerolora init`: a configuration to start from, every setting with its meaning above it."""
+"""`zerolora init`: write a configuration to start from, with the meaning of each setting above it."""
 
 import json
 import re
@@ -19,13 +19,13 @@ from trainer.config.yaml_core import plain
 from trainer.contract.home import HOME
 
 CONFIGS = HOME / "configs"
-# What people type -> the file in configs/.
+# Name of a preset -> file in configs/.
 _OWN_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
     mixtral-8x7b scu-kl sdxl sd3.5-medium flux-dev flux2-klein"""
 PRESETS = {name: name for name in _OWN_NAMES.split()} | {
     "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
 }  # fmt: skip
-# Beginnings of model names that differ from the name of their preset.
+# Prefix of a model name -> preset, where they differ.
 CALLED = {
     "stable-diffusion-xl": "sdxl",
     "stable-diffusion-3.5": "sd3.5-medium",
@@ -33,7 +33,7 @@ CALLED = {
     "flux1": "flux-dev",
     "flux.2-klein": "flux2-klein",
 }
-# For a model that no preset is made for: settings that fit most, and a model that runs on a laptop if none is named.
+# Presets for a model without its own, and for no model: one that runs on a laptop.
 FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
 SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 WIDTH = 110
@@ -41,27 +41,29 @@ WIDTH = 110
 
 def init(
     preset: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PRESETS)}; default: the one nearest to --model.")
+        str | None, typer.Option(help=f"One of {', '.join(PRESETS)}; default: the closest to --model.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of the model, instead of the preset's.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of the model; default: the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(help="Fit the file to the data and so many GPUs; default: those here, where model and data are."),
+        typer.Option(
+            help="Fit the file to the data and this many GPUs; default: those here, if model and data are local."
+        ),
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a commented configuration to start from, fitted to the model and data where both are on this machine."""
+    """Write a commented configuration to start from, fitted to the model and data if both are on this machine."""
     tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_here(model, data))
-    preset = preset or (nearest_preset(model) if model else FOR_NO_MODEL)
+    preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
     name = _short(model) if model else preset
     output = output or Path(f"{name}.yaml")
-    text = preset_text(preset, output, model=model, data=data)
+    text = render_preset(preset, output, model=model, data=data)
     try:
         if output.exists() and not force:
-            raise UserError(f"--output {output}: is there already; name another file, or add --force")
+            raise UserError(f"--output {output}: already exists; name another file, or add --force")
         if tailored:
             _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -74,10 +76,9 @@ def init(
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
-    """Continue as the program that examines the model and the data, which needs torch."""
     if not (model and data):
-        raise UserError("--gpus: the file is made for a model and data; name both with --model and --data")
-    typer.echo("looking at the model and the data")
+        raise UserError("--gpus: fits the file to a model and data; name both with --model and --data")
+    typer.echo("examining the model and the data")
     words = ["--model", model, "--data", data, "--output", str(output)]
     words += ["--gpus", str(gpus)] if gpus is not None else []
     words += ["--gpu-memory", gpu_memory] if gpu_memory else []
@@ -98,32 +99,32 @@ def _are_here(model: str | None, data: str | None) -> bool:
     return False
 
 
-def nearest_preset(model: str) -> str:
-    """The preset made for this model or one of its family, by its name; one that fits most models if there is none."""
+def find_nearest_preset(model: str) -> str:
+    """Return the preset of this model or its family by name; else one that fits most models."""
     letters = _letters(_short(model))
     called = {**{name: name for name in PRESETS}, **CALLED}
     return next((preset for name, preset in called.items() if letters.startswith(_letters(name))), FOR_ANY_MODEL)
 
 
-def preset_text(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
-    """The preset's file with `output` in its first line, its meaning above each setting, and the model and data given.
+def render_preset(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
+    """Return the preset's file for `output`, `model` and `data`, with the meaning of each setting above it.
 
-    Raises UserError for a name that is none.
+    Raises UserError for an unknown preset.
     """
     if preset not in PRESETS:
         close = nearest(preset, PRESETS)
-        hint = f"did you mean {close}?" if close else f"there are {', '.join(PRESETS)}"
+        hint = f"did you mean {close}?" if close else f"use one of {', '.join(PRESETS)}"
         raise UserError(f"--preset {preset}: no such preset; {hint}")
     path = CONFIGS / f"{PRESETS[preset]}.yaml"
     if not path.is_file():
-        raise UserError(f"--preset {preset}: {path} is not there; presets come with a checkout of zerolora")
+        raise UserError(f"--preset {preset}: {path} is missing; presets come with a checkout of zerolora")
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
     given = {"dataset.path": data} if data else {}
     if model:
         given |= {"base_model": model, "output_dir": f"runs/{_short(model)}"}
         while rest[0].startswith("#"):
-            rest.pop(0)  # what is said of the preset's own model
+            rest.pop(0)  # comments about the preset's own model
         lines += ["#", f"# {model}, with the settings of the preset {preset}."]
     else:
         while rest[0].startswith("#"):
@@ -132,7 +133,7 @@ def preset_text(preset: str, output: Path, *, model: str | None = None, data: st
 
 
 def _commented(lines: list[str], given: Mapping[str, str]) -> list[str]:
-    """A file's settings with their meanings above them, and with the values that are given."""
+    """Return the file's lines with the meaning above each setting, and the `given` values."""
     commented: list[str] = []
     meanings = _meanings(RunConfig)
     section = ""
@@ -143,24 +144,24 @@ def _commented(lines: list[str], given: Mapping[str, str]) -> list[str]:
             name = f"{section}{setting['name']}"
             if not setting["value"]:
                 section = f"{name}."
-            # A line that says something of its own keeps it.
+            # A line with a comment keeps it instead.
             if "#" not in setting["value"]:
                 mark = f"{setting['indent']}# "
                 commented += textwrap.wrap(meanings[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
             if name in given:
-                _, comment, said = line.partition("  #")
-                line = f"{setting['indent']}{setting['name']}: {_scalar(given[name])}{comment}{said}"
+                _, mark, comment = line.partition("  #")
+                line = f"{setting['indent']}{setting['name']}: {_scalar(given[name])}{mark}{comment}"
         commented.append(line)
     return commented
 
 
 def _scalar(text: str) -> str:
-    """Text as one writes it in YAML: in quotes only if it needs them."""
+    """Return the text as a YAML scalar, quoted only if needed."""
     return text if re.fullmatch(r"[\w./~@+-]+", text) and plain(text) == text else json.dumps(text, ensure_ascii=False)
 
 
 def _short(model: str) -> str:
-    """`Qwen2.5-7B-Instruct` of `Qwen/Qwen2.5-7B-Instruct` or of a folder, as a file's name."""
+    """Return a file name for a model: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct` or a folder."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
 
 
@@ -169,7 +170,6 @@ def _letters(name: str) -> str:
 
 
 def _meanings(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Dotted name -> documentation, of settings and of sections."""
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         kind, text = field.annotation, field.description

@@ -1,7 +1,7 @@
-"""`zerolora scu-train`: the flags and defaults of the published SCU guide, as a configuration for `zerolora train`.
+"""`zerolora scu-train`: run `zerolora train` with the flags and defaults of the published SCU guide.
 
-The flags (trainer/config/scu_flags.py) become OUTPUT/logs/scu-train.yaml, which `zerolora train` then runs. What it
-shows is also written to OUTPUT/logs/cuda_optimized_training.log.
+The flags (trainer/config/scu_flags.py) become OUTPUT/logs/scu-train.yaml, which `zerolora train` runs. Its output is
+also written to OUTPUT/logs/cuda_optimized_training.log.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import EXIT_OK
 from trainer.contract.launcher_process import tie_children_to_this_process
 
-# The demonstration's data, made from the standard library on first use; the launcher itself imports no trainer.
+# Demo data from the standard library's sources, made in a child process: the launcher imports no trainer.
 DEMO_DATA = (
     "import os; from pathlib import Path; from trainer.data.demo_data import demo_data; "
     "print(*demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
@@ -43,7 +43,7 @@ DEMO_DATA = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code of `zerolora train` or of the check. Raises UserError."""
+    """Run the command and return the exit code of `zerolora train` or of the check."""
     options = parse(arguments)
     if options.check_requirements:
         return check_requirements(options.output_dir, options.model)
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _data(options: argparse.Namespace) -> tuple[str, str | None]:
-    """The training text, and the held-out text where it is a file of its own."""
+    """Return the training text, and the held-out text if it is a separate file."""
     if options.data is not None:
         return options.data, None
     made = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
@@ -80,10 +80,10 @@ def _data(options: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _logged(command: Sequence[str], log_path: Path) -> int:
-    """Run a command, copy what it says to this terminal and to the end of a log, pass signals on; its exit code."""
+    """Run a command, copy its output to this terminal and append it to a log, and return its exit code."""
     tie_children_to_this_process()
     with open(log_path, "ab") as log:
-        # A session of its own: Ctrl-C reaches it once, through us.
+        # In its own session, so that Ctrl-C reaches it only once, forwarded by this process.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -113,4 +113,4 @@ def _copy(stream: IO[bytes], fd: int, log: IO[bytes]) -> None:
         try:
             os.write(fd, line)
         except OSError:
-            continue  # the terminal is gone; the run goes on, and the log has the rest
+            continue  # the terminal is closed; the run continues, and the log has the rest

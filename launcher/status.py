@@ -1,4 +1,4 @@
-"""`zerolora status`: where a job or a run stands, from SLURM, the run's heartbeats and its metrics."""
+"""`zerolora status`: the progress of a job or run, from SLURM, the run's heartbeats and its metrics."""
 
 import re
 import shutil
@@ -24,10 +24,10 @@ from trainer.contract.metric_records import MOST_METRICS_BYTES, Record, parse_re
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
-# Any of these marks the folder of a run, or of a job that has not begun.
-OF_A_RUN = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
+# Any of these marks the folder of a run, or of a job that has not started.
+RUN_FILES = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
-# Heartbeats come every second or two; a network file system may show them late.
+# Heartbeats are written every second or two; a network file system may show them late.
 RECENT_S = 60.0
 SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
@@ -40,41 +40,41 @@ NO_TASK = str(2**32 - 2)
 def status(
     target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job's number, or the folder of a run.")],
 ) -> None:
-    """State, step, loss, speed and time left of a job or a run."""
+    """Show state, step, loss, speed and remaining time of a job or a run."""
     if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
             raise UserError(f"job {target}: SLURM does not know it (any more); name the folder of its run")
         for job in jobs:
-            _print(job_lines(job))
-            run = run_of_job(job)
-            _print(run_lines(run, over=_over(job, run)) if run else [("run", "none yet")])
+            _print(describe_job(job))
+            run = find_run_dir(job)
+            _print(describe_run(run, over=_over(job, run)) if run else [("run", "none yet")])
         return
     run = Path(target)
     if not run.is_dir():
         raise UserError(f"{target}: neither a job's number nor the folder of a run")
-    if not any((run / name).exists() for name in OF_A_RUN) and not read_heartbeats(run / "logs"):
+    if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
         raise UserError(f"{target}: no run has written into this folder; name the output_dir of one, or a job's number")
-    noted = noted_job(run)
+    noted = read_job_id(run)
     over = None
-    # Where SLURM cannot be asked the folder has to do.
+    # Without SLURM's tools only the folder is described.
     for job in read_job(noted) if noted and shutil.which("scontrol") is not None else []:
-        _print(job_lines(job))
+        _print(describe_job(job))
         over = _over(job, run)
-    _print(run_lines(run, over=over))
+    _print(describe_run(run, over=over))
 
 
-def note_job(job_id: int, run: Path) -> None:
-    """Leave the job's number in the run's logs, and the run's folder in the job's comment."""
+def record_job(job_id: int, run: Path) -> None:
+    """Write the job's id to the run's logs, and the run's folder to the job's comment."""
     logs = run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     write_whole(logs / JOB_FILE, f"{job_id}\n")
     update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
-    subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is there all the same
+    subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is enough
 
 
-def noted_job(run: Path) -> str:
-    """Return the number of the job that trained in the folder; empty where none is noted, or nothing that is one."""
+def read_job_id(run: Path) -> str:
+    """Return the id of the job that trained in the folder; empty if none or a malformed one is recorded."""
     try:
         number = read_text(run / "logs" / JOB_FILE).strip()
     except (FileNotFoundError, UnreadableFile):
@@ -83,7 +83,7 @@ def noted_job(run: Path) -> str:
 
 
 def read_job(number: str) -> list[dict[str, str]]:
-    """What SLURM says of a job, or of each task of an array; nothing if it has forgotten it."""
+    """Return SLURM's fields of a job, or of each task of an array; empty if SLURM has forgotten it."""
     if shutil.which("scontrol") is None:
         raise UserError(f"job {number}: no scontrol here; run this on the cluster, or name the folder of the run")
     shown = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
@@ -98,25 +98,25 @@ def read_job(number: str) -> list[dict[str, str]]:
     return [job for job in jobs if job]
 
 
-def run_of_job(job: Mapping[str, str]) -> Path | None:
-    """The run's folder, from the job's comment."""
+def find_run_dir(job: Mapping[str, str]) -> Path | None:
+    """Return the run's folder from the job's comment."""
     comment = job.get("Comment", "")
     return Path(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else None
 
 
 def _over(job: Mapping[str, str], run: Path) -> str | None:
-    """Return the state of a job that has ended; None while it runs, or where the folder is another job's by now."""
-    return job["JobState"] if noted_job(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
+    """Return the state of a job that has ended; None while it runs, or if another job uses the folder now."""
+    return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
 
 
-def _log_of(job: Mapping[str, str]) -> str:
-    """Tasks of an array that wait are one to SLURM, without a number that their log could have."""
+def _find_log(job: Mapping[str, str]) -> str:
+    # SLURM lists pending tasks of an array as one, with a placeholder for the task's number.
     tasks = job.get("ArrayTaskId", "").partition("%")[0]
     return job.get("StdOut", "unknown").replace(NO_TASK, tasks if tasks.isdigit() else f"[{tasks}]")
 
 
-def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What SLURM knows."""
+def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Describe a job from SLURM's fields."""
     number = job["JobId"]
     if "ArrayTaskId" in job:
         number = f"{job['ArrayJobId']}_{job['ArrayTaskId']}"
@@ -127,15 +127,15 @@ def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
     if job.get("NodeList", "(null)") != "(null)":
         lines.append(("nodes", job["NodeList"]))
     lines.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
-    lines.append(("log", _log_of(job)))
+    lines.append(("log", _find_log(job)))
     return lines
 
 
-def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
-    """Describe what the run has written; `over` is the state of its job if that is no longer running."""
+def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
+    """Describe a run from its files; `over` is the state of its job if that has ended."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
-    # While ranks train, one of them or their launcher holds the folder.
+    # While ranks train, one of them or their launcher holds the folder's lock.
     is_over = over is not None or living_holder(run) is None
     if beats:
         lines.append(("state", _describe_state(run, list(beats.values()), over)))
@@ -150,7 +150,7 @@ def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
     lines += _held_out_line(everything)
     for name, text in SPEEDS.items():
         if speeds := [speed for record in records if (speed := record.get(name))]:
-            # The first step builds and warms up.
+            # The first step includes builds and warm-up.
             lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
     lines.append(("elapsed", f"{_duration(_seconds(everything))} of training"))
     times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
@@ -160,7 +160,6 @@ def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
 
 
 def _describe_state(run: Path, beats: list[Heartbeat], over: str | None) -> str:
-    """Describe how the run ended, or what its slowest rank does."""
     codes = {beat.exit_code for beat in beats}
     failed = max((code for code in codes if code), default=None)
     if codes == {0}:
@@ -171,7 +170,7 @@ def _describe_state(run: Path, beats: list[Heartbeat], over: str | None) -> str:
         return f"ended with its job ({over})"
     slowest = min(beats, key=lambda beat: (beat.exit_code is not None, beat.step))
     if living_holder(run) is None:
-        # A run that ended by itself has given its lock back; of its ranks some may have had no time to say how.
+        # A run that ended by itself released its lock; some ranks may have had no time to record their exit code.
         killed = failed is None or (run / "logs" / LOCK_FILE).is_file()
         return f"{'killed' if killed else f'ended with {failed}'}, rank {slowest.rank} at {slowest.where()}"
     silent = time.time() - max(beat.time for beat in beats)
@@ -186,7 +185,6 @@ def _duration(seconds: float) -> timedelta:
 
 
 def _held_out_line(records: list[Record]) -> list[tuple[str, str]]:
-    """Describe the newest held-out loss and the best."""
     held_out = [(loss, record["step"] or 0) for record in records if (loss := record.get("eval/loss")) is not None]
     if not held_out:
         return []
@@ -202,7 +200,7 @@ def _seconds(records: list[Record]) -> float:
 
 
 def _records(path: Path) -> list[Record]:
-    """Return the records of the file; what is none, such as the line being written, is left out."""
+    """Return the records of the file; skip damaged lines, such as one being written."""
     try:
         lines = read_bytes(path, MOST_METRICS_BYTES).splitlines()
     except FileNotFoundError:
@@ -215,7 +213,7 @@ def _records(path: Path) -> list[Record]:
 
 
 def _total_steps(run: Path, last: Record) -> int | None:
-    """Return the steps of the whole run: given, or from how far the epochs are; None where that is not known."""
+    """Return the steps of the whole run, as set or derived from the epochs done; None if unknown."""
     settings, done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
     with suppress(FileNotFoundError, UnreadableFile):
         steps: int | None = read_value(settings, "training.max_steps", Count | None)

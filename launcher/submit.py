@@ -1,4 +1,4 @@
-"""`zerolora submit`: slurm/train.sbatch with the job's own options and command in it, handed to sbatch."""
+"""`zerolora submit`: fill in slurm/train.sbatch for a run, and submit it with sbatch."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ TEMPLATE = HOME / "slurm" / "train.sbatch"
 JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2})")
 MOST_GRACE_S = 65535
-# SLURM looks at limits every half minute, and sends the signal up to a minute sooner than asked for.
+# SLURM checks limits every half minute, and sends the signal up to a minute early.
 EARLIER_S = 60
 SHORTEST_S = 30
 MOST_RUNS = 1000
@@ -35,16 +35,16 @@ MOST_RUNS = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of SLURM; None leaves it to the cluster."""
+    """Options of a job; None leaves one to the cluster."""
 
     nodes: int = 1
     gpus_per_node: int = 8
     ranks_per_node: int | None = None
-    """Without GPUs; with them there is a rank for each."""
+    """Only without GPUs; with GPUs there is one rank for each."""
     cpus_per_task: int | None = None
     time: str = "24:00:00"
     grace: int = 300
-    """Seconds before the end of the time at which the run is saved."""
+    """Seconds before the time limit at which the run is saved."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -53,10 +53,10 @@ class Job:
     dependency: str | None = None
     max_requeues: int = 20
     more: Sequence[str] = ()
-    """Any other options of sbatch, `--mem=0`."""
+    """Other options of sbatch, such as `--mem=0`."""
 
     def options(self, output: str) -> list[str]:
-        """The options of sbatch. Raises UserError for numbers below 1."""
+        """Return the options of sbatch. Raises UserError for numbers out of range."""
         for option, value in (("--nodes", self.nodes), ("--ranks-per-node", self.ranks_per_node or 1)):
             if value < 1:
                 raise UserError(f"{option} {value}: must be 1 or more")
@@ -85,19 +85,19 @@ class Job:
         return ["--requeue", *(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
 
     def _check_time(self) -> None:
-        limit_s = seconds_of(self.time)
+        limit_s = parse_time_limit(self.time)
         if not 1 <= self.grace <= MOST_GRACE_S:
             raise UserError(f"--grace {self.grace}: must be 1 to {MOST_GRACE_S} seconds")
         if limit_s is not None and limit_s < self.grace + EARLIER_S + SHORTEST_S:
             raise UserError(
-                f"--time {self.time}: is {limit_s} s, of which the last {self.grace} (--grace) and up to {EARLIER_S} "
-                f"before are for saving, so no step would be made; use --time {-(-(self.grace + 600) // 60)} or a "
-                "smaller --grace"
+                f"--time {self.time}: is {limit_s} s; the last {self.grace} (--grace) and up to {EARLIER_S} before are "
+                f"for saving, so no step would be completed; use --time {-(-(self.grace + 600) // 60)} or a smaller "
+                "--grace"
             )
 
 
-def seconds_of(time: str) -> int | None:
-    """A limit as sbatch reads it, None for no limit. Raises UserError for anything else."""
+def parse_time_limit(time: str) -> int | None:
+    """Return sbatch's time limit in seconds, None for no limit. Raises UserError for malformed text."""
     if time.lower() in ("unlimited", "infinite", "0"):
         return None
     found = _TIME.fullmatch(time)
@@ -107,7 +107,7 @@ def seconds_of(time: str) -> int | None:
     if found["days"]:
         hours, minutes, seconds = [*rest, 0, 0][:3]
     else:
-        # One number is minutes, two are minutes and seconds.
+        # One number means minutes, two mean minutes and seconds.
         hours, minutes, seconds = rest if len(rest) == 3 else [0, *rest, 0][:3]
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
@@ -115,35 +115,35 @@ def seconds_of(time: str) -> int | None:
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each; 0 for a cluster of CPUs.")] = 8,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each, without GPUs.")] = None,
-    cpus_per_task: Annotated[int | None, typer.Option(help="Cores for each rank.")] = None,
-    time: Annotated[str, typer.Option(help="Limit of one start; the job is then queued again.")] = "24:00:00",
-    grace: Annotated[int, typer.Option(help="Seconds before the limit at which the run is saved.")] = 300,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, per node; 0 without GPUs.")] = 8,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node, without GPUs.")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(help="Cores per rank.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit of one start; the job is then queued again.")] = "24:00:00",
+    grace: Annotated[int, typer.Option(help="Seconds before the time limit at which the run is saved.")] = 300,
     partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,
     qos: Annotated[str | None, typer.Option(help="SLURM's quality of service.")] = None,
     job_name: Annotated[str | None, typer.Option(help="Default: the output folder's name.")] = None,
     array: Annotated[str | None, typer.Option(help="Tasks of an array, `0-7%2`; default with --sweep: all.")] = None,
-    sweep: Annotated[list[str] | None, typer.Option(help="A setting's values, `seed=1,2,3`; may be repeated.")] = None,
+    sweep: Annotated[list[str] | None, typer.Option(help="Values to try, `seed=1,2,3`; may be repeated.")] = None,
     compare_seeds: Annotated[
-        int | None, typer.Option(help="`zerolora compare` instead of training: an array with a task for each seed.")
+        int | None, typer.Option(help="Run `zerolora compare` instead, as an array with one task per seed.")
     ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="An option of `zerolora compare`, `--controllers=none,pi`; may be repeated."),
+        typer.Option(help="An option of `zerolora compare`, such as `--controllers=none,pi`; may be repeated."),
     ] = None,
-    dependency: Annotated[str | None, typer.Option(help="SLURM's, `afterok:123`.")] = None,
+    dependency: Annotated[str | None, typer.Option(help="SLURM's dependency, such as `afterok:123`.")] = None,
     max_requeues: Annotated[int, typer.Option(help="How often the job may be queued again.")] = 20,
     sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False,
 ) -> None:
-    """Train in a SLURM job that saves before its time is up, is queued again, and goes on."""
+    """Submit a SLURM job that trains, saves before its time limit, is queued again, and resumes."""
     given = list(overrides or [])
     loaded = load_config(config, given)
     run_dir = Path(loaded.config.output_dir).absolute()
-    lines = sweep_lines(sweep or [], run_dir, given)
+    lines = expand_sweep(sweep or [], run_dir, given)
     load_runs(config, given, lines)
     before, after = [], []
     if compare_seeds is not None:
@@ -156,8 +156,8 @@ def submit(
         raise UserError(f"--compare={compare[0]}: needs --compare-seeds N")
     if array is not None and not lines and not array.endswith("%1"):
         raise UserError(
-            f"--array {array}: its tasks would train into one folder at the same time; give each its settings with "
-            f"--sweep key=value,value, or let them follow each other: --array {array}%1"
+            f"--array {array}: its tasks would train in one folder at the same time; give each its settings with "
+            f"--sweep key=value,value, or run them one after the other: --array {array}%1"
         )
     job = Job(
         nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
@@ -170,26 +170,31 @@ def submit(
     if dry_run:
         typer.echo(script, nl=False)
         return
-    if shutil.which("sbatch") is None:
-        raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or look with --dry-run")
     files = {logs / JOB_SCRIPT: script}
     if lines:
         files[logs / SWEEP_FILE] = "".join(f"{line}\n" for line in lines)
-    # The job's shell gets the user's environment, in which a script may import what lies next to it.
+    number = _run_sbatch(logs / JOB_SCRIPT, files)
+    say(f"job {number}: `zerolora status {number}` shows its progress")
+    pattern = build_log_pattern(logs, array=job.array is not None)
+    typer.echo(f"{number} {pattern.replace('%A', number).replace('%j', number)}")
+
+
+def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
+    """Write the files, submit the script, and return the job's id. Raises UserError if sbatch refuses it."""
+    if shutil.which("sbatch") is None:
+        raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or try --dry-run")
+    # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.
     environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
-    sbatch_command = ["sbatch", "--parsable", str(logs / JOB_SCRIPT)]
-    with _kept_if_accepted(files):
-        done = subprocess.run(sbatch_command, env=environment, capture_output=True, text=True)
+    with _write_or_restore(files):
+        done = subprocess.run(["sbatch", "--parsable", str(script)], env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"sbatch: {_in_one_line(done.stderr) or done.returncode}; nothing was submitted")
-    number = done.stdout.strip().split(";")[0]
-    say(f"job {number}: `zerolora status {number}` shows how far it is")
-    typer.echo(f"{number} {log_pattern(logs, array=job.array is not None).replace('%A', number).replace('%j', number)}")
+            raise UserError(f"sbatch: {_join_lines(done.stderr) or done.returncode}; nothing was submitted")
+    return done.stdout.strip().split(";")[0]
 
 
 @contextmanager
-def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
-    """Write the files, all in one folder; what is refused leaves everything as it was before."""
+def _write_or_restore(files: Mapping[Path, str]) -> Iterator[None]:
+    """Write files into one folder; restore the previous state if the block raises."""
     folder = next(iter(files)).parent
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     before = {path: path.read_bytes() if path.exists() else None for path in files}
@@ -210,16 +215,15 @@ def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
         raise
 
 
-def _in_one_line(text: str) -> str:
-    """What sbatch says, without its own name."""
+def _join_lines(text: str) -> str:
     words = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in text.splitlines()]
     return "; ".join(filter(None, words))
 
 
 def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
-    """slurm/train.sbatch with these options in place of its own, and the command's arguments."""
-    options = job.options(log_pattern(logs, array=job.array is not None))
-    # SLURM reads the options up to the first line that is a command.
+    """Return slurm/train.sbatch with the job's options and the command's arguments."""
+    options = job.options(build_log_pattern(logs, array=job.array is not None))
+    # SLURM reads options only before the first command.
     head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()
     body = template[template.index("set -uo pipefail") :]
@@ -228,15 +232,15 @@ def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
     return "\n".join([*head, body[0], *given, *body[1:]]) + "\n"
 
 
-def log_pattern(logs: Path, *, array: bool) -> str:
-    """SLURM's name of a job's log: one for each task of an array, appended to when the job starts again."""
+def build_log_pattern(logs: Path, *, array: bool) -> str:
+    """Return SLURM's pattern for a job's log: one file per task of an array, reused by later starts."""
     return str(logs / ("slurm-%A_%a.log" if array else "slurm-%j.log"))
 
 
-def sweep_lines(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
+def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
     """Return the settings of each run of a sweep: every combination of the values, each with its own folder.
 
-    Raises UserError for what is not `key=value,value...`, for a setting that is also in `fixed`, and for too many runs.
+    Raises UserError for malformed text, a setting that is also in `fixed`, and too many runs.
     """
     axes: list[list[str]] = []
     given = {canonical(text.partition("=")[0].strip())[0]: text for text in fixed}
@@ -260,7 +264,7 @@ def sweep_lines(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) 
 
 
 def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
-    """Return the configuration of each run of a sweep. Raises UserError for a mistake and for two equal runs."""
+    """Return the configuration of each run of a sweep. Raises UserError for an invalid run and for two equal ones."""
     loaded: dict[str, RunConfig] = {}
     for line in lines:
         run = load_config(config, [*fixed, *shlex.split(line)]).config
@@ -272,6 +276,6 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
 
 
 def _folder_name(settings: Sequence[str]) -> str:
-    """`learning_rate=1e-4,r=8`: what differs."""
+    """Return a name such as `learning_rate=1e-4,r=8`."""
     parts = [setting.partition("=") for setting in settings]
     return ",".join(f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, _, value in parts)

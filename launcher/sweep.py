@@ -1,4 +1,4 @@
-"""`zerolora sweep`: every combination of some settings, one after the other, side by side, or as a SLURM array."""
+"""`zerolora sweep`: train every combination of some settings, one by one, in parallel, or as a SLURM array."""
 
 import argparse
 import hashlib
@@ -17,7 +17,7 @@ from typing import IO, Annotated
 import typer
 
 from launcher.become import become_module
-from launcher.submit import load_runs, sweep_lines
+from launcher.submit import expand_sweep, load_runs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
@@ -28,7 +28,7 @@ from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.sweep_record import SweptRun, read_sweep, write_sweep
 
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What differs from the other runs."""
+        """The folder's name, which shows the settings that differ between runs."""
         return self.folder.name
 
 
@@ -55,54 +55,56 @@ def sweep(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the runs.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="key=value,value...", help="Values to try; one with a single value holds for all runs."),
+        typer.Argument(metavar="key=value,value...", help="Values to try; a single value applies to all runs."),
     ] = None,
     gpus_per_run: Annotated[
-        int | None, typer.Option(help="Side by side, so many GPUs for each run; default: all, one run after the other.")
+        int | None, typer.Option(help="Run in parallel with this many GPUs each; default: one by one on all GPUs.")
     ] = None,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="An array of jobs; what follows goes to `zerolora submit`.")
+        bool, typer.Option("--slurm", help="Submit an array of jobs; further options go to `zerolora submit`.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Only show the results so far.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
 ) -> None:
-    """Train every combination of some settings' values; one table and one plot, best first."""
+    """Train every combination of some settings' values, then show a table and a plot, best first."""
     words = [*(settings or []), *context.args]
     first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    of_submit = words[first:]
+    submit_options = words[first:]
     axes, fixed = split_axes(words[:first])
     folder = Path(load_config(config, fixed).config.output_dir).absolute()
     if not axes and not table:
         raise UserError("zerolora sweep: nothing to try; write training.learning_rate=1e-4,2e-4")
     if table:
         become_module("trainer.commands.sweep_table", [str(folder)])
-    if of_submit and not slurm:
-        raise UserError(f"{of_submit[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm")
+    if submit_options and not slurm:
+        raise UserError(
+            f"{submit_options[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm"
+        )
     runs = plan_runs(config, axes, fixed, folder)
     if slurm:
-        tasks, of_submit = tasks_left(runs, of_submit)
+        tasks, submit_options = find_unfinished_tasks(runs, submit_options)
         if not tasks and not dry_run:
             become_module("trainer.commands.sweep_table", [str(folder)])
-        words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *of_submit]
+        words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *submit_options]
         if dry_run:
             if tasks:
                 typer.echo(shlex.join(["zerolora", *words]))
             return
-        note_runs(folder, runs)
+        record_runs(folder, runs)
         say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
         os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
     gpus = visible_gpus()
-    slots = slots_of(gpus, gpus_per_run)
+    slots = split_gpus(gpus, gpus_per_run)
     if dry_run:
         for run in runs:
             typer.echo(shlex.join(["zerolora", *command(config, run, gpus_per_run)[3:]]))
         return
-    go_through(config, runs, slots, gpus_per_run, folder)
+    train_runs(config, runs, slots, gpus_per_run, folder)
     become_module("trainer.commands.sweep_table", [str(folder)])
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those with several values, and those that hold for all. Raises UserError for what is not key=value."""
+    """Split settings into those with several values and those fixed for all runs. Raises UserError."""
     axes: list[str] = []
     fixed: list[str] = []
     for text in settings:
@@ -117,8 +119,8 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[Run]:
-    """All runs, each checked; those that an earlier start has finished know it. Raises UserError for what cannot be."""
-    lines = sweep_lines(axes, folder, fixed)
+    """Return all runs, validated, with the exit code 0 of those already finished. Raises UserError for invalid ones."""
+    lines = expand_sweep(axes, folder, fixed)
     before = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []
     for line, loaded in zip(lines, load_runs(config, fixed, lines), strict=True):
@@ -128,39 +130,39 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; name another output_dir")
         if earlier and earlier.digest == digest:
-            run.exit_code = 0 if earlier.exit_code == 0 or _has_ended_well(run.folder) else None
+            run.exit_code = 0 if earlier.exit_code == 0 or _has_succeeded(run.folder) else None
         runs.append(run)
     return runs
 
 
-def _has_ended_well(folder: Path) -> bool:
-    """Whether all ranks of the newest start say so: the exit codes of an array's jobs are not recorded."""
+def _has_succeeded(folder: Path) -> bool:
+    """Return whether all ranks of the last start succeeded; an array's jobs record no exit codes."""
     return {beat.exit_code for beat in read_heartbeats(folder / "logs").values()} == {0}
 
 
-def tasks_left(runs: Sequence[Run], of_submit: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Tasks of the array that are not finished, of those that `--array` asks for, and the options that name them."""
+def find_unfinished_tasks(runs: Sequence[Run], submit_options: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Return the unfinished tasks among those that `--array` selects, and the options that select them."""
     left = [task for task, run in enumerate(runs) if run.exit_code is None]
     if len(left) == len(runs):
-        return left, list(of_submit)
-    _tell_finished(runs)
-    asked, rest = _array_of(of_submit)
+        return left, list(submit_options)
+    _report_finished(runs)
+    asked, rest = _parse_array_option(submit_options)
     tasks, _, at_once = asked.partition("%")
     wanted = _numbers(tasks) if asked else []
     left = [task for task in left if not asked or any(task in numbers for numbers in wanted)]
     return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
 
 
-def _array_of(of_submit: Sequence[str]) -> tuple[str, list[str]]:
-    """The value of --array, empty without one, and all other options."""
+def _parse_array_option(submit_options: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the value of --array, empty if missing, and all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--array", default="")
-    found, rest = parser.parse_known_args(of_submit)
+    found, rest = parser.parse_known_args(submit_options)
     return found.array, rest
 
 
 def _numbers(tasks: str) -> list[range]:
-    """Parse `0,3-5,8-12:2` as sbatch does; ranges stay ranges, whose ends may be far apart. Raises UserError."""
+    """Parse `0,3-5,8-12:2` as sbatch does, into lazy ranges because their ends may be far apart."""
     numbers = []
     for part in tasks.split(","):
         found = _TASKS.fullmatch(part)
@@ -171,13 +173,13 @@ def _numbers(tasks: str) -> list[range]:
     return numbers
 
 
-def _tell_finished(runs: Sequence[Run]) -> None:
+def _report_finished(runs: Sequence[Run]) -> None:
     if done := sum(run.exit_code == 0 for run in runs):
-        say(f"{done} of {len(runs)} runs have been finished before")
+        say(f"{done} of {len(runs)} runs are already finished")
 
 
-def slots_of(gpus: Sequence[int], each: int | None) -> list[Sequence[int]]:
-    """The GPUs of each place for a run; one place without numbers where all are taken, or where there are none."""
+def split_gpus(gpus: Sequence[int], each: int | None) -> list[Sequence[int]]:
+    """Return groups of `each` GPUs; one empty group if a run takes all GPUs, or there are none."""
     if each is None or not gpus:
         return [()]
     if not 1 <= each <= len(gpus):
@@ -186,17 +188,17 @@ def slots_of(gpus: Sequence[int], each: int | None) -> list[Sequence[int]]:
 
 
 def command(config: Path, run: Run, each: int | None) -> list[str]:
-    """The command of one run; one that was stopped goes on."""
-    goes_on = ["training.resume_from_checkpoint=auto"]
+    """Return the command of one run, which resumes if it was stopped before."""
+    resume = ["training.resume_from_checkpoint=auto"]
     number = ["--num-gpus", str(each)] if each else []
-    return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *goes_on, *number]
+    return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
 
 
-def go_through(config: Path, runs: list[Run], slots: list[Sequence[int]], each: int | None, folder: Path) -> None:
-    """Start runs as places become free, until all have ended; a signal is passed on to those that run."""
-    note_runs(folder, runs)
+def train_runs(config: Path, runs: list[Run], slots: list[Sequence[int]], each: int | None, folder: Path) -> None:
+    """Start runs as GPUs become free, until all have ended; forward signals to the running ones."""
+    record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
-    _tell_finished(runs)
+    _report_finished(runs)
     tie_children_to_this_process()
     free = list(slots)
     running: list[Run] = []
@@ -205,16 +207,16 @@ def go_through(config: Path, runs: list[Run], slots: list[Sequence[int]], each: 
             while waiting and free:
                 run = waiting.pop(0)
                 run.gpus = free.pop(0)
-                say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{_on(run)}")
-                _begin(config, run, each, folder, alone=len(slots) == 1)
+                say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{_describe_gpus(run)}")
+                _start_run(config, run, each, folder, alone=len(slots) == 1)
                 running.append(run)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
             for run in [run for run in running if run.process and run.process.poll() is not None]:
                 running.remove(run)
                 free.append(run.gpus)
-                _note_end(run, runs, folder)
+                _record_end(run, runs, folder)
     finally:
-        for run in running:  # Ctrl-C or SIGTERM: each saves, then stops
+        for run in running:  # after Ctrl-C or SIGTERM each saves, then stops
             if run.process and run.process.poll() is None:
                 run.process.send_signal(signal.SIGTERM)
         for run in running:
@@ -222,11 +224,11 @@ def go_through(config: Path, runs: list[Run], slots: list[Sequence[int]], each: 
                 run.process.wait()
 
 
-def _on(run: Run) -> str:
+def _describe_gpus(run: Run) -> str:
     return f" on GPU {', '.join(map(str, run.gpus))}" if run.gpus else ""
 
 
-def _begin(config: Path, run: Run, each: int | None, folder: Path, *, alone: bool) -> None:
+def _start_run(config: Path, run: Run, each: int | None, folder: Path, *, alone: bool) -> None:
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
@@ -241,7 +243,7 @@ def _begin(config: Path, run: Run, each: int | None, folder: Path, *, alone: boo
     )
 
 
-def _note_end(run: Run, runs: list[Run], folder: Path) -> None:
+def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
     assert run.process is not None
     run.exit_code = run.process.returncode
     if run.log:
@@ -249,10 +251,10 @@ def _note_end(run: Run, runs: list[Run], folder: Path) -> None:
     if run.exit_code:
         where = f"; {folder / run.name}.log says why" if run.log else ""
         say(f"{run.name}: ended with {run.exit_code}{where}")
-    note_runs(folder, runs)
+    record_runs(folder, runs)
 
 
-def note_runs(folder: Path, runs: Sequence[Run]) -> None:
-    """Note the runs with their settings and ends; those of other sweeps in the folder stay."""
+def record_runs(folder: Path, runs: Sequence[Run]) -> None:
+    """Record the runs with their settings and exit codes; keep those of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

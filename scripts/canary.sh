@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Usage: scripts/canary.sh [pytest arguments]     the tests on the newest release of every dependency but torch
+# Usage: scripts/canary.sh [pytest arguments]     run the tests on the newest release of every dependency but torch
 #
-# In an environment of its own (CANARY, default .venv-canary): what constraints.txt pins first, then all of it upgraded
-# past the ranges of pyproject.toml. A failure says which private use or workaround the newest release has changed.
+# Uses a separate environment (CANARY, default .venv-canary): installs the pins of constraints.txt, then upgrades them
+# past the ranges of pyproject.toml. A failure shows which private use or workaround a new release breaks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export VENV=${CANARY:-.venv-canary}

@@ -1,4 +1,4 @@
-"""mkdocs' hook: links from docs/ to files of the repository (`../trainer/x.py`) become plain names on the site."""
+"""Hook of mkdocs: on the site, turn links to files outside docs/ (`../trainer/x.py`) into plain text."""
 
 import posixpath
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page's text with every link out of docs/ replaced by the words that were linked."""
+    """Return the page's text with every link out of docs/ replaced by the link's text."""
 
     def plain(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), link[2]))

@@ -1,7 +1,7 @@
-"""Import every file of some folders, and count: `python -m scripts.import_table FOLDER ...`.
+"""Import every file of some folders and count the results: `python -m scripts.import_table FOLDER ...`.
 
-Files that train LoRA or QLoRA adapters are counted (`--all`: full fine-tuning too). `--markdown` prints a table of the
-files, and for each `imported` or its first mistake.
+Only files that train LoRA or QLoRA adapters count (`--all`: full fine-tuning too). Prints `imported` or the first
+mistake for each file; `--markdown` as a table.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Write docs/reference/settings.md and docs/reference/commands.md from the code; tests hold them to it.
+"""Write docs/reference/settings.md and docs/reference/commands.md from the code; tests check that they match.
 
 python -m scripts.reference_pages
 """
@@ -23,7 +23,7 @@ PAGES = Path(__file__).parents[1] / "docs" / "reference"
 
 
 def settings_page() -> str:
-    """Every setting with its type, bounds, default and meaning; a chapter for each section of the file."""
+    """Return a page with the type, bounds, default and meaning of every setting, one chapter per section."""
     lines = [
         "# Settings",
         "",
@@ -44,12 +44,12 @@ def settings_page() -> str:
 
 
 def command_names() -> list[str]:
-    """The commands in the order in which `zerolora --help` shows them."""
+    """Return the commands in the order of `zerolora --help`."""
     return list(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def commands_page(helps: dict[str, str]) -> str:
-    """What each command says of itself."""
+    """Return a page with the help text of each command."""
     lines = [
         "# Commands",
         "",
@@ -68,14 +68,14 @@ def commands_page(helps: dict[str, str]) -> str:
 
 
 def helps() -> dict[str, str]:
-    """What `zerolora NAME --help` prints for every command, 100 columns wide; all in this process."""
+    """Return the output of `zerolora NAME --help` for every command, 100 columns wide, run in this process."""
     plain = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "DS_ACCELERATOR": "cpu"}
     with patch.dict(os.environ, plain), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # by an earlier command
-        return {name: _help_of(name) for name in command_names()}
+        return {name: _capture_help(name) for name in command_names()}
 
 
-def _help_of(name: str) -> str:
+def _capture_help(name: str) -> str:
     text = io.StringIO()
     arguments = [MODULES[name][0]] if name in MODULES else ["zerolora", name]
     with patch.object(sys, "argv", [*arguments, "--help"]), redirect_stdout(text), suppress(SystemExit):

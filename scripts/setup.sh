@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Usage: scripts/setup.sh                  makes or refreshes the virtual environment; returns at once if it is up to date
-#        scripts/setup.sh --report FILE    installs nothing: writes pip's dry-run report of all that set-up would install
+# Usage: scripts/setup.sh                  create or update the virtual environment; returns at once if it is up to date
+#        scripts/setup.sh --report FILE    install nothing; write pip's dry-run report of everything to install
 #
 # VENV              the environment's folder (default .venv)
-# PYTHON            the interpreter it is made with (default: the first of python3, python3.12, python3.11 that is new enough)
-# ACCELERATOR       cuda or cpu (default: cuda where there is an NVIDIA driver)
+# PYTHON            the interpreter to use (default: the first of python3, python3.12, python3.11 that is new enough)
+# ACCELERATOR       cuda or cpu (default: cuda with an NVIDIA driver)
 # EXTRAS            optional dependencies of pyproject.toml (default: dev; dev,gpu with cuda)
-# TORCH_INDEX_URL   a wheel index to take torch from, where the configured one has not the build for this machine
+# TORCH_INDEX_URL   a wheel index for torch, if the configured one lacks the build for this machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,14 +26,14 @@ case $ACCELERATOR in
     *) die "ACCELERATOR=$ACCELERATOR: must be cuda or cpu" ;;
 esac
 
-# pip gets the index as an argument, twice (torch alone, then the rest), so that the second step keeps the first one's torch:
-# a local version such as 2.13.0+cpu counts as newer than 2.13.0.
+# pip gets the index in both steps (torch alone, then the rest), so that the second step keeps the torch of the first: a
+# local version such as 2.13.0+cpu counts as newer than 2.13.0.
 index=()
 [ -z "${TORCH_INDEX_URL:-}" ] || index=(--extra-index-url "$TORCH_INDEX_URL")
 pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -qq -c constraints.txt "$@"; }
 torch=$(grep '^torch==' constraints.txt)
-# DeepSpeed comes as source and asks for torch while it is built: hence no build isolation. No operator is compiled here, and
-# `cpu` keeps the build from looking for a CUDA toolkit; which accelerator is used is decided when it is imported.
+# DeepSpeed is a source distribution that imports torch during its build, so build isolation is off. No operator is compiled
+# here, and `cpu` stops the build from looking for a CUDA toolkit; the accelerator is chosen at import.
 export DS_ACCELERATOR=cpu DS_BUILD_OPS=0
 everything=(--no-build-isolation "${index[@]}" "$torch" -e ".[$EXTRAS]")
 
@@ -46,7 +46,7 @@ wanted="$PWD $ACCELERATOR $EXTRAS ${TORCH_INDEX_URL:-} $(cat pyproject.toml cons
 up_to_date() { [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; }
 up_to_date && exit
 
-# Two makes at the same time: the second waits, then finds the work done.
+# Of two concurrent runs the second waits, then finds the work done.
 if command -v flock >/dev/null; then exec 9<scripts/setup.sh; flock 9; up_to_date && exit; fi
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -64,7 +64,7 @@ if [ ! -x "$VENV/bin/python" ]; then
     say "making $VENV with $("$python" --version)"
     "$python" -m venv "$VENV"
 fi
-# DeepSpeed compiles small C++ operators when it starts: a compiler and Python's headers.
+# DeepSpeed compiles small C++ operators at start, which needs a compiler and Python's headers.
 command -v c++ >/dev/null || scripts/system.sh g++
 "$VENV/bin/python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null ||
     scripts/system.sh python3-dev

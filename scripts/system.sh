@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Usage: scripts/system.sh PACKAGE...
-# Installs Debian packages if this user may (root, or sudo that asks no password). What may not or cannot be installed is
-# named and skipped: nothing here is fatal, and ZEROLORA_APT=0 forbids it altogether. In CI (CI=true) what is missing is fatal.
+# Install Debian packages if this user may (root, or sudo without a password). Packages that cannot be installed are named
+# and skipped; only in CI (CI=true) is that fatal. ZEROLORA_APT=0 disables the script.
 set -uo pipefail
 
-# Two at the same time, of `make -j`: the second waits.
+# Of two concurrent runs (`make -j`) the second waits.
 if command -v flock >/dev/null; then exec 8<"$0"; flock 8; fi
 missing=()
 for package in "$@"; do
@@ -31,7 +31,7 @@ apt_get() { "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DP
 echo "system packages: installing ${missing[*]}" >&2
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-# The package lists of a fresh machine or image are empty, those of an old one point at files that are gone.
+# The package lists of a fresh machine are empty, and those of an old one refer to deleted files.
 apt_get install -y --no-install-recommends "${missing[@]}" >"$log" 2>&1 ||
     { apt_get update && apt_get install -y --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 ||
     skip "apt-get failed: $(grep -m1 '^E:' "$log" || tail -n1 "$log")"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Usage: scripts/vllm.sh     installs vLLM for CPUs in an environment of its own; prints the environment's folder
+# Usage: scripts/vllm.sh     install vLLM for CPUs in a separate environment, and print its folder
 #
-# ZEROLORA_VLLM     the folder (default ~/.cache/zerolora/vllm); reused as long as what is installed in it does not change
-# PYTHON            the interpreter it is made with (default python3)
-# TORCH_INDEX_URL   a wheel index to take torch from, where the configured one does not have the CPU build
+# ZEROLORA_VLLM     the folder (default ~/.cache/zerolora/vllm); reused until the list of packages changes
+# PYTHON            the interpreter to use (default python3)
+# TORCH_INDEX_URL   a wheel index for torch, if the configured one lacks the CPU build
 #
-# In the folder lib/transformers4 lies transformers 4, whose tokenizers older servers use.
-# vLLM requires another transformers than zerolora, torchvision and more for what no test uses: hence a list of exact
-# versions, installed without their dependencies. About two minutes and 3 GB.
+# The folder lib/transformers4 holds transformers 4, for the tokenizers of older servers.
+# vLLM requires another transformers than zerolora, and packages that no test uses: so install a list of exact versions
+# without dependencies. Takes about two minutes and 3 GB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

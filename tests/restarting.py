@@ -61,8 +61,8 @@ def lose_one_and_come_back(workplace: Path, left_out: str, place: Local | None =
     elastic = [*same, "training.elastic=true"]
     code, seen = train(workplace, "one", "1:lose:15", *elastic, "training.max_steps=10", place=place)
     assert code == 0, seen
-    assert f"{left_out} is left out: it failed again before a step was made" in seen, seen
-    assert "going on with 1 of 2 ranks; to come back to all 2, stop the run and start it with" in seen
+    assert f"{left_out} is excluded: it failed again before completing a step" in seen, seen
+    assert "continuing with 1 of 2 ranks; to use all 2 again, stop the run and start it with" in seen
     assert [restart.ranks for restart in read_restarts(workplace / "one")] == [2, 2]
     assert json.loads((workplace / "one" / "run.json").read_text())["world_size"] == 1
     code, seen = train(workplace, "one", "", *elastic, "training.resume_from_checkpoint=auto", place=place)
@@ -86,6 +86,6 @@ def fail_twice_for_a_nan(workplace: Path, others: str = "", place: Local | None 
     assert seen.count("the run failed: rank 1 on ") == 2 and "exit code 1 (step 5" in seen, seen
     assert "step 5: the loss or a gradient is not finite" in seen
     assert "step 5: rank 1 had a loss that is not finite" in (workplace / "nan" / "logs" / "rank-0.log").read_text()
-    assert "step 5 has failed twice in the same way" in seen
+    assert "step 5 failed twice in the same way" in seen
     shown = inspected(workplace / "nan", 5)
     assert len(shown) == 4 and [line for line in seen.splitlines() if line.startswith("sample ")] == shown

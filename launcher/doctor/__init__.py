@@ -1,1 +1,1 @@
-"""`zerolora doctor`: what a run needs of this host and of others."""
+"""`zerolora doctor`: check this host and others for everything a run needs."""

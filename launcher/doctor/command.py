@@ -1,4 +1,4 @@
-"""`zerolora doctor`: what would keep a run from starting or slow it down, each with its fix, before it starts."""
+"""`zerolora doctor`: find what would stop or slow down a run before it starts, with a fix for each problem."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.become import become_module
-from launcher.doctor.other_hosts import MARK, answer_lines, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh
+from launcher.doctor.other_hosts import MARK, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh, format_answers
 from launcher.doctor.this_host import (
     Check,
     Need,
@@ -30,9 +30,9 @@ from launcher.doctor.this_host import (
     check_port,
     check_timeouts,
 )
-from launcher.plan import ENVIRONMENT_FILE, OF_CPU_RANKS, Request, plan
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan
 from launcher.supervision.processes import end_sessions
-from launcher.supervision.remote import ThroughSsh
+from launcher.supervision.remote import SshReach
 from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import choose_slots, read_hostfile
 from launcher.targets.local import Command
@@ -55,25 +55,25 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
     launcher: Annotated[str, typer.Option(help="auto, local, hostfile, slurm or mpi, as for train.")] = "auto",
-    hostfile: Annotated[Path | None, typer.Option(help="A line per host: `gpu-a slots=8`.")] = None,
-    include: Annotated[str | None, typer.Option(help="Hosts and GPUs to use, as for train.")] = None,
-    exclude: Annotated[str | None, typer.Option(help="Hosts and GPUs to leave out.")] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="File of hosts, one per line: `gpu-a slots=8`.")] = None,
+    include: Annotated[str | None, typer.Option(help="Hosts or GPUs to use, as for train.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Hosts or GPUs to exclude, as for train.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
-    num_gpus: Annotated[int | None, typer.Option(help="Ranks on each host.")] = None,
-    master_addr: Annotated[str | None, typer.Option(help="Address at which the ranks are to meet.")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port at which the ranks are to meet.")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="Ranks per host.")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="Address for the ranks to meet at.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    patches: Annotated[bool, typer.Option(help="Only list what is replaced in the libraries, and why.")] = False,
-    only_here: Annotated[bool, typer.Option(hidden=True, help="This machine alone, as a line of JSON.")] = False,
+    patches: Annotated[bool, typer.Option(help="Only list the patches to libraries, and their reasons.")] = False,
+    only_here: Annotated[bool, typer.Option(hidden=True, help="Check only this machine and print JSON.")] = False,
 ) -> None:
-    """Check everything that a run needs: exit code 1 if something will fail, with its fix."""
+    """Check everything that a run needs; exit with 1 and a fix if something will fail."""
     if patches:
         become_module("trainer.patches.register", ["--json"] * as_json)
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
         checks = check_this_host(loaded, arguments, num_gpus or len(visible_gpus()) or CPU_RANKS, port=None)
-        for line in answer_lines(host_name(), checks):
+        for line in format_answers(host_name(), checks):
             typer.echo(line)
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
@@ -83,41 +83,40 @@ def doctor(
 
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
-    """This host, the way to the others, the others, and all ranks together, as far as each can be had."""
+    """Check this host, the connections to others, the others, and all ranks together, as far as possible."""
     chosen = request.chosen_launcher()
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
     way, others = _other_hosts(chosen, request, [*arguments, *_num_gpus(request)])
     checks += [*way, *others]
     if any(check.state == "FAIL" for check in way) or (chosen == "slurm" and not in_allocation(os.environ)):
-        return [*checks, Check("ranks", "WARN", "not tested: they cannot be started", "see the lines above")]
+        return [*checks, Check("ranks", "WARN", "not tested: they cannot be started", "see the checks above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
-        request = replace(request, master_port=None)  # the rest can be tested at another one
+        request = replace(request, master_port=None)  # test the rest at another port
     with tempfile.TemporaryDirectory() as folder:
         try:
             build, reach = plan(request, Path(folder))
             command = build(arguments, module="trainer.commands.doctor.ranks")
         except UserError as error:
-            return [*checks, Check("ranks", "FAIL", str(error), "as it says")]
-        if isinstance(reach, ThroughSsh):
-            write_environment(Path(folder) / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
+            return [*checks, Check("ranks", "FAIL", str(error), "see the message")]
+        if isinstance(reach, SshReach):
+            write_environment(Path(folder) / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
         return checks + measure_ranks(command)
 
 
 def check_this_host(
     loaded: LoadedConfig | None, arguments: Sequence[str], ranks: int, *, port: int | None
 ) -> list[Check]:
-    """Everything that concerns this host alone, for so many ranks on it."""
+    """Check everything that concerns this host alone, for `ranks` ranks on it."""
     config = None if loaded is None else loaded.config
     checks = [*check_packages(), *check_driver(), *check_locks(), check_port(port), *check_timeouts(config)]
-    told, need = probe(arguments, ranks)
+    probed, need = probe(arguments, ranks)
     return [
-        *checks, *told, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))
+        *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))
     ]  # fmt: skip
 
 
 def _other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> tuple[list[Check], list[Check]]:
-    """Checks of the way to the other hosts, and of each host that is reached."""
     if chosen == "slurm":
         if not in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
             return [check_srun()], []
@@ -144,31 +143,31 @@ def _num_gpus(request: Request) -> list[str]:
 
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
-    """What needs torch on this machine, in a process of its own."""
+    """Run the checks of this machine that need torch in a child process."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
-        return [Check("torch", "FAIL", last_words, "python -m trainer.commands.doctor.probe shows all of it")], Need()
+        return [Check("torch", "FAIL", last_words, "python -m trainer.commands.doctor.probe shows all output")], Need()
     return [Check(**check) for check in found["checks"]], Need(**found["need"])
 
 
 def measure_ranks(command: Command) -> list[Check]:
-    """What the ranks find out about each other, started as a run would be."""
-    PROGRESS.show(f"starting {command.ranks} ranks, which look at each other")
+    """Start the ranks as a run would, and let them check each other."""
+    PROGRESS.show(f"starting {command.ranks} ranks, which check each other")
     found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
-        return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]
+        return [Check("ranks", "FAIL", last_words, f"run it by hand: {command.shell()}")]
     return [Check(**check) for check in found["checks"]]
 
 
 def _run(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Return the JSON that a command prints after MARK, or None and the last words it said."""
+    """Return the JSON that a command prints after MARK, or None and the end of its output."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.returncode for process in processes):  # the others wait for it in vain
+            if any(process.returncode for process in processes):  # the others cannot finish without it
                 deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
             time.sleep(POLL_S)
         late = [process for process in processes if process.poll() is None]
@@ -180,9 +179,9 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         said = output.read().decode(errors="replace")
     for line in said.splitlines():
         if MARK in line:
-            with suppress(ValueError):  # srun passes on what it gets in pieces
+            with suppress(ValueError):  # srun may split lines
                 return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
-    lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
+    lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(late) == len(processes):
         return None, f"no answer within {patience_s:g} s"
@@ -190,7 +189,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
 
 
 def show(checks: Iterable[Check], *, as_json: bool) -> None:
-    """The table, or one JSON object with `checks` and the counts of each state."""
+    """Print the table, or one JSON object with `checks` and the `counts` of each state."""
     listed = list(checks)
     counts = {state: sum(check.state == state for check in listed) for state in COLOURS}
     if as_json:
@@ -201,7 +200,7 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    # Of other hosts only what is wrong: a hundred good ones are a line each.
+    # Of other hosts list only problems: there may be hundreds.
     good = {check.host: 0 for check in listed if check.host}
     for check in listed:
         if check.host and check.state == "OK":
@@ -214,6 +213,6 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
             f"[{COLOURS[check.state]}]{check.state}[/]", escape(printable(name)), escape(printable(check.found)) + fix
         )
     for host, count in good.items():
-        table.add_row("[green]OK[/]", escape(host), f"{count} checks are good")
+        table.add_row("[green]OK[/]", escape(host), f"{count} checks passed")
     console.print(table)
     console.print(", ".join(f"{count} {state}" for state, count in counts.items()))

@@ -1,4 +1,4 @@
-"""What `zerolora doctor` finds out about the other hosts, and about the launcher that is to reach them."""
+"""Checks of `zerolora doctor` for other hosts and the launcher that reaches them."""
 
 import base64
 import importlib.util
@@ -24,7 +24,7 @@ from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.rank_variables import host_name
 
 MARK = "zerolora-doctor: "
-# srun passes lines on in pieces of 1,024 bytes, with those of other nodes between them.
+# srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.
 PIECE = 400
 _PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)
 PATIENCE_S = 20.0
@@ -32,7 +32,7 @@ HOST_PATIENCE_S = 300.0
 
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
-    """Every host by ssh without a password, with this Python and this folder at the same place."""
+    """Check that ssh reaches every host without a password, and that this Python and folder exist there."""
     with ThreadPoolExecutor(max_workers=64) as pool:
         yield from pool.map(_reach, hosts)
 
@@ -41,13 +41,13 @@ def _reach(host: str) -> Check:
     try:
         check_reachable([host], Path.cwd())
     except UserError as error:
-        told = str(error).partition(f"{host}: ")[2]
-        return Check("ssh", "FAIL", told, f"`ssh {host} hostname` must work without a password", host)
+        problem = str(error).partition(f"{host}: ")[2]
+        return Check("ssh", "FAIL", problem, f"`ssh {host} hostname` must work without a password", host)
     return Check("ssh", "OK", "reachable, with the same Python and folder", host=host)
 
 
 def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
-    """What the doctor says on each of these hosts about that host alone; this one is left out."""
+    """Run the doctor on each of these hosts except this one, and return its checks."""
     variables = exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_here(arguments))}"
@@ -55,19 +55,20 @@ def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
         answers = list(pool.map(lambda host: _run([*SSH, host, line], HOST_PATIENCE_S), hosts))
     checks: list[Check] = []
     for host, done in zip(hosts, answers, strict=True):
-        told = checks_told(done.stdout)
-        checks += told or [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "the same by hand", host)]
+        fix = "run `zerolora doctor` there"
+        failed = Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", fix, host)
+        checks += parse_answers(done.stdout) or [failed]
     return [check for check in checks if check.host != host_name()]
 
 
 def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
-    """The same on every node of an allocation."""
+    """Run the doctor on every node of an allocation except this one, and return its checks."""
     count = len(allocation.nodes)
     srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
     done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_here(arguments)], HOST_PATIENCE_S)
-    checks = checks_told(done.stdout)
+    checks = parse_answers(done.stdout)
     silent = set(allocation.nodes) - {check.host for check in checks}
-    checks += [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "sinfo -R", node) for node in silent]
+    checks += [Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "sinfo -R", node) for node in silent]
     return [check for check in checks if check.host != host_name()]
 
 
@@ -75,16 +76,16 @@ def _here(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 
-def answer_lines(host: str, checks: Sequence[Check]) -> Iterator[str]:
-    """What a doctor on another host prints: short lines, which arrive whole whatever else is printed meanwhile."""
+def format_answers(host: str, checks: Sequence[Check]) -> Iterator[str]:
+    """Encode checks as short lines, which arrive whole among the output of other hosts."""
     text = base64.b64encode(json.dumps([asdict(check) for check in checks]).encode()).decode()
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     for number, piece in enumerate(pieces):
         yield f"{MARK}{host} {number} {len(pieces)} {piece}"
 
 
-def checks_told(printed: str) -> list[Check]:
-    """Return the checks that doctors on other hosts have printed, without hosts of which lines are missing or odd."""
+def parse_answers(printed: str) -> list[Check]:
+    """Return the checks that doctors on other hosts printed, without hosts with missing or damaged lines."""
     pieces: dict[tuple[str, int], dict[int, str]] = {}
     for host, number, count, piece in _PIECE.findall(printed):
         pieces.setdefault((host, int(count)), {})[int(number)] = piece
@@ -99,32 +100,32 @@ def checks_told(printed: str) -> list[Check]:
 
 
 def check_srun() -> Check:
-    """Whether SLURM answers, outside of an allocation."""
+    """Check that SLURM answers, outside of an allocation."""
     if shutil.which("srun") is None:
         return Check("srun", "FAIL", "not installed here", "run on a node of the SLURM cluster")
     done = _run(["sinfo", "--noheader", "--format=%P %a %D %T"])
     if done.returncode:
-        return Check("srun", "FAIL", f"SLURM does not answer: {_last(done)}", "is slurmctld up? `scontrol ping`")
+        return Check("srun", "FAIL", f"SLURM does not answer: {_last_line(done)}", "is slurmctld up? `scontrol ping`")
     partitions = "; ".join(done.stdout.strip().splitlines())
-    fix = "zerolora doctor --launcher slurm below `salloc`, or in a batch script, tests the nodes as well"
+    fix = "run zerolora doctor --launcher slurm in `salloc` or a batch script, to test the nodes as well"
     return Check("srun", "WARN", f"SLURM answers ({partitions}), but this is not inside an allocation", fix)
 
 
 def check_mpi() -> Iterator[Check]:
-    """mpirun, and mpi4py with an MPI library that loads."""
+    """Check mpirun, and that mpi4py can load its MPI library."""
     if shutil.which("mpirun") is None:
         yield Check("mpirun", "FAIL", "not installed", "apt install openmpi-bin, or load the cluster's module")
     else:
         yield Check("mpirun", "OK", _run(["mpirun", "--version"]).stdout.strip().splitlines()[0])
     if importlib.util.find_spec("mpi4py") is None:
         fix = "pip install 'zerolora[mpi]' (mpi4py), built against the cluster's MPI"
-        yield Check("mpi4py", "FAIL", "not installed; ranks of mpirun find each other by it", fix)
+        yield Check("mpi4py", "FAIL", "not installed; ranks of mpirun need it to find each other", fix)
         return
-    # In a process of its own: a broken MPI library ends the process that loads it.
+    # In a child process: a broken MPI library ends the process that loads it.
     done = _run([sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"])
     if done.returncode:
         fix = "pip install --no-binary mpi4py --force-reinstall mpi4py, with the cluster's mpicc in PATH"
-        yield Check("mpi4py", "FAIL", f"does not load: {_last(done)}", fix)
+        yield Check("mpi4py", "FAIL", f"does not load: {_last_line(done)}", fix)
     else:
         yield Check("mpi4py", "OK", done.stdout.strip())
 
@@ -138,6 +139,6 @@ def _run(command: Sequence[str], patience_s: float = PATIENCE_S) -> subprocess.C
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
-def _last(done: subprocess.CompletedProcess[str]) -> str:
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     said = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
     return said[-1][:300]

@@ -1,4 +1,4 @@
-"""What a machine needs to train, and what of it is there; found without importing torch."""
+"""Check a machine's requirements for training, without importing torch."""
 
 import importlib.util
 import re
@@ -15,21 +15,21 @@ PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
 FREE_GIB = 10.0
 SMI_TIMEOUT_S = 60.0
-# The oldest cards that torch's builds and the operators know, and what a model of 1B takes in 4 bits; as sold, so in
-# powers of ten.
+# The oldest GPUs that torch's builds and the operators support, and the memory for a 1B model in 4 bits (decimal GB, as
+# GPUs are sold).
 LEAST_CAPABILITY = (7, 0)
 LEAST_GPU_MIB = 8e9 / 2**20
-# Of Granite 4.0 H and Falcon H1; transformers needs both and otherwise computes these layers in plain torch.
+# For Granite 4.0 H and Falcon H1; without both transformers computes these layers in plain torch.
 MAMBA = ("mamba-ssm", "causal-conv1d")
 WITHOUT_MAMBA = "without it Granite's Mamba layers run in plain torch, far below the guide's tokens/s"
-# What only `model.attn_implementation: flash_attention_2` asks for.
+# Used only by `model.attn_implementation: flash_attention_2`.
 FLASH = "flash-attn"
 
 
 def check_requirements(output_dir: str, model: str) -> int:
-    """Print a line for everything that is needed or helps; 0 if all that is needed is there, else 1."""
+    """Print a line for each requirement and option; return 0 if all requirements are met, else 1."""
     missing = 0
-    machine = [_python(), *package_findings(), *gpu_findings(), cuda_finding(), _flash_attention(), _nvcc()]
+    machine = [_python(), *find_packages(), *find_gpus(), find_cuda(), _flash_attention(), _nvcc()]
     for needed, name, found in [*machine, _disk(Path(output_dir)), _model(model)]:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
@@ -39,7 +39,7 @@ def check_requirements(output_dir: str, model: str) -> int:
 
 
 Finding = tuple[bool, str, str]
-"""Whether it is needed, its name, and what was found, which begins with "missing" if nothing was."""
+"""Whether it is required, its name, and what was found, which begins with "missing" if nothing was."""
 
 
 def _python() -> Finding:
@@ -47,8 +47,8 @@ def _python() -> Finding:
     return True, "python", version if sys.version_info >= (3, 11) else f"missing: this is {version}, 3.11 is needed"
 
 
-def package_findings() -> list[Finding]:
-    """The dependencies in pyproject.toml, each with its range of versions; the kernels for a GPU help."""
+def find_packages() -> list[Finding]:
+    """Check the dependencies in pyproject.toml against the installed versions; kernels for GPUs are optional."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
@@ -70,8 +70,8 @@ def package_findings() -> list[Finding]:
     return findings
 
 
-def gpu_findings() -> list[Finding]:
-    """Every NVIDIA GPU with its memory and compute capability, which must be 7.0 and 8 GB at least."""
+def find_gpus() -> list[Finding]:
+    """Check every NVIDIA GPU, which must have 8 GB of memory and compute capability 7.0."""
     if shutil.which("nvidia-smi") is None:
         return [(True, "NVIDIA GPU", "missing: no nvidia-smi; install the driver (on a CPU training works, slowly)")]
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
@@ -91,7 +91,7 @@ def gpu_findings() -> list[Finding]:
 
 
 def _why_too_small(total: str, capability: str) -> str:
-    """What a card lacks, as the beginning of its finding; empty for one that is large and new enough, or not known."""
+    """Return what a GPU lacks, as the prefix of its finding; empty if it suffices or its numbers are unknown."""
     numbers = re.findall(r"\d+", capability)
     if len(numbers) == len(LEAST_CAPABILITY) and tuple(map(int, numbers)) < LEAST_CAPABILITY:
         return "missing: compute capability 7.0 or newer is needed: "
@@ -100,8 +100,8 @@ def _why_too_small(total: str, capability: str) -> str:
     return ""
 
 
-def cuda_finding() -> Finding:
-    """The CUDA that torch was built with, which the driver must support."""
+def find_cuda() -> Finding:
+    """Check that the driver supports the CUDA version that torch was built with."""
     built = _cuda_of_torch()
     if built is None:
         return True, "CUDA", "missing: this torch is built without it; install one for CUDA (pytorch.org/get-started)"
@@ -118,7 +118,7 @@ def cuda_finding() -> Finding:
 
 
 def _cuda_of_torch() -> str | None:
-    """As torch/version.py has it, which is read as text: importing torch takes seconds."""
+    """Return the CUDA version in torch/version.py, read as text because importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     folders = found.submodule_search_locations if found else None
     path = Path(folders[0], "version.py") if folders else None

@@ -1,4 +1,4 @@
-"""What `zerolora doctor` finds out about this machine without torch: packages, space, locks, ports, time limits."""
+"""Checks of `zerolora doctor` for this machine that need no torch: packages, space, locks, ports, time limits."""
 
 import errno
 import importlib.util
@@ -14,18 +14,18 @@ from typing import Literal
 
 import psutil
 
-from launcher.doctor.build_locks import extensions_folder, find_locks
-from launcher.doctor.requirements import GIB, MAMBA, cuda_finding, gpu_findings, package_findings
+from launcher.doctor.requirements import GIB, MAMBA, find_cuda, find_gpus, find_packages
+from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig, collective_timeout
 from trainer.contract.known_versions import unproven
 from trainer.contract.rank_variables import host_name
 
 State = Literal["OK", "WARN", "FAIL"]
 LEAST_FREE_GIB = 1.0
-"""What `zerolora train` refuses to start below."""
+"""Minimum free disk space, below which `zerolora train` refuses to start."""
 COMFORTABLE_GIB = 10.0
 NCCL_SHM_GIB = 1.0
-"""Room in /dev/shm with which NCCL between the GPUs of a host works; Docker's default of 64 MiB is too little."""
+"""Space in /dev/shm that NCCL needs between the GPUs of a host; Docker's default of 64 MiB is too little."""
 PROCESS_GIB = 2.0
 """Host memory of a rank with torch, CUDA and DeepSpeed loaded, before any model."""
 TRIAL_BYTES = 2**20
@@ -33,7 +33,7 @@ TRIAL_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's table."""
+    """One row of the doctor's table."""
 
     name: str
     state: State
@@ -44,61 +44,61 @@ class Check:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that the run wants by the memory estimate; None where there is none."""
+    """Bytes that the run needs according to the memory estimate; None without an estimate."""
 
     host_per_rank: int | None = None
-    """Beside the process itself."""
+    """Host memory in addition to the process itself."""
     process_per_rank: int | None = None
-    """All of a rank that runs on a CPU."""
+    """Total host memory of a rank that runs on a CPU."""
     disk: int | None = None
 
 
 def check_packages() -> Iterator[Check]:
-    """Python, and every dependency in pyproject.toml in the range of versions that is known to work."""
+    """Check Python and every dependency in pyproject.toml against the versions known to work."""
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
     yield Check("python", "OK" if good else "FAIL", f"{version} at {sys.executable}", "" if good else "install 3.11")
     wrong = 0
-    for needed, name, found in package_findings():
+    for needed, name, found in find_packages():
         if found.startswith("missing"):
             wrong += needed
             what, _, fix = found.removeprefix("missing").lstrip(": ").rpartition("pip install")
             if needed:
                 yield Check(name, "FAIL", what.rstrip("; ") or "not installed", f"pip install{fix}")
     if not wrong:
-        yield Check("packages", "OK", "every dependency in the range of versions that is known to work")
+        yield Check("packages", "OK", "every dependency has a version known to work")
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
     state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
     yield Check("kernels for Mamba layers", "OK", state)
     for found in unproven():
-        fix = f"install {found.split()[0]} as constraints.txt has it, or watch the first run"
+        fix = f"install the version of {found.split()[0]} in constraints.txt, or watch the first run"
         yield Check("known versions", "WARN", found, fix)
 
 
 def check_driver() -> Iterator[Check]:
-    """The NVIDIA driver and what it shows."""
+    """Check the NVIDIA driver and the GPUs it shows."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
-    for _, name, found in gpu_findings():
+    for _, name, found in find_gpus():
         reason = found.removeprefix("missing: ")
         if reason == found:
             yield Check(name, "OK", found)
         elif shutil.which("nvidia-smi") is None:
             yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "for a GPU: install its driver")
         elif name.startswith("GPU "):
-            yield Check(name, "WARN", reason, "leave it out by CUDA_VISIBLE_DEVICES, or take another card")
+            yield Check(name, "WARN", reason, "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU")
         else:
             fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
             yield Check("driver", "FAIL", reason, fix)
-    _, name, found = cuda_finding()
+    _, name, found = find_cuda()
     if shutil.which("nvidia-smi") is not None and found.startswith("missing"):
         what, _, fix = found.removeprefix("missing: ").rpartition("; ")
         yield Check(name, "FAIL", what, fix)
 
 
 def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
-    """Free space where a run writes, tried out by writing."""
+    """Check free space in the folders a run writes to, by writing."""
     folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": extensions_folder()}
     if config is not None:
         folders = {
@@ -116,7 +116,7 @@ def _space(name: str, folder: Path, needed_gib: float) -> Check:
         existing = existing.parent
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
-    fix = "make room, or name another folder"
+    fix = "free some space, or name another folder"
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
             file.write(b"\0" * TRIAL_BYTES)
@@ -131,8 +131,8 @@ def _space(name: str, folder: Path, needed_gib: float) -> Check:
 
 
 def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
-    """Host memory and /dev/shm against what `ranks` ranks of this host take."""
-    bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL cannot do without, gloo can
+    """Check host memory and /dev/shm for `ranks` ranks on this host."""
+    bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
     known = need.process_per_rank is not None or need.host_per_rank is not None
     each = PROCESS_GIB + (need.host_per_rank or 0) / GIB
@@ -145,21 +145,21 @@ def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
     try:
         shared = shutil.disk_usage("/dev/shm")
     except OSError:
-        yield Check("/dev/shm", bad, "there is none", "mount a tmpfs there")
+        yield Check("/dev/shm", bad, "it is missing", "mount a tmpfs there")
         return
     enough = shared.free / GIB >= NCCL_SHM_GIB
     found = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
-    fix = "remove what earlier runs left there; in a container start it with --shm-size=8g"
+    fix = "remove files of earlier runs; in a container start it with --shm-size=8g"
     yield Check("/dev/shm", "OK" if enough else bad, found, "" if enough else fix)
 
 
 def check_locks() -> Iterator[Check]:
-    """Locks of builds that were killed, for which every later one waits."""
+    """Check for locks of killed builds, on which every later build waits."""
     root = extensions_folder()
     locks = find_locks(root)
     for lock in locks:
         if lock.holder is not None:
-            yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} builds there now; a run waits for it")
+            yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
         else:
             found = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, no process of this host holds it"
             yield Check("build lock", "FAIL", found, f"rm {lock.path}")
@@ -167,18 +167,18 @@ def check_locks() -> Iterator[Check]:
         yield Check("build locks", "OK", f"none in {root}")
 
 
-def check_port(port: int | None, address: str = "") -> Check:
-    """Whether the ranks can meet at `port` of this host; any free one if none was asked for."""
+def check_port(port: int | None) -> Check:
+    """Check that `port` of this host is free, if one was chosen."""
     if port is None:
-        return Check("port", "OK", "a free one is taken at the start; --master-port fixes it")
+        return Check("port", "OK", "a free one is chosen at start; --master-port sets it")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((address, port))
+            listener.bind(("", port))
         except OSError as error:
             users = _listeners(port)
             by = f" by {', '.join(users)}" if users else ""
-            fix = "another --master-port, or end that process"
+            fix = "use another --master-port, or end that process"
             return Check("port", "FAIL", f"{port} on {host_name()} is taken{by} ({error.strerror})", fix)
     return Check("port", "OK", f"{port} is free on {host_name()}")
 
@@ -195,7 +195,7 @@ def _listeners(port: int) -> list[str]:
 
 
 def check_timeouts(config: RunConfig | None) -> Iterator[Check]:
-    """The time limits in force, and whether a hang would be noticed."""
+    """Check the time limits in force, and whether a hang would be detected."""
     if config is None:
         return
     training = config.training
@@ -204,7 +204,7 @@ def check_timeouts(config: RunConfig | None) -> Iterator[Check]:
     state: State = "OK"
     fix = ""
     if not training.hang_timeout:
-        state, fix = "WARN", "training.hang_timeout: 10, so that a run that gets nowhere is ended and the rank named"
+        state, fix = "WARN", "training.hang_timeout: 10, so that a hung run is stopped and its rank named"
     for name in ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_TIMEOUT", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_IB_TIMEOUT"):
         if name in os.environ:
             found += f", {name}={os.environ[name]}"

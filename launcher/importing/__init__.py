@@ -1,1 +1,1 @@
-"""`zerolora import`: another trainer's configuration, or its command line, as a configuration of ours."""
+"""`zerolora import`: convert another trainer's configuration or command line into one of zerolora's."""

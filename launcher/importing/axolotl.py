@@ -1,4 +1,4 @@
-"""Axolotl's YAML: what each of its keys is here, and its defaults where ours are others."""
+"""Axolotl's YAML: our settings for its keys, and its defaults where they differ from ours."""
 
 import re
 from typing import Literal
@@ -7,8 +7,8 @@ from launcher.importing import common
 from launcher.importing.axolotl_sources import SOURCES, set_data
 from launcher.importing.translation import Foreign, Key, Number, Text, Translation, Whole, make_table, split_names
 
-DIFFUSION = "diffusion language models are not offered"
-SPARSE, DISTILLATION = "sparse fine-tuning is not offered", "distillation is not offered"
+DIFFUSION = "diffusion language models are not supported"
+SPARSE, DISTILLATION = "sparse fine-tuning is not supported", "distillation is not supported"
 
 KEYS = common.SHARED | make_table(
     """
@@ -52,18 +52,18 @@ KEYS = common.SHARED | make_table(
         "rl": common.PREFERENCES,
         "reward_model": common.PREFERENCES,
         "process_reward_model": common.PREFERENCES,
-        "ebft": "training by generated continuations (EBFT) is not offered",
-        "gptq": "a GPTQ base is not offered; `adapter: qlora` quantises the 16-bit model",
+        "ebft": "training by generated continuations (EBFT) is not supported",
+        "gptq": "a GPTQ base is not supported; `adapter: qlora` quantises the 16-bit model",
         "qat": "its number formats are not those of training.qat, which trains for int8 or int4 weights",
-        "relora": "ReLoRA is not offered",
-        "lisa_step_interval": "LISA is not offered",
-        "use_pose": "PoSE is not offered",
+        "relora": "ReLoRA is not supported",
+        "lisa_step_interval": "LISA is not supported",
+        "use_pose": "PoSE is not supported",
         "diffusion": DIFFUSION,
         "llmcompressor": SPARSE,
         "kd_trainer": DISTILLATION,
-        "use_eaft": "the loss of EAFT is not offered",
-        "lr_groups": "learning rates of single modules are not offered",
-        "peft_layers_to_transform": "adapters on some layers alone: name the others in lora.exclude_modules",
+        "use_eaft": "the loss of EAFT is not supported",
+        "lr_groups": "learning rates of single modules are not supported",
+        "peft_layers_to_transform": "adapters on some layers only: name the others in lora.exclude_modules",
     },
     {
         "dataset_exact_deduplication": "copies are counted and reported, not removed",
@@ -76,7 +76,7 @@ KEYS = common.SHARED | make_table(
     {
         "adapter": Key(Text, "adapter", "none", values={"lora": "lora", "qlora": "qlora"}, otherwise=common.ONLY_LORA),
         "lora_target_linear": Key(bool, "lora.target_modules", values={"true": ["all-linear"]}),
-        "tokens": Key(([Text], {"pad_token": Text})),  # which special_tokens was called
+        "tokens": Key(([Text], {"pad_token": Text})),  # an older name of special_tokens
         "lora_rank_pattern": Key({"*": Whole}, "lora.rank_pattern"),
         "lora_alpha_pattern": Key({"*": Number}, "lora.alpha_pattern"),
         "peft.loftq_config": Key({"*": Whole}),
@@ -108,8 +108,8 @@ PLUGINS_REFUSED = {
     "Diffusion": DIFFUSION,
     "LLMCompressor": SPARSE,
     "KD": DISTILLATION,
-    "Spectrum": "Spectrum is not offered",
-    "GrokFast": "Grokfast is not offered",
+    "Spectrum": "Spectrum is not supported",
+    "GrokFast": "Grokfast is not supported",
 }
 
 
@@ -128,7 +128,7 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def set_model(t: Translation) -> None:
-    """Set the base model and its tokens; refuse bases and plugins that are not offered."""
+    """Set the base model and its tokens; refuse unsupported bases and plugins."""
     common.name_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
         t.refuse("model_quantization_config", "the base stays as it is stored; take the 16-bit model")
@@ -147,18 +147,18 @@ def set_model(t: Translation) -> None:
     for name in ("tokens", "special_tokens"):
         tokens = t.foreign.tree.get(name)
         if others := [str(token) for token in tokens if token != "pad_token"] if isinstance(tokens, dict) else []:
-            t.note(name, f"{', '.join(others)}: the tokenizer's own are kept; chats end as the template says")
+            t.note(name, f"{', '.join(others)}: the tokenizer's own are kept; the template ends chats")
 
 
 def set_adapter(t: Translation) -> None:
     """Set the bits of the base, where the adapter starts, and which layers get one."""
     loftq = t.get("peft.loftq_config") or t.get("loftq_config")
-    if t.value_of("adapter") == "none":
+    if t.get_setting("adapter") == "none":
         if t.get("unfrozen_parameters"):
-            t.refuse("unfrozen_parameters", "training a part of the weights is not offered; use adapter: lora")
+            t.refuse("unfrozen_parameters", "training a part of the weights is not supported; use adapter: lora")
     elif t.get("load_in_4bit") or t.get("load_in_8bit") or loftq:
         t.put("adapter", "qlora", "adapter", "load_in_4bit")
-    if t.get("load_in_8bit") and not t.get("load_in_4bit") and not loftq and t.value_of("adapter") != "none":
+    if t.get("load_in_8bit") and not t.get("load_in_4bit") and not loftq and t.get_setting("adapter") != "none":
         t.put("quantization.quant_type", "int8", "load_in_8bit")
         t.note("load_in_8bit", common.INT8)
     start = t.get("peft_init_lora_weights")
@@ -171,12 +171,12 @@ def set_adapter(t: Translation) -> None:
         found = find_names(pattern)
         t.put("lora.target_modules", found or [pattern], "lora_target_modules")
         if found:
-            t.note("lora_target_modules", "the pattern becomes these names, in the language model alone")
+            t.note("lora_target_modules", "the pattern becomes these names, in the language model only")
     common.set_experts(t)
 
 
 def find_names(pattern: str) -> list[str]:
-    """Return the names at the ends of a pattern of paths: of `(q|k)_proj` and `o_proj`."""
+    """Return the module names at the end of a pattern of paths, such as `(q|k)_proj` and `o_proj`."""
     groups = re.findall(r"\(([\w|]+)\)(_proj)", pattern)
     single = re.findall(r"(?<![\w|)])(\w+_proj)\b", pattern)
     return list(dict.fromkeys([part + end for parts, end in groups for part in parts.split("|")] + single))
@@ -203,8 +203,8 @@ def set_training(t: Translation) -> None:
 
 
 def set_saves_and_evaluations(t: Translation) -> None:
-    """Set when to save, to evaluate and to stop, each once an epoch by default, and where to report."""
-    each_epoch = None if t.value_of("dataset.streaming") else ("s_per_epoch", 1)
+    """Set when to save and evaluate (once an epoch by default), when to stop, and where to report."""
+    each_epoch = None if t.get_setting("dataset.streaming") else ("s_per_epoch", 1)
     common.set_interval(t, "save", each_epoch)
     if common.has_held_out_data(t):
         common.set_interval(t, "eval", each_epoch)

@@ -1,4 +1,4 @@
-"""Axolotl's data sets: `datasets`, `test_datasets` and `pretraining_dataset`, and which of their tokens are learnt."""
+"""Axolotl's `datasets`, `test_datasets` and `pretraining_dataset`, and which of their tokens are trained on."""
 
 import re
 from typing import Any
@@ -23,19 +23,19 @@ SOURCE = {
 }
 SOURCES = ([(SOURCE, Text)], SOURCE, Text)
 REFUSED = {
-    "message_field_training": "a field that says which turns are learnt must be called `train` (true or false) here",
-    "message_field_training_detail": "learning parts of a turn is not offered",
-    "shards": "a part of a data set is written as split: train[:10%]",
+    "message_field_training": "a field that marks the turns to train on must be called `train` (true or false) here",
+    "message_field_training_detail": "training on parts of a turn is not supported",
+    "shards": "select a part of a data set with split: train[:10%]",
     "input_transform": "records are read as they are; transform them before",
 }
 DROPPED = ("shards_idx", "field_thinking", "template_thinking_key", "split_thinking", "drop_system_message", "skip")
 ELSEWHERE = ("roles_to_train", "chat_template", "chat_template_jinja", "train_on_eos", "train_on_eot")
-"""Keys of a source that concern all sources here."""
-END_OF_TURN = "the token that ends a trained turn is learnt, and no other end"
+"""Keys of a source that apply to all sources here."""
+END_OF_TURN = "the token that ends a trained turn is trained on, and no other"
 
 
 def set_data(t: Translation) -> None:
-    """Set all sources, the length of a sequence, packing and what is held out."""
+    """Set the sources, the sequence length, packing and the held-out data."""
     refuse_vision(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
@@ -61,7 +61,7 @@ def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict
 
 
 def refuse_vision(t: Translation) -> None:
-    """Add a mistake for images and sound."""
+    """Report an error for images and sound."""
     paths = " ".join(str(entry.get("path")) for _, entry in list_entries(t)).lower()
     if t.get("processor_type") and t.get("skip_prepare_dataset"):
         t.refuse("processor_type", common.VISION)
@@ -101,7 +101,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
 
 
 def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
-    """Return the settings of a source that its `type` stands for."""
+    """Return the settings that the `type` of a source stands for."""
     if isinstance(kind, dict):
         return read_prompt(t, kind, at)
     word, _, style = str(kind or "").partition(":")
@@ -115,20 +115,20 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
         fields = {"completion": "output"}
         return {"format": "custom", "template": with_input, "template_without_input": without, "fields": fields}
     if kind is None:
-        problem = "missing; tokenised sources are not read: give the type of their texts"
+        problem = "missing; tokenised sources are not supported: give the type of their texts"
     else:
-        problem = "this prompt format is not offered; write the records as messages, or prompt and completion"
+        problem = "this prompt format is not supported; write the records as messages, or prompt and completion"
     t.report(at, UNSET if kind is None else kind, problem)
     return {}
 
 
 def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]:
-    """Return the settings of a prompt that the user has written: its own marks, with our names for its fields."""
+    """Return the settings of a custom prompt, with our names for its fields."""
     names = {mark: kind.get(f"field_{mark}", mark) for mark in ("instruction", "input", "output", "system")}
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
     if "field_system" in kind and "system_prompt" not in kind:
-        t.leave_out(at, "field_system: a system text of each record's own; put {its field} into template")
+        t.leave_out(at, "field_system: one system text per record; put {its field} into template")
     with_input = head + kind.get("format", "{instruction} {input} ")
     without = head + kind.get("no_input_format", "{instruction} ")
     fields = {mark: names[mark] for mark in ("instruction", "input") if names[mark] != mark}
@@ -148,26 +148,26 @@ def set_pretraining(t: Translation, streamed: Any) -> None:
 
 
 def set_held_out(t: Translation) -> None:
-    """Set what is evaluated on: a source of its own, or a fraction of the records."""
+    """Set the evaluation data: a separate source, or a fraction of the records."""
     if sources := read_sources(t, "test_datasets"):
         if len(sources) > 1:
-            t.leave_out("test_datasets", f"the first of {len(sources)} is evaluated on")
+            t.leave_out("test_datasets", f"only the first of {len(sources)} is used")
         t.put("dataset.evaluation", sources[0], "test_datasets")
         t.drop("dataset.val_split")
     elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
         t.drop("dataset.val_split")
-        t.leave_out("val_set_size", "a stream cannot be split; give dataset.evaluation")
+        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
 
 
 def set_chat_template(t: Translation) -> None:
-    """Set the chat template, of which there is one for all sources."""
+    """Set the chat template, which all sources share."""
     common.set_thinking(t)
     jinja = t.get("chat_template_jinja") or next(
         (entry["chat_template_jinja"] for _, entry in list_entries(t) if "chat_template_jinja" in entry), None
     )
     inner = {entry["chat_template"]: at for at, entry in list_entries(t) if "chat_template" in entry}
     if len(inner) > 1:
-        t.refuse("datasets", f"chat templates {', '.join(sorted(inner))}: one is used for all")
+        t.refuse("datasets", f"chat templates {', '.join(sorted(inner))}: all sources share one")
     name = t.get("chat_template") or next(iter(inner), "tokenizer_default")
     at = "chat_template" if t.get("chat_template") else inner.get(name, "datasets")
     if jinja:
@@ -180,10 +180,10 @@ def set_chat_template(t: Translation) -> None:
 
 
 def set_roles(t: Translation) -> None:
-    """Set the roles that are learnt, which are those of all sources here."""
+    """Set the roles to train on, which all sources share."""
     inner = {tuple(split_names(entry["roles_to_train"])) for _, entry in list_entries(t) if "roles_to_train" in entry}
     if len(inner) > 1:
-        t.refuse("datasets", "roles_to_train of several kinds: the roles are those of all sources here")
+        t.refuse("datasets", "different roles_to_train: all sources share the roles")
     roles = split_names(t.get("roles_to_train")) or list(next(iter(inner), ()))
     if roles and not t.get("train_on_inputs"):
         ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in roles)

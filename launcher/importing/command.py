@@ -34,7 +34,7 @@ def import_(
         list[str] | None,
         typer.Argument(metavar="FILE | ARGUMENTS", help="A file of Axolotl or LLaMA-Factory, or TRL's command line."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; default: to print.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; default: print it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     dataset_dir: Annotated[Path | None, typer.Option(help="The folder of LLaMA-Factory's dataset_info.json.")] = None,
 ) -> None:
@@ -60,7 +60,7 @@ def import_(
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
-    """Return the translation of a file or of a command line. Raises UserErrors for all that cannot be imported."""
+    """Return the translation of a file or a command line. Raises UserErrors for everything that cannot be imported."""
     if len(arguments) > 1 or arguments[0].startswith("--"):
         foreign = trl.read_command_line(arguments, Path.cwd())
     else:
@@ -77,27 +77,27 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
 
 
 def leave_out_unread(translation: Translation) -> None:
-    """Turn settings that nothing would read into remarks: other trainers accept them without their switch."""
+    """Turn settings without effect into remarks: other trainers accept them while their feature is off."""
     try:
         config = RunConfig.model_validate(yaml_of(Path("mine.yaml"), format_yaml(translation, "")).tree)
-    except ValidationError:  # reported when the whole is checked
+    except ValidationError:  # reported by load_text
         return
     for found in unread_settings(config):
         if found.name in translation.settings and not found.need.replaces:
             names = translation.settings.pop(found.name).names
-            for name in names[:1]:  # none for their defaults
+            for name in names[:1]:  # empty for their defaults
                 translation.leave_out(name, f"{found.name} would have no effect, because {found.need.reason(config)}")
 
 
 def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
-    """Return a file of another trainer, as that trainer reads it. Raises UserError for any other file."""
+    """Read a file of another trainer as that trainer would. Raises UserError for any other file."""
     file = read_yaml(path, Yaml11Loader)
     tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:
         tree["dataset_dir"] = str(dataset_dir.absolute())
     trainer = written_for(tree)
     if trainer is None:
-        raise UserError(f"{path}: written for none of {', '.join(TRANSLATORS)}; zerolora train takes it as it is")
+        raise UserError(f"{path}: not a file of {', '.join(TRANSLATORS)}; zerolora train may read it directly")
     if trainer not in TRANSLATORS:
         raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
     if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read

@@ -1,4 +1,4 @@
-"""Rows and rules that Axolotl, LLaMA-Factory and TRL share: most of their settings are those of transformers."""
+"""Rows and rules shared by Axolotl, LLaMA-Factory and TRL, which use many settings of transformers."""
 
 import math
 import re
@@ -18,13 +18,13 @@ from launcher.importing.translation import (
 from trainer.config import UserError
 from trainer.config.errors import shown
 
-PREFERENCES = "preference and reward training are not offered"
-VISION = "images, video and sound are not trained on"
+PREFERENCES = "preference and reward training are not supported"
+VISION = "training on images, video and sound is not supported"
 NO_MODEL, NO_DATA = "a model must be named", "there is nothing to train on"
-ONLY_LORA = "adapters here are LoRA's; or all weights are trained"
+ONLY_LORA = "only LoRA adapters and full fine-tuning are supported"
 INT8 = (
-    "rows of the weights and tokens of their inputs are int8, and so are the products, without LLM.int8's outliers in "
-    "16 bits; on Hopper and Ada quantization.quant_type: fp8 is faster"
+    "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
+    "and Ada quantization.quant_type: fp8 is faster"
 )
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
 LONGEST_TIMEOUT_MINUTES = 1e6
@@ -49,7 +49,7 @@ ADAMW = (
     "adamw_anyprecision", "optimi_adamw", "flash_adamw", "adamw_torch_xla", "adamw_torch_npu_fused",
 )  # fmt: skip
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-# 8 bits in another layout, or fewer: the same step, the state a little coarser or finer.
+# 8 bits in another layout, or fewer: the same step with slightly different precision of the state.
 NEAR_EIGHT_BITS = ("adamw_torch_8bit", "ao_adamw_8bit", "adamw_torch_4bit", "ao_adamw_4bit", "ao_adamw_fp8")
 SCHEDULES = {
     name: name
@@ -57,7 +57,7 @@ SCHEDULES = {
         "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
     )
 }  # fmt: skip
-ONLY_ADAMW = "only AdamW is offered, in 32 and 8 bits"
+ONLY_ADAMW = "only AdamW is supported, in 32 and 8 bits"
 ONLY_SCHEDULES = f"schedules here are {', '.join(SCHEDULES)}"
 OPTIMIZER = Key(
     Text,
@@ -68,7 +68,7 @@ OPTIMIZER = Key(
 )
 EVERY_TOKEN = Key(bool, "dataset.train_on", values={"true": ["all"]})
 FIXED_ORDER = Key(bool, "dataset.shuffle", values={"true": False})
-# What the three have in common.
+# Shared by all three.
 SHARED = make_table(
     """
     copy trust_remote_code gradient_accumulation_steps learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2
@@ -90,7 +90,7 @@ SHARED = make_table(
         "fsdp_config": Key((Text, FSDP)),
     },
 )
-# What LLaMA-Factory and TRL take over from transformers.
+# From transformers, in LLaMA-Factory and TRL.
 TRANSFORMERS = SHARED | make_table(
     """
     copy model_name_or_path per_device_train_batch_size:8 per_device_eval_batch_size gradient_accumulation_steps:1
@@ -99,7 +99,7 @@ TRANSFORMERS = SHARED | make_table(
     none do_eval overwrite_cache preprocessing_num_workers
     """,
     {},
-    {"neftune_noise_alpha": "noise on embeddings is not offered"},
+    {"neftune_noise_alpha": "noise on embeddings is not supported"},
     {
         "lr_scheduler_type": Key(Text, "training.lr_scheduler", "linear", values=SCHEDULES, otherwise=ONLY_SCHEDULES),
         "lr_scheduler_kwargs": Key({"min_lr_rate": Number, "min_lr": Number}),
@@ -109,7 +109,7 @@ TRANSFORMERS = SHARED | make_table(
 
 
 def name_model(t: Translation, name: str) -> None:
-    """Require a model, of 16-bit weights as far as its name says."""
+    """Require a model; refuse one whose name says that it is quantized."""
     t.require(name, NO_MODEL)
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
@@ -130,7 +130,7 @@ def set_warmup(t: Translation, default: int | None = None) -> None:
 
 
 def set_precision(t: Translation, default: str = "auto") -> None:
-    """Set the number format from bf16 and fp16, which may be on, off or left to the card."""
+    """Set the precision from bf16 and fp16, which may be on, off or auto."""
     bf16, fp16 = t.first("bf16", "bfloat16"), t.first("fp16", "float16")
     if t.get("pure_bf16") or bf16 in (True, "full"):
         chosen = "bf16"
@@ -142,50 +142,50 @@ def set_precision(t: Translation, default: str = "auto") -> None:
 
 
 def set_attention(t: Translation, *names: str) -> None:
-    """Set the attention kernel: all compute the same, so only plain ones are asked for by name."""
+    """Set the attention kernel; all compute the same, so only eager and sdpa are kept by name."""
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
-        t.note(name, f"{t.get(name)} becomes auto, which takes the fastest kernel there is for the same result")
+        t.note(name, f"{t.get(name)} becomes auto, which uses the fastest available kernel for the same result")
 
 
 def set_bits(t: Translation, name: str) -> None:
-    """Set the bits of the base."""
+    """Set the bits of the base model."""
     bits = t.get(name)
     if bits not in (None, 4, 8):
-        t.refuse(name, "bases have 16 bits, or 4 or 8 by adapter: qlora")
-    elif bits and t.value_of("adapter") == "lora":
+        t.refuse(name, "the base has 16 bits, or with adapter: qlora 4 or 8")
+    elif bits and t.get_setting("adapter") == "lora":
         t.put("adapter", "qlora", name, "finetuning_type", "peft_config.name")
-    if bits == 8 and t.value_of("adapter") == "qlora":
+    if bits == 8 and t.get_setting("adapter") == "qlora":
         t.put("quantization.quant_type", "int8", name)
         t.note(name, INT8)
 
 
 def set_default_targets(t: Translation, name: str) -> None:
-    """Write out the layers that PEFT adapts where none are named."""
-    if t.value_of("adapter") != "none" and "lora.target_modules" not in t.settings:
+    """Write out the layers that PEFT adapts by default."""
+    if t.get_setting("adapter") != "none" and "lora.target_modules" not in t.settings:
         t.put("lora.target_modules", ["q_proj", "v_proj"])
-        t.note(name, "no targets are named: PEFT takes q_proj and v_proj in most models, written out")
+        t.note(name, "no targets are named; PEFT's default in most models, q_proj and v_proj, is written out")
 
 
 def set_experts(t: Translation) -> None:
-    """Adapt experts that are one tensor only where they are named: PEFT's all-linear means layers."""
+    """Adapt experts stored as one tensor only if named, because PEFT's all-linear excludes them."""
     if named := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", named, "lora_target_parameters")
-    elif split_names(t.value_of("lora.target_modules")) in (["all"], ["all-linear"]):
+    elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):
         t.put("lora.experts", False)
 
 
 def has_held_out_data(t: Translation) -> bool:
-    """Return whether something is evaluated on."""
+    """Return whether there is evaluation data."""
     return bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
 
 
 def set_interval(t: Translation, kind: Literal["save", "eval"], default: tuple[str, float] | None, *more: str) -> None:
-    """Set how often a run saves or evaluates: by steps, a fraction of all steps, or times in an epoch."""
+    """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
     strategy = t.first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
     steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
     chosen = default
@@ -196,11 +196,11 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: tuple[s
     elif steps and 0 < steps < 1 and t.get("max_steps", -1) > 0:
         chosen = ("steps", math.ceil(steps * t.get("max_steps")))
     elif steps and 0 < steps < 1:
-        chosen = ("s_per_epoch", round(1 / (steps * (t.value_of("training.epochs") or 1)), 6))
+        chosen = ("s_per_epoch", round(1 / (steps * (t.get_setting("training.epochs") or 1)), 6))
     elif steps or each:
         chosen = ("steps", steps) if steps else ("s_per_epoch", each)
     names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
-    if chosen and chosen[0] != "steps" and t.value_of("dataset.streaming"):
+    if chosen and chosen[0] != "steps" and t.get_setting("dataset.streaming"):
         if name := next((name for name in names if t.get(name) is not None), None):
             t.leave_out(name, f"the length of a stream is not known; set training.{kind}_steps")
     elif chosen:
@@ -209,19 +209,19 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: tuple[s
 
 
 def set_best_checkpoint(t: Translation) -> None:
-    """End with the best checkpoint, or early, only where there is something to evaluate on."""
+    """Keep best_checkpoint and early_stopping only if there is evaluation data."""
     if t.get("save_strategy") == "best":
         t.put("training.best_checkpoint", True, "save_strategy")
-    if not has_held_out_data(t) or t.value_of("dataset.streaming"):
+    if not has_held_out_data(t) or t.get_setting("dataset.streaming"):
         t.drop("training.best_checkpoint", "training.early_stopping")
 
 
 def set_training(t: Translation, precision: str, evaluation: tuple[str, float] | None) -> None:
-    """Set what transformers' arguments say of schedule, precision, saves, evaluations and reports."""
+    """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
-    least, peak = t.get("lr_scheduler_kwargs", {}), t.value_of("training.learning_rate")
+    least, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
     ratio = least.get("min_lr_rate", least["min_lr"] / peak if "min_lr" in least and peak else None)
-    if ratio is not None and t.value_of("training.lr_scheduler") == "cosine_with_min_lr":
+    if ratio is not None and t.get_setting("training.lr_scheduler") == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
     set_precision(t, precision)
     set_interval(t, "save", ("steps", 500))
@@ -232,31 +232,31 @@ def set_training(t: Translation, precision: str, evaluation: tuple[str, float] |
     if names and "all" not in names:
         t.put("logging.report_to", [name for name in names if name in ("wandb", "tensorboard")] or "none", "report_to")
         if others := [name for name in names if name not in ("wandb", "tensorboard", "none")]:
-            t.leave_out("report_to", f"{', '.join(others)}: reports go to wandb and tensorboard")
+            t.leave_out("report_to", f"{', '.join(others)}: only wandb and tensorboard are supported")
 
 
 def set_timeout(t: Translation, name: str = "ddp_timeout") -> None:
-    """Set how many minutes a collective waits, from seconds."""
+    """Set the timeout of collectives in minutes, from seconds."""
     if t.get(name) is not None:
         t.put("training.timeout_minutes", min(t.get(name) / 60, LONGEST_TIMEOUT_MINUTES), name)
 
 
 def set_thinking(t: Translation) -> None:
-    """Pass on what chat templates of reasoning models are called with."""
+    """Set the arguments of chat templates of reasoning models."""
     names = [name for name in ("enable_thinking", "preserve_thinking") if t.get(name) is not None]
     if arguments := t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}:
         t.put("dataset.chat_template_kwargs", arguments, "chat_template_kwargs", *names)
 
 
 def set_distribution(t: Translation) -> None:
-    """Set ZeRO's stage from DeepSpeed's configuration, or from FSDP's."""
+    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP."""
     set_fsdp(t)
     set_deepspeed(t)
     set_timeout(t)
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Return as `kind` what a file holds that a key names; None if it does not exist, or with a mistake if damaged."""
+    """Read the file that a key names as `kind`; None if it is missing, or damaged, which is reported."""
     try:
         content = t.foreign.read_near(path)
     except UserError as error:
@@ -266,7 +266,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Return as `kind` a value at some place of a file that a key names; None, with a mistake, if it is another."""
+    """Convert a value in the file that a key names to `kind`; None, reported as an error, if it does not fit."""
     problems: list[str] = []
 
     def report(inner: str, bad: Any, problem: str) -> None:
@@ -279,7 +279,7 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
 
 
 def set_deepspeed(t: Translation, name: str = "deepspeed", value: Any = None) -> None:
-    """Set stage and offload from DeepSpeed's configuration: its content if the file exists, else its name."""
+    """Set stage and offload from DeepSpeed's configuration file, or from its name if it is missing."""
     value = t.get(name) if value is None else value
     if value is None:
         return
@@ -295,7 +295,7 @@ def set_deepspeed(t: Translation, name: str = "deepspeed", value: Any = None) ->
 
 
 def set_stage_by_name(t: Translation, name: str, value: str) -> None:
-    """Set ZeRO's stage from the name of a file that does not exist."""
+    """Set the ZeRO stage from the name of a missing file."""
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", value, re.IGNORECASE)
     if found is None:
         t.refuse(name, "no such file, and its name does not say the ZeRO stage; copy it here")
@@ -306,11 +306,11 @@ def set_stage_by_name(t: Translation, name: str, value: str) -> None:
 
 
 def set_stage(t: Translation, name: str, stage: int, *, optimizer: bool, parameters: bool) -> None:
-    """Set ZeRO's stage, and what is kept in host memory."""
+    """Set the ZeRO stage and the offloading to host memory."""
     t.put("zero.stage", stage, name)
     if optimizer and stage:
         t.put("zero.offload_optimizer", True, name)
-        if t.value_of("training.optimizer") == "adamw_8bit":
+        if t.get_setting("training.optimizer") == "adamw_8bit":
             t.put("training.optimizer", "adamw", name)
             t.note(name, "an optimizer in host memory has 32-bit state")
     if stage == 3 and "training.torch_compile" in t.settings:
@@ -321,7 +321,7 @@ def set_stage(t: Translation, name: str, stage: int, *, optimizer: bool, paramet
 
 
 def set_fsdp(t: Translation, name: str = "fsdp_config", config: Any = None) -> None:
-    """Set ZeRO's stage from FSDP's: fully sharded parameters are stage 3, sharded gradients stage 2."""
+    """Set the ZeRO stage from FSDP's sharding: full sharding is stage 3, sharded gradients stage 2."""
     config, options = t.get("fsdp_config") if config is None else config, t.get("fsdp")
     if isinstance(config, str):
         config = read_file(t, "fsdp_config", config, FSDP) or {}

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML and its dataset_info.json: what each of their keys is here, and its defaults."""
+"""LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from launcher.importing import common, llamafactory_v1
 from launcher.importing.prompts import CHAT_TEMPLATES
 from launcher.importing.translation import Foreign, Key, Text, Translation, Whole, make_table, split_names
 
-NOTHING_TRAINED = "nothing is trained by it"
+NOTHING_TRAINED = "this configuration trains nothing"
 KEYS = common.TRANSFORMERS | make_table(
     """
     copy lora_rank:8 lora_alpha lora_dropout:0.0 use_rslora use_dora additional_target=lora.modules_to_save
@@ -30,21 +30,21 @@ KEYS = common.TRANSFORMERS | make_table(
     none freeze_vision* freeze_multi* pref_* kt_*
     """,
     {
-        "use_galore": "GaLore is not offered",
-        "use_apollo": "APOLLO is not offered",
-        "use_badam": "BAdam is not offered",
-        "use_adam_mini": "Adam-mini is not offered; AdamW is",
-        "use_muon": "Muon is not offered; AdamW is",
-        "use_llama_pro": "LLaMA Pro is not offered",
-        "mixture_of_depths": "mixture of depths is not offered",
+        "use_galore": "GaLore is not supported",
+        "use_apollo": "APOLLO is not supported",
+        "use_badam": "BAdam is not supported",
+        "use_adam_mini": "Adam-mini is not supported; use AdamW",
+        "use_muon": "Muon is not supported; use AdamW",
+        "use_llama_pro": "LLaMA Pro is not supported",
+        "mixture_of_depths": "mixture of depths is not supported",
         **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), "the loss here is cross-entropy"),
-        "mask_history": "learning the last answer alone is not offered; set `train: false` in turns of your records",
-        "fp8": "training in 8-bit floats is not offered",
-        **dict.fromkeys(("use_mca", "use_megatron_bridge"), "Megatron is not offered"),
-        "shift_attn": "shifted sparse attention is not offered",
-        "interleave_probs": "give each source of dataset.mix its weight",
+        "mask_history": "training on only the last answer is not supported; set `train: false` in your records",
+        "fp8": "training in 8-bit floats is not supported",
+        **dict.fromkeys(("use_mca", "use_megatron_bridge"), "Megatron is not supported"),
+        "shift_attn": "shifted sparse attention is not supported",
+        "interleave_probs": "set the weight of each source in dataset.mix",
         "rope_scaling": "longer contexts than the model's are set in its config.json",
-        "train_from_scratch": "a model is trained from its weights here",
+        "train_from_scratch": "training from scratch is not supported",
         **dict.fromkeys(("do_predict", "eval_dataset_only"), NOTHING_TRAINED),
     },
     {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
@@ -64,7 +64,7 @@ KEYS = common.TRANSFORMERS | make_table(
 
 # Format here -> the names of the turns, and of the role and the text of each.
 NAMES = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
-# Role here -> the tag that names it there, and what is read as that role anyway.
+# Role here -> the tag that names it there, and the values that mean it by default.
 ROLE_TAGS = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag", "tool": "observation_tag"}
 KNOWN_ROLES = {
     "user": ("user", "human"),
@@ -103,7 +103,7 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def set_adapter(t: Translation) -> None:
-    """Set the bits of the base, the scale of the adapter, and where it starts."""
+    """Set the bits of the base model, and the adapter's scale and initialization."""
     common.set_bits(t, "quantization_bit")
     if "lora.alpha" not in t.settings:
         t.put("lora.alpha", 2 * t.get("lora_rank", 8))
@@ -113,7 +113,7 @@ def set_adapter(t: Translation) -> None:
 
 
 def set_data(t: Translation) -> None:
-    """Set all sources, what is held out, packing, and which tokens are learnt."""
+    """Set the sources, the held-out data, packing and the chat template."""
     t.require("dataset", common.NO_DATA)
     if names := split_names(t.get("dataset")):
         set_sources(t, names)
@@ -126,13 +126,13 @@ def set_data(t: Translation) -> None:
     if template in CHAT_TEMPLATES:
         t.put("dataset.chat_template", CHAT_TEMPLATES[template], "template")
     elif template and not is_plain:
-        thinks = ", and reasoning is learnt as the records have it" * template.endswith("_nothink")
+        thinks = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
         t.note("template", f"{template}: {common.OWN_TEMPLATE}{thinks}")
     common.set_thinking(t)
 
 
 def set_sources(t: Translation, names: list[str]) -> None:
-    """Set the sources that dataset_info.json describes."""
+    """Set the named sources, as dataset_info.json describes them."""
     place = t.get("dataset_dir", "data")
     file = t.foreign.find(f"{place}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
@@ -177,7 +177,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
 
 
 def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Return where a source is, and which part of it to read."""
+    """Return the location of a source, and the part to read."""
     found: dict[str, Any] = {}
     if "hf_hub_url" in entry:
         found["path"] = entry["hf_hub_url"]
@@ -186,7 +186,7 @@ def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str) -
     elif entry.keys() & {"ms_hub_url", "om_hub_url"}:
         t.refuse("dataset", f"{name}: ModelScope's and Modelers' hubs are not read; download it")
     else:
-        t.refuse("dataset", f"{name}: is made by a script; write it to a file")
+        t.refuse("dataset", f"{name}: a script generates it; write its output to a file")
     if "subset" in entry:
         found["name"] = entry["subset"]
     if entry.get("split", "train") != "train":
@@ -208,7 +208,7 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
 def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, Any]:
     """Return format, fields and roles of conversations."""
     turns, role, content = NAMES[form]
-    if "system" in columns:  # of the two, the format that has it
+    if "system" in columns:  # the format that supports it
         form = "sharegpt"
     names: dict[str, str] = {
         NAMES[form][0]: columns.get("messages", turns),

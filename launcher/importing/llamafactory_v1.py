@@ -1,4 +1,4 @@
-"""LLaMA-Factory's second layout (`USE_V1`): `model`, `peft_config`, `train_dataset` with a YAML of its own."""
+"""LLaMA-Factory's second layout (`USE_V1`): `model`, `peft_config`, and `train_dataset` in a separate YAML."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ KEYS = common.SHARED | make_table(
     none quant_config.name model_class kernel_config init_config sample_backend max_new_tokens batching_workers
     none flash_attn template save_ckpt_as_hf dp_size mp_replicate_size mp_shard_size cp_mode pref_* ld_* dpo_* simpo_*
     """,
-    {"lr_scheduler_config": "its schedules have no counterpart; import without it, and set training.lr_scheduler"},
+    {"lr_scheduler_config": "its schedules have no counterpart; remove it, and set training.lr_scheduler"},
     {},
     {
         "peft_config.name": Key(
@@ -65,14 +65,14 @@ def read_sources(t: Translation, name: str) -> list[dict[str, Any]]:
     if not value.endswith((".yaml", ".yml")):
         return [{"path": str(file or value)}]
     if file is None:
-        t.refuse(name, "no such file next to this file or above it, which says what the data is; put it there")
+        t.refuse(name, "no such file next to this file or above it; it lists the data sets")
         return []
     entries = common.read_file(t, name, value, {"*": ENTRY}) or {}
     return [read_source(t, file, entry, name) for entry in entries.values()]
 
 
 def read_source(t: Translation, file: Path, entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings of one source of such a YAML."""
+    """Return the settings of one entry of such a YAML."""
     kind, path = entry.get("converter"), entry.get("path")
     if path is None or kind not in (None, *CONVERTERS):
         unknown = f"{file}: an entry has no path, or the unknown converter {kind}"
@@ -96,7 +96,7 @@ def set_training(t: Translation) -> None:
 
 
 def set_partition(t: Translation) -> None:
-    """Set what is partitioned over the GPUs."""
+    """Set how the GPUs share the model."""
     kind = t.get("dist_config.name", "")
     if kind == "deepspeed":
         common.set_deepspeed(t, "dist_config.config_file")
@@ -104,4 +104,4 @@ def set_partition(t: Translation) -> None:
         common.set_fsdp(t, "dist_config.name", {})
     common.set_timeout(t, "dist_timeout")
     if t.get("cp_size", 1) > 1:
-        t.note("cp_size", "every GPU holds whole sequences, which takes more memory and gives the same")
+        t.note("cp_size", "every GPU holds whole sequences, which needs more memory for the same result")

@@ -1,10 +1,10 @@
-"""Prompts and chat templates that other trainers know by name, written out."""
+"""Prompts and chat templates that other trainers refer to by name."""
 
 ALPACA_HEAD = "Below is an instruction that describes a task"
 ALPACA_PAIRED = ", paired with an input that provides further context"
 ALPACA_TAIL = ". Write a response that appropriately completes the request."
 
-# Style -> (what surrounds the system text, the turn with an input, and without): Stanford Alpaca's in other clothes.
+# Style of Stanford Alpaca's prompt -> (system text, turn with an input, turn without).
 _STYLES = {
     "instruct": (
         "{system}\n\n",
@@ -31,7 +31,7 @@ STYLES = tuple(_STYLES)
 
 
 def alpaca(style: str) -> tuple[str, str]:
-    """The prompt of Stanford Alpaca for records with an input, and for those without."""
+    """Return the prompt of Stanford Alpaca for records with an input, and for those without."""
     system, with_input, without = _STYLES[style]
     return (
         system.replace("{system}", ALPACA_HEAD + ALPACA_PAIRED + ALPACA_TAIL) + with_input,
@@ -40,7 +40,7 @@ def alpaca(style: str) -> tuple[str, str]:
 
 
 def _turns(opening: str, role_end: str, closing: str, *, begin: str = "", assistant: str = "assistant") -> str:
-    """A template in which every turn is a role between marks, its text, and a closing mark."""
+    """Return a template that writes every turn as a role between marks, its text, and a closing mark."""
     role = (
         "message['role']"
         if assistant == "assistant"
@@ -63,7 +63,7 @@ _GEMMA = (
     "(first if loop.first else '') + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
-# The names under which Axolotl and LLaMA-Factory keep them; of others the tokenizer's own is taken.
+# By their names in Axolotl and LLaMA-Factory; for other names the tokenizer's own template is used.
 CHAT_TEMPLATES = {
     "chatml": _turns("<|im_start|>", "\\n", "<|im_end|>\\n"),
     "llama3": _turns("<|start_header_id|>", "<|end_header_id|>\\n\\n", "<|eot_id|>", begin="{{ bos_token }}"),

@@ -1,7 +1,7 @@
-"""The engine of `zerolora import`: a table of the keys of another trainer, then rules about several keys.
+"""The engine of `zerolora import`: apply a table of another trainer's keys, then rules about several keys.
 
-Every value is converted to the type that its key has there before anything else reads it. Every key of a file ends up
-in a setting, in a remark, in the list of keys without effect, or in a mistake.
+Every value is first converted to the type that its key has in that trainer. Every key of a file ends up in a setting,
+a remark, the list of keys without effect, or a mistake.
 """
 
 import os
@@ -36,7 +36,7 @@ Number = _Float | Whole
 """Whole numbers stay as they are written."""
 Steps = Annotated[Whole | _Float, "steps"]
 Names = (Text, [Text])
-"""One name, several with commas between them, or a list."""
+"""One name, several separated by commas, or a list."""
 # YAML reads `no` as false.
 Strategy = Annotated[
     Literal["no", "steps", "epoch", "best"], BeforeValidator(lambda value: "no" if value is False else value)
@@ -49,23 +49,23 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of one key of another trainer."""
+    """How one key of another trainer is translated."""
 
     kind: Any = Any
-    """Its type there, as `convert` takes it."""
+    """Its type, as `convert` takes it."""
     to: str = ""
-    """The setting that takes its value; without one, a rule reads it."""
+    """Our setting for its value; empty if a rule reads it."""
     default: Any = UNSET
-    """Their default, where ours differs or may come to differ."""
+    """Their default, if ours differs or may differ in the future."""
     unless: tuple[Any, ...] = ()
-    """Values that mean the same as leaving the key out."""
+    """Values that mean the same as omitting the key."""
     values: Mapping[str, Any] | None = None
-    """Their words in lower case and our values; other words but `false` are refused, `otherwise` being the reason."""
+    """Their values in lower case -> our values; others except `false` are refused, for the reason `otherwise`."""
     otherwise: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What differs here, for some of these words."""
+    """Their value -> what differs here."""
     refused: str = ""
-    """Why a file that asks for it cannot be imported."""
+    """Why a file that sets it cannot be imported."""
     left_out: str = ""
     """Why it is left out, and what to do instead."""
 
@@ -74,11 +74,11 @@ Table = Mapping[str, Key]
 
 
 def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str], rows: Table) -> dict[str, Key]:
-    """Return a row for each key, from lines of a word and the keys that it is true of.
+    """Return a row for each key, from lines of a word followed by keys.
 
-    The word is that of a type in `KINDS`, for keys that rules read; `copy`, for those whose value one of our settings
-    takes (`their=our.setting`, or what `ALIASES` says; `:default`; `!value` that means nothing); or `none`, for those
-    without effect here (`wandb_*`: whatever begins so). `rows` are those that take more to say, and come first.
+    The word is a type in `KINDS` for keys that rules read; `copy` for keys with the value of one of our settings
+    (`their=our.setting`, or the setting in `ALIASES`; `:default`; `!value` that means nothing); or `none` for keys
+    without effect here (`wandb_*` is a prefix). `rows` are more complex rows, which come first.
     """
     table = {**rows, **{name: Key(refused=why) for name, why in refused.items()}}
     for line in text.strip().splitlines():
@@ -97,7 +97,6 @@ def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str
 
 
 def _kind_of(ours: str) -> Any:
-    """Return the kind of a key that means the same as one of our settings."""
     wanted = kinds(annotation_of(ours))
     found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
     return next((kind for known, kind in found if known in wanted), Any)
@@ -105,23 +104,23 @@ def _kind_of(ours: str) -> Any:
 
 @dataclass
 class Foreign:
-    """A configuration of another trainer, as it was read."""
+    """A configuration of another trainer."""
 
     trainer: str
     label: str
-    """What to call it: its path, or the script of a command line."""
+    """Its name in messages: its path, or the script of a command line."""
     tree: dict[str, Any]
     folder: Path
-    """Where its relative paths begin."""
+    """The folder to which its paths are relative."""
     path: Path | None = None
-    """The file that `lines` count in."""
+    """The file to which `lines` refer."""
     lines: Mapping[str, int] = field(default_factory=dict)
     is_command_line: bool = False
     files: list[Path] = field(default_factory=list)
-    """Every file that was read, none of which the result may replace."""
+    """Every file read; the result must not overwrite any."""
 
     def line(self, name: str) -> int:
-        """Return the line of a dotted name, or of what holds it; 0 if it has none."""
+        """Return the line of a dotted name, or of its parent; 0 if unknown."""
         while name and name not in self.lines:
             name = name.rpartition(".")[0]
         return self.lines.get(name, 0)
@@ -138,7 +137,7 @@ class Foreign:
         return next((Path(path) for path in above if os.path.isfile(path)), None)
 
     def read_near(self, name: str) -> Any:
-        """Return what a JSON or YAML file holds, None if `find` does not find it. Raises UserError if it is damaged."""
+        """Read a JSON or YAML file; None if `find` does not find it. Raises UserError if it is damaged."""
         path = self.find(name)
         if path is None:
             return None
@@ -148,14 +147,14 @@ class Foreign:
 
 
 class Setting(NamedTuple):
-    """The value of one of our settings, and their keys that it comes from; none if it is a default of theirs."""
+    """The value of one of our settings, and the keys it comes from; none if it is their default."""
 
     value: Any
     names: tuple[str, ...]
 
 
 class Translation:
-    """Our settings by dotted name, and what there is to say about the keys that they come from."""
+    """Our settings by dotted name, with remarks and mistakes about the keys they come from."""
 
     def __init__(self, foreign: Foreign) -> None:
         self.foreign = foreign
@@ -167,19 +166,19 @@ class Translation:
         self._mistakes: dict[str, str] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the converted value of a key; the default if it is not given, empty or wrong."""
+        """Return the converted value of a key; the default if it is missing, empty or wrong."""
         return self._values.get(name, default)
 
     def first(self, *names: str) -> Any:
-        """Return the value of the first of these keys that has one."""
+        """Return the value of the first of these keys that is given."""
         return next((self._values[name] for name in names if name in self._values), None)
 
-    def value_of(self, dotted: str) -> Any:
-        """Return the value that one of our settings has so far."""
+    def get_setting(self, dotted: str) -> Any:
+        """Return the current value of one of our settings, None if it is not set."""
         return self.settings[dotted].value if dotted in self.settings else None
 
     def put(self, dotted: str, value: Any, *names: str) -> None:
-        """Set one of our settings from those of these keys that are given, or from their default if none is."""
+        """Set one of our settings; it comes from those `names` that are given, or from their default if none is."""
         self.settings[dotted] = Setting(value, tuple(name for name in names if self._given(name) not in EMPTY))
 
     def put_sources(self, sources: Sequence[Mapping[str, Any]], *names: str) -> None:
@@ -190,34 +189,34 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Forget the settings whose names begin so, because nothing would read them."""
+        """Remove the settings with these prefixes, because nothing would read them."""
         self.settings = {dotted: value for dotted, value in self.settings.items() if not dotted.startswith(prefixes)}
 
     def note(self, name: str, text: str) -> None:
-        """Note what is not the same here."""
+        """Add a remark about a difference."""
         self.different.append((name, text))
 
     def leave_out(self, name: str, text: str) -> None:
-        """Note what is not offered here."""
+        """Add a remark about an unsupported key."""
         self.left_out.append((name, text))
 
     def report(self, name: str, value: Any, problem: str) -> None:
-        """Add a mistake; of several of one key, or of what it holds, the first is kept."""
+        """Report an error, unless the key already has one."""
         given = "" if value is UNSET else f"={shown(value, 40)}"
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{given}: {problem}")
 
     def refuse(self, name: str, problem: str) -> None:
-        """Add a mistake about a key, with its value if it has one."""
+        """Report an error about a key, with its value if it has one."""
         value = self._given(name)
         self.report(name, UNSET if value in EMPTY else value, problem)
 
     def require(self, name: str, purpose: str) -> None:
-        """Add a mistake if a key is not given."""
+        """Report an error if a key is not given."""
         if self._given(name) in EMPTY:
             self.refuse(name, f"missing; {purpose}")
 
     def _given(self, name: str) -> Any:
-        """Return the value of a dotted name as it was read; None, with a mistake, if what should hold it is no map."""
+        """Return the raw value of a dotted name; None, reported as an error, if its parent is not a map."""
         value: Any = self.foreign.tree
         for part in name.split("."):
             if isinstance(value, list) and part.isdigit():
@@ -230,7 +229,7 @@ class Translation:
         return value
 
     def read(self, table: Table) -> None:
-        """Convert every value, do for each key what its row says, and write out their defaults."""
+        """Convert every value, translate each key by its row, and write out their defaults."""
         for name, key in table.items():
             value = self._given(name)
             if value not in EMPTY and not (key.refused and is_off(value)):
@@ -259,12 +258,12 @@ class Translation:
                 self.note(name, key.notes[word])
 
     def finish(self, table: Table) -> None:
-        """Account for the keys that no row and no rule has used."""
-        if self.value_of("adapter") == "none":
+        """Record the keys that no row and no rule has used."""
+        if self.get_setting("adapter") == "none":
             self.drop("lora.")
-        if self.value_of("adapter") != "qlora":
+        if self.get_setting("adapter") != "qlora":
             self.drop("quantization.")
-        if self.value_of("quantization.quant_type") == "int8":
+        if self.get_setting("quantization.quant_type") == "int8":
             self.drop("quantization.double_quant")
         prefixes = tuple(name[:-1] for name in table if name.endswith("*"))
         sections = {name.partition(".")[0] for name in table if "." in name}
@@ -281,7 +280,7 @@ class Translation:
                     self.leave_out(key, f"{shown(given, 60)}: no counterpart here")
 
     def report_ours(self, message: str) -> None:
-        """Add a mistake that our own checks found, by the key that the setting comes from."""
+        """Report an error found by our own checks, under the key that the setting comes from."""
         dotted = re.split(r"[^\w.]", message)[0]
         above = accumulate(dotted.split("."), lambda section, name: f"{section}.{name}")
         ours = next((name for name in above if name in self.settings), "")
@@ -289,31 +288,31 @@ class Translation:
         if names and names[0] not in self._mistakes:
             name = names[0] + dotted.removeprefix(ours)
             self._mistakes.setdefault(name, self.foreign.locate(name) + message.removeprefix(dotted))
-        elif not names and not self._mistakes:  # else what is missing may be missing because it is wrong
+        elif not names and not self._mistakes:  # otherwise it may be missing only because of another error
             self._mistakes[dotted] = f"{self.foreign.label}: {message}"
 
     def check(self) -> None:
-        """Raise UserErrors for all mistakes, in the order of the file."""
+        """Raise UserErrors for all mistakes in file order, if any."""
         if self._mistakes:
             raise UserErrors([self._mistakes[name] for name in sorted(self._mistakes, key=self.foreign.line)])
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value asks for nothing: empty, false, or a word for it."""
+    """Return whether a value is empty, false, or a word for off."""
     return value in EMPTY or str(value).strip().lower() in OFF
 
 
 def split_names(value: Any) -> list[str]:
-    """Return the names of a list, or of a text with commas."""
+    """Return the names in a list or in comma-separated text."""
     parts = value if isinstance(value, list) else str(value or "").split(",")
     return [part.strip() for part in parts if part.strip()]
 
 
 def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
-    """Return a value as `kind`; each part that does not fit is reported with its dotted name.
+    """Convert a value to `kind`, and report each part that does not fit with its dotted name.
 
-    A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` stands for the other keys and empty
-    values count as not given; or a tuple of kinds, of which the form of the value chooses one.
+    A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` stands for all other keys and empty
+    values are dropped; or a tuple of kinds, from which the form of the value chooses one.
     """
     if isinstance(kind, tuple):
         form = next((form for form in (dict, list) if isinstance(value, form)), None)

@@ -22,13 +22,13 @@ from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
 REFUSED_SCRIPTS = {
     common.PREFERENCES: r"dpo|grpo|gspo|ppo|mpo|kto|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
-    "distillation is not offered": r"gkd|gold|distillation|sdft|ssd",
+    "distillation is not supported": r"gkd|gold|distillation|sdft|ssd",
     common.VISION: r"vlm",
-    "diffusion language models are not offered": r"diffusion",
+    "diffusion language models are not supported": r"diffusion",
 }
 WHOLE_CONVERSATIONS = (
-    "TRL learns whole conversations, and the completions of prompt and completion: write dataset.train_on: assistant "
-    "for the latter"
+    "TRL trains on whole conversations, and on the completions of prompt and completion: for the latter write "
+    "dataset.train_on: assistant"
 )
 ACCELERATE: dict[str, Any] = {
     "distributed_type": Text,
@@ -79,7 +79,7 @@ KEYS = common.TRANSFORMERS | make_table(
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
-    """Return what a command line says: `--name value`, `--name=value` and `--flag`, of the script and its launcher."""
+    """Read a command line with `--name value`, `--name=value` and `--flag`, of the script and its launcher."""
     at = next((at for at, word in enumerate(arguments) if word.endswith(".py")), None)
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
@@ -102,7 +102,7 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
 
 
 def read_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a command line by name; their values are text, which the type of each key reads."""
+    """Return the options of a command line by name; their values stay text until converted to their types."""
     found: dict[str, Any] = {}
     values: list[str] = []
     for word in reversed(arguments):
@@ -137,7 +137,7 @@ def translate(foreign: Foreign) -> Translation:
 
 
 def set_adapter(t: Translation) -> None:
-    """Set the kind of adapter, the bits of its base and its targets."""
+    """Set the kind of adapter, the bits of the base model, and the targets."""
     four, eight = t.get("load_in_4bit"), t.get("load_in_8bit")
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
     t.put("adapter", kind, "use_peft", "load_in_4bit", "load_in_8bit")
@@ -149,7 +149,7 @@ def set_adapter(t: Translation) -> None:
 
 
 def set_data(t: Translation) -> None:
-    """Set all sources, and what is evaluated on."""
+    """Set the sources and the evaluation data."""
     sources = [read_source(t, entry, f"datasets.{index}") for index, entry in enumerate(t.get("datasets", []))]
     if t.foreign.tree.get("datasets") in EMPTY and "dataset.path" not in t.settings:
         t.require("dataset_name", common.NO_DATA)
@@ -163,7 +163,7 @@ def set_data(t: Translation) -> None:
     if t.first("eval_strategy", "evaluation_strategy") in (None, "no") or "dataset.val_split" in t.settings:
         return
     keys = ("path", "name", "format", "fields")
-    source = {key: t.value_of(f"dataset.{key}") for key in keys if f"dataset.{key}" in t.settings}
+    source = {key: t.get_setting(f"dataset.{key}") for key in keys if f"dataset.{key}" in t.settings}
     if "path" in source:
         split = t.get("dataset_test_split", "test")
         t.put("dataset.evaluation", {**source, "split": split}, "eval_strategy", "dataset_test_split")
@@ -181,7 +181,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
 
 
 def set_accelerate(t: Translation) -> None:
-    """Set what accelerate distributes: by its file, by the name of one of TRL's, or by its options."""
+    """Set the distribution from accelerate's file, the name of one of TRL's files, or options."""
     name = next((name for name in ("accelerate_config", "config_file") if t.get(name)), "")
     config = t.get(name)
     if isinstance(config, str):
@@ -204,7 +204,7 @@ def set_accelerate(t: Translation) -> None:
 
 
 def set_by_name(t: Translation, name: str, value: str) -> None:
-    """Set what one of the files does that come with TRL and accelerate, from its name."""
+    """Set the distribution from the name of a file that TRL or accelerate provides."""
     if re.search(r"fsdp", value):
         common.set_fsdp(t, name, {})
     elif not re.search(r"(single|multi)_gpu", value):

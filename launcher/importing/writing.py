@@ -1,4 +1,4 @@
-"""A translation as a commented YAML file: each setting with where it comes from, and above all what is different."""
+"""Write a translation as a YAML file, with remarks at the top and the origin of each setting as a comment."""
 
 import math
 import textwrap
@@ -15,11 +15,11 @@ COLUMN = 56
 
 
 def format_yaml(translation: Translation, name: str) -> str:
-    """Return the text of a configuration file; `name` is what it will be called."""
+    """Return the text of a configuration file with the given name."""
     foreign = translation.foreign
     lines = ["#", *_wrap("# ", f"Imported from {foreign.label}, written for {foreign.trainer}.", "#   ")]
-    lines += _remarks(foreign, "Not as it was there:", translation.different)
-    lines += _remarks(foreign, "Not offered here, and left out:", translation.left_out)
+    lines += _remarks(foreign, "Differences:", translation.different)
+    lines += _remarks(foreign, "Not supported, and left out:", translation.left_out)
     if translation.no_effect:
         names = ", ".join(sorted(dict.fromkeys(translation.no_effect)))
         lines += ["#", *_wrap("# ", f"Without effect here: {names}.", "#   ")]
@@ -48,12 +48,12 @@ def _wrap(first: str, text: str, other: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Escape what could end a comment: names of files and of their keys may hold any character."""
+    """Escape characters that could end a comment; names of files and keys may contain any."""
     return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)
 
 
 def _section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
-    """Return the settings in the order of the reference; sections last, each with what it has."""
+    """Return the settings in the order of the reference, sections last."""
     lines: list[str] = []
     inner: list[str] = []
     for name, field in section.model_fields.items():
@@ -94,14 +94,13 @@ def _value_lines(name: str, value: Any, indent: str) -> list[str]:
 
 
 def _is_plain(text: str) -> bool:
-    """Return whether a block scalar gives the text back as it is."""
+    """Return whether a block scalar preserves the text."""
     lines = text.removesuffix("\n").split("\n")
     is_even = bool(lines[0].strip() and lines[-1]) and not text.startswith(" ")
     return is_even and all(line == line.rstrip() and line.isprintable() for line in lines)
 
 
 def _flow(value: Any) -> str:
-    """Return a value on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_flow(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, (list, tuple)):

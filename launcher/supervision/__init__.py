@@ -1,1 +1,1 @@
-"""A run under way: its processes, their ends, and what is reported of them."""
+"""Start the processes of a run, watch them, and report how they ended."""

@@ -1,4 +1,4 @@
-"""A command that runs on this terminal below `zerolora train`, such as the preparation of the data."""
+"""Child commands of `zerolora train` that use its terminal, such as the preparation of the data."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ from types import FrameType
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions
-from launcher.supervision.stop_signals import PASSED_ON, exit_code_of
+from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
 from launcher.supervision.terminal import say
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.rank_variables import host_name
@@ -18,11 +18,11 @@ PATIENCE_S = 10.0
 
 
 def run_child(argv: Sequence[str], failed: str = "") -> int:
-    """Run `python -m launcher.module ...`, pass signals on, and return its exit code; `failed` tells of a kill.
+    """Run `python -m launcher.module ...` and return its exit code, 128 + N after signal N and 75 after SIGUSR1.
 
-    128 + signal if one ended it, 75 for SIGUSR1. It has some seconds to end after a signal; a second ends it at once.
+    Signals are forwarded; the child then has `PATIENCE_S`, or until a second signal. Prints `failed` if it was killed.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child lets it in when it is ready for it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it once it can handle it
     child = subprocess.Popen(argv, start_new_session=True)
     came: list[tuple[int, float]] = []
 
@@ -46,4 +46,4 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
         return exit_code_after(came[0][0])
     if code < 0 and failed:
         say(f"{failed}: process {child.pid} on {host_name()} {describe_status(code)}")
-    return exit_code_of(code)
+    return to_exit_code(code)

@@ -1,4 +1,4 @@
-"""What to tell the user when a run has failed: which rank, where, how it ended, its last traceback, the cause."""
+"""Report why a run failed: the rank to blame, where it was, how it ended, its last traceback, the likely cause."""
 
 import re
 import shutil
@@ -16,27 +16,27 @@ TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
 GIB = 2**30
-# Ranks that end this close to each other ended of themselves, not because a launcher was tidying up.
+# Ranks that end this close together ended by themselves; a launcher that ends the others takes longer.
 TOGETHER_S = 0.5
 LITTLE_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 _STACK_MARK = "Python stack of rank"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
-# torch puts this before each line of a traceback once the process group exists.
+# torch prefixes each line of a traceback with this once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors that a rank gets because another one has died, could not write its part of a checkpoint, or has a NaN.
+# Errors caused by another rank, which died, failed to write its checkpoint shard, or had a NaN.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b|"
     r"rank \d+ could not write \.writing-checkpoint|\d+( other ranks)? had a loss that is not finite",
     re.I,
 )
-# Signals that end a process. An exit code that would be of another one is srun's own.
+# Signals that end a process. Exit codes that would mean any other signal are srun's own.
 _DEADLY = {*signal.Signals} - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 }  # fmt: skip
-# How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
-_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)  # found together, told together
+# User errors in a rank's log, or in the launcher's log, where pdsh prefixes the host; consecutive ones go together.
+_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)
 _CAUSES = {
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
     signal.SIGABRT: "native code gave up; its reason is at the end of the log",
@@ -50,97 +50,97 @@ class Death:
     when: float
     """By time.monotonic()."""
     status: int | None = None
-    """Its exit code, negative for a signal; None if only its parent has learned it."""
-    tidied_up: bool = False
-    """Whether it was killed here because others had failed, or stopped."""
+    """Its exit code, negative for a signal; None where this process is not the rank's parent."""
+    killed_by_launcher: bool = False
+    """Whether this launcher killed it because other ranks had failed or stopped."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run failed, as the user was told."""
+    """Why a run failed, as reported to the user."""
 
     status: int
-    """Of the rank to blame, negative for a signal."""
+    """Exit status of the rank to blame, negative for a signal."""
     reason: str
-    """The first line, without its beginning."""
+    """The first line of the report, without its prefix."""
     rank: int | None = None
-    is_answer: bool = False
-    """Whether it ended with a line that says what to change: another start would end with the same one."""
+    is_user_error: bool = False
+    """Whether it ended with an error message that says what to change: a restart would end the same way."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Everything known about a run that has failed."""
+    """The evidence about a failed run."""
 
     logs: Path
     old_sizes: Mapping[str, int]
-    """Bytes in each log before the run."""
+    """Size in bytes of each log before the run."""
     deaths: Mapping[int, Death]
     """The ranks that failed."""
     code: int
-    """Exit code of the launcher below; of DeepSpeed's 256 - N where a rank was killed by signal N."""
-    oom_struck: bool | None = None
-    """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
+    """Exit code of the launcher that started the ranks; DeepSpeed's is 256 - N if signal N killed a rank."""
+    oom_killed: bool | None = None
+    """Whether the kernel's out-of-memory killer ended processes of this host; None if the kernel does not say."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Hosts to which the way was lost, and how that shows."""
-    launcher_fell: bool = False
-    """Whether `code` is of the launcher below and says nothing of a rank."""
+    """Lost hosts and the evidence for each."""
+    launcher_failed: bool = False
+    """Whether `code` describes the launcher that started the ranks, not a rank."""
 
-    def tell(self) -> Fault:
-        """Print on stderr why the run failed.
-
-        A mistake of the user takes one line, anything else about 15.
-        """
+    def report(self) -> Fault:
+        """Print why the run failed on stderr: one line for a user error, about 15 for anything else."""
         beats = read_heartbeats(self.logs)
         texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
         if self.code == UserError.exit_code:
-            said = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
-            last_words = [mistakes[-1] for text in said if (mistakes := _MISTAKE.findall(text))]
+            logs = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
+            last_words = [mistakes[-1] for text in logs if (mistakes := _MISTAKE.findall(text))]
             if last_words:
-                say(last_words[0])  # one is enough; the others stand in their logs
-                return Fault(self.code, last_words[0], is_answer=True)
-        rank = self._to_blame(texts)
-        if rank is None or not (_was_killed(self.deaths[rank]) or _has_cause(texts[rank])):
+                say(last_words[0])
+                return Fault(self.code, last_words[0], is_user_error=True)
+        rank = self._find_root_rank(texts)
+        if rank is None or not (_was_killed(self.deaths[rank]) or _has_own_error(texts[rank])):
             if self.lost:
-                return self._tell_lost(beats)
-            rank = None if self.launcher_fell else rank
+                return self._report_lost(beats)
+            rank = None if self.launcher_failed else rank
         status = self._status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
         text = _new_text(log, self.old_sizes)
         if status == -signal.SIGKILL:
-            excerpt = []  # it had no time for last words, and what stands at the log's end would mislead
+            excerpt = []  # the process could not write anything, so the end of its log would mislead
         else:
             excerpt = tail(text) if status < 0 else last_traceback(text)
         if rank is None or self.code <= 0:
-            reason = f"the launcher {describe_status(status if self.launcher_fell else self.code)}"
+            reason = f"the launcher {describe_status(status if self.launcher_failed else self.code)}"
             say(f"the run failed: {reason}")
         else:
-            reason = f"{self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}"
+            reason = (
+                f"{self._describe_rank(rank, beats)} {describe_status(status)}{_describe_position(beats.get(rank))}"
+            )
             say(f"the run failed: {reason}")
-            for line in self._cause(status, beats.get(rank)):
+            for line in self._explain_signal(status, beats.get(rank)):
                 say(line)
         for line in excerpt:
             say(f"  {line}")
         for other, death in sorted(self.deaths.items()):
-            if other != rank and rank is not None and self._fell_too(death, texts[other], self.deaths[rank]):
-                say(f"also: {self._who(other, beats)} {describe_status(self._status(other))}{_place(beats.get(other))}")
-        say(f"the whole log: {log}")
-        return Fault(status, reason, rank, is_answer=_is_answer(text))
+            if other != rank and rank is not None and self._failed_on_its_own(death, texts[other], self.deaths[rank]):
+                ending = f"{describe_status(self._status(other))}{_describe_position(beats.get(other))}"
+                say(f"also: {self._describe_rank(other, beats)} {ending}")
+        say(f"full log: {log}")
+        return Fault(status, reason, rank, is_user_error=_ends_in_user_error(text))
 
-    def _tell_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
-        """Name the host; ranks that fell because it was gone, on it or elsewhere, are not to blame."""
+    def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
+        """Blame the first lost host; ranks on it or elsewhere failed because of it."""
         host, words = next(iter(self.lost.items()))
         there = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
         place = f" (rank {there[0]} there: {beats[there[0]].where()})" if there else ""
-        reason = f"the way to {host} is lost: {words}{place}"
+        reason = f"lost the connection to {host}: {words}{place}"
         say(f"the run failed: {reason}")
         for other in list(self.lost)[1:]:
-            say(f"also: the way to {other}: {self.lost[other]}")
-        say(f"the whole log: {self.logs / 'launcher.log'}")
+            say(f"also: lost the connection to {other}: {self.lost[other]}")
+        say(f"full log: {self.logs / 'launcher.log'}")
         return Fault(1, reason, there[0] if there else None)
 
-    def _to_blame(self, texts: Mapping[int, str]) -> int | None:
-        """The rank that the others fell with: killed first, else with an error of its own, else the first to end."""
+    def _find_root_rank(self, texts: Mapping[int, str]) -> int | None:
+        """Return the rank to blame: the first one killed, else one with an error of its own, else the first to end."""
         if not self.deaths:
             return None
         first = min(death.when for death in self.deaths.values())
@@ -148,43 +148,43 @@ class Failure:
         def order(rank: int) -> tuple[bool, bool, float]:
             death = self.deaths[rank]
             killed = _was_killed(death) and death.when - first < TOGETHER_S
-            return not killed, death.tidied_up or not _has_cause(texts[rank]), death.when
+            return not killed, death.killed_by_launcher or not _has_own_error(texts[rank]), death.when
 
         return min(self.deaths, key=order)
 
-    def _fell_too(self, death: Death, text: str, first: Death) -> bool:
-        # A crash may follow from another's; nobody gets a SIGKILL because a peer is gone.
+    def _failed_on_its_own(self, death: Death, text: str, first: Death) -> bool:
+        # One crash may cause another, but no rank gets a SIGKILL because a peer died.
         killed = _was_killed(death) and (death.status == -signal.SIGKILL or death.when - first.when < TOGETHER_S)
-        return killed or (not death.tidied_up and _has_cause(text))
+        return killed or (not death.killed_by_launcher and _has_own_error(text))
 
     def _status(self, rank: int | None) -> int:
-        """How a rank ended; the launcher's word for it where nobody has seen it."""
+        """Return the rank's exit status, or the one that the launcher's exit code implies if it is unknown."""
         if rank is not None and self.deaths[rank].status is not None:
             return self.deaths[rank].status or 0
-        return status_of(self.code)
+        return decode_exit_code(self.code)
 
-    def _who(self, rank: int, beats: Mapping[int, Heartbeat]) -> str:
+    def _describe_rank(self, rank: int, beats: Mapping[int, Heartbeat]) -> str:
         host = beats[rank].host if rank in beats else host_name()
         return f"rank {rank} on {host}"
 
-    def _cause(self, status: int, beat: Heartbeat | None) -> list[str]:
-        """What probably lies behind a signal, with the evidence."""
+    def _explain_signal(self, status: int, beat: Heartbeat | None) -> list[str]:
+        """Return the probable cause of a signal with its evidence, or no lines."""
         if status == -signal.SIGKILL:
             here = beat is None or beat.host == host_name()
-            return _killed(self.oom_struck if here else None, beat)
+            return _explain_sigkill(self.oom_killed if here else None, beat)
         if status == -signal.SIGBUS:
             return [f"  usually /dev/shm is full: {_shared_memory(beat)}; in a container start it with --shm-size=8g"]
         return []
 
 
 def _was_killed(death: Death) -> bool:
-    """By a signal from elsewhere; not by SIGTERM, by which launchers end the ranks that are left."""
-    return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
+    """Return whether an external signal killed the rank; SIGTERM is how launchers end the remaining ranks."""
+    return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.killed_by_launcher
 
 
-def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_told: bool) -> Fault:
-    """Print on stderr which rank the others waited for, if that is not told yet, and where its Python code stands."""
-    if not is_told:
+def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_reported: bool) -> Fault:
+    """Print the rank that the others waited for, unless already reported, and its Python stack on stderr."""
+    if not is_reported:
         say(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
     log = logs / f"rank-{rank}.log"
@@ -196,15 +196,15 @@ def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_told: 
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
-    """Bytes in each log now, so that what earlier runs wrote can be skipped later."""
+    """Return the current size of each log in bytes, with which the text of earlier runs is skipped later."""
     return {path.name: path.stat().st_size for path in logs.glob("*.log")}
 
 
-def status_of(code: int) -> int:
-    """The exit status behind a launcher's exit code: negative for a signal.
+def decode_exit_code(code: int) -> int:
+    """Return the exit status behind a launcher's exit code: negative for a signal.
 
-    DeepSpeed's says 256 - N for signal N, shells, srun and mpirun 128 + N; 255 is what ssh says of itself. Codes that
-    would be of a signal that ends nobody are srun's own, as 151 for a node that does not answer.
+    DeepSpeed's launcher returns 256 - N for signal N; shells, srun and mpirun 128 + N; 255 is an error of ssh itself.
+    Codes of signals that end no process are srun's own, such as 151 for a node that does not answer.
     """
     for number in (256 - code, code - 128):
         if number in _DEADLY and code != 255:
@@ -213,9 +213,9 @@ def status_of(code: int) -> int:
 
 
 def describe_status(status: int) -> str:
-    """An exit status in words, with the likely cause of a crash."""
+    """Describe an exit status in words, with the likely cause of a crash."""
     if status == 0:
-        return "ended without saying that every rank succeeded"
+        return "ended without reporting that every rank succeeded"
     if -status not in {member.value for member in signal.Signals}:
         return f"ended with exit code {status}"
     name = signal.Signals(-status)
@@ -224,7 +224,7 @@ def describe_status(status: int) -> str:
 
 
 def last_stack(text: str) -> list[str]:
-    """The innermost frames of the stack that a rank's watchdog wrote; nothing if it could not."""
+    """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty if none."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith(_STACK_MARK)]
     if not starts:
@@ -237,17 +237,16 @@ def last_stack(text: str) -> list[str]:
     return frames[-TRACEBACK_LINES:]
 
 
-def _killed(oom_struck: bool | None, beat: Heartbeat | None) -> list[str]:
-    """Likely causes of a SIGKILL, which leaves no last words."""
-    left = "" if beat is None else f" (at its last sign of life {beat.free_memory_gib:.1f} GiB were free)"
-    if oom_struck:
+def _explain_sigkill(oom_killed: bool | None, beat: Heartbeat | None) -> list[str]:
+    left = "" if beat is None else f" (at its last heartbeat {beat.free_memory_gib:.1f} GiB were free)"
+    if oom_killed:
         lines = [f"  the kernel's out-of-memory killer struck on this host: host memory ran out{left}"]
         lines.append("  the fix: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory")
-    elif oom_struck is None:
+    elif oom_killed is None:
         lines = [f"  usually host memory ran out{left}: `dmesg | tail` on its host says so, or `sacct -j JOB`"]
     else:
         lines = [
-            f"  the kernel's oom_kill counter did not move{left}: somebody did it, or a scheduler (`sacct -j JOB`)"
+            f"  the kernel's oom_kill counter did not move{left}: a user or a scheduler killed it (`sacct -j JOB`)"
         ]
     if beat is not None and beat.free_shm_gib < LITTLE_GIB:
         lines.append(f"  /dev/shm was nearly full: {_shared_memory(beat)}")
@@ -256,21 +255,21 @@ def _killed(oom_struck: bool | None, beat: Heartbeat | None) -> list[str]:
 
 def _shared_memory(beat: Heartbeat | None) -> str:
     if beat is not None and beat.host != host_name():
-        return f"{beat.free_shm_gib:.2f} GiB were free at its last sign of life"
+        return f"{beat.free_shm_gib:.2f} GiB were free at its last heartbeat"
     try:
         now = shutil.disk_usage("/dev/shm").free / GIB
     except OSError:
-        return "there is none"
-    then = "" if beat is None else f", {beat.free_shm_gib:.2f} at its last sign of life"
+        return "it is missing"
+    then = "" if beat is None else f", {beat.free_shm_gib:.2f} at its last heartbeat"
     return f"{now:.2f} GiB free now{then}"
 
 
-def _place(beat: Heartbeat | None) -> str:
+def _describe_position(beat: Heartbeat | None) -> str:
     return "" if beat is None else f" ({beat.where()})"
 
 
 def last_traceback(text: str) -> list[str]:
-    """The last traceback in a log, cut to its innermost frames; the log's last lines if there is none."""
+    """Return the last traceback in a log, cut to its innermost frames; the log's last lines if it has none."""
     lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
     starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
     if not starts:
@@ -280,7 +279,7 @@ def last_traceback(text: str) -> list[str]:
     end = start + 1
     while end < len(lines) and lines[end][indent : indent + 1] == " ":
         end += 1
-    # The error itself, with the first lines of a message that has several.
+    # The error itself, with the first lines of a long message.
     frames, message = lines[start + 1 : end], []
     for line in lines[end : end + 4]:
         if not line.strip():
@@ -292,19 +291,18 @@ def last_traceback(text: str) -> list[str]:
 
 
 def tail(text: str) -> list[str]:
-    """The last lines of a log, without empty ones and the progress lines of DeepSpeed's launcher."""
+    """Return the last lines of a log, without empty lines and DeepSpeed's [INFO] lines."""
     lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
 
 
-def _is_answer(text: str) -> bool:
-    """Whether a rank's log ends with a line of ours that says what is to be changed."""
+def _ends_in_user_error(text: str) -> bool:
     lines = text.rstrip().splitlines()
     return bool(lines) and lines[-1].startswith("error: ")
 
 
-def _has_cause(text: str) -> bool:
-    """Whether a rank's log ends in an error of its own, not in one it got because another rank had died."""
+def _has_own_error(text: str) -> bool:
+    """Return whether a rank's log ends in an error of its own, not in one caused by another rank."""
     return _TRACEBACK in text and not _CONSEQUENCE.search("\n".join(last_traceback(text)[-4:]))
 
 

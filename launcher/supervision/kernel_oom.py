@@ -1,4 +1,4 @@
-"""What the kernel has counted of processes it killed for memory."""
+"""The kernel's counters of processes killed for lack of memory."""
 
 from pathlib import Path
 
@@ -7,14 +7,13 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def oom_kills(cgroups: Path = CGROUPS, vmstat: Path = VMSTAT) -> int | None:
-    """Processes that the out-of-memory killer has ended on this host; None where the kernel does not tell.
+    """Return how many processes the out-of-memory killer has ended on this host; None if no counter is readable.
 
-    The sum of the host's counter and of those of this process's cgroups: either moves when it strikes (a container may
-    see only its own).
+    The sum of the host's counter and those of this process's cgroups: a container may see only its own.
     """
     found = _counters(vmstat)
     for folder in _memory_cgroups(cgroups):
-        # Version 2 of cgroups, then version 1; a counter includes those of the groups below it in version 2 only.
+        # cgroups v2, then v1; only in v2 does a counter include the groups below.
         found += _counters(folder / "memory.events") + _counters(folder / "memory.oom_control")
     return sum(found) if found else None
 
@@ -28,7 +27,6 @@ def _counters(file: Path) -> list[int]:
 
 
 def _memory_cgroups(root: Path) -> list[Path]:
-    """The folders of this process's memory cgroup and of those above it."""
     folders = [root, root / "memory"]
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

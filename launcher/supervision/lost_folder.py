@@ -1,72 +1,72 @@
-"""A run's folder that cannot be read for a while: its file server is gone, or has been mounted anew."""
+"""Handle a temporarily unreadable run folder: the file server does not answer, or was remounted."""
 
 import os
 import time
 from collections.abc import Sequence, Sized
 from pathlib import Path
 
-from launcher.supervision.stop_signals import exit_code_of_stop
+from launcher.supervision.stop_signals import choose_stop_code
 from launcher.supervision.terminal import say
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 RETURN_S, STOP_S = 120.0, 5.0
-"""How long a run whose ranks have ended waits for its folder; if it was told to stop."""
+"""How long to wait for the folder after all ranks have ended: normally, and after a signal to stop."""
 POLL_S = 0.5
 _OF_A_START = ("launcher.log", "heartbeat-")
 
 
 class FolderWatch:
-    """Whether `logs` can be read and is that of this run; says when that changes."""
+    """Watcher that reports when `logs` becomes unreadable and readable again."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._is_gone = False
+        self._is_unreadable = False
 
-    def is_there(self) -> bool:
-        """Asked of the file server itself: what is known of a folder's attributes may be a second old."""
+    def is_readable(self) -> bool:
+        """Return whether the folder can be listed and belongs to this run."""
         problem = self._problem()
-        if problem and not self._is_gone:
+        if problem and not self._is_unreadable:
             say(f"the run's folder cannot be read: {problem}")
-        elif self._is_gone and not problem:
+        elif self._is_unreadable and not problem:
             say("the run's folder can be read again")
-        self._is_gone = bool(problem)
+        self._is_unreadable = bool(problem)
         return not problem
 
     def _problem(self) -> str:
         try:
-            names = os.listdir(self._logs)
+            names = os.listdir(self._logs)  # asks the file server; cached attributes may be a second old
         except OSError as error:
             return str(error)
-        # Where nothing is mounted, the thread that holds the lock makes a folder with nothing else in it.
+        # Where nothing is mounted, the thread that holds the lock creates a folder with only the lock in it.
         return "" if any(name.startswith(_OF_A_START) for name in names) else f"nothing of this run is in {self._logs}"
 
-    def returns(self, signals: Sized) -> bool:
-        """Wait for it, until another signal comes at most; whether it is there.
+    def wait_until_readable(self, signals: Sized) -> bool:
+        """Wait until the folder is readable, at most until another signal; return whether it is.
 
-        What the ranks were doing and which checkpoints are whole is not known without it.
+        Without it neither the state of the ranks nor the complete checkpoints are known.
         """
-        if self.is_there():
+        if self.is_readable():
             return True
         seconds, heard = STOP_S if signals else RETURN_S, len(signals)
         say(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
         deadline = time.monotonic() + seconds
-        while not self.is_there():
+        while not self.is_readable():
             if len(signals) > heard:
                 return False
             if time.monotonic() > deadline:
                 say(
-                    f"{self._logs.parent} did not come back, and why the run ended is in its logs; once it can be read "
-                    "again, start the run with training.resume_from_checkpoint=auto"
+                    f"{self._logs.parent} still cannot be read, and its logs say why the run ended; once it can, start "
+                    "the run with training.resume_from_checkpoint=auto"
                 )
                 return False
             time.sleep(POLL_S)
         return True
 
 
-def code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
-    """The exit code of a run of which no more is known than those of its processes, and the signals that came."""
+def exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
+    """Return the exit code of a run from nothing but those of its processes and the signals received."""
     if not any(codes):
         return EXIT_OK
     if signals:
-        return exit_code_of_stop(signals)
+        return choose_stop_code(signals)
     return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILED

@@ -1,4 +1,4 @@
-"""The processes below the launcher: which of them are ranks, and how all of them end."""
+"""Find, signal and end the processes below the launcher."""
 
 import os
 import signal
@@ -10,16 +10,18 @@ import psutil
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rank_variables import host_name
 
+END_PATIENCE_S = 10.0
 
-def find_noted_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
-    """Rank -> process, of the ranks whose heartbeats say that they run on this host."""
+
+def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
+    """Return rank -> process for the ranks that run on this host according to their heartbeats."""
     ranks: dict[int, psutil.Process] = {}
     for beat in beats:
         if beat.host != host_name() or beat.exit_code is not None:
             continue
         try:
             process = psutil.Process(beat.pid)
-            # A number that was given again belongs to a process younger than the heartbeat.
+            # A reused pid belongs to a process younger than the heartbeat.
             if process.create_time() < beat.time:
                 ranks[beat.rank] = process
         except psutil.NoSuchProcess:
@@ -28,7 +30,7 @@ def find_noted_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether the process still runs; one that only waits to be collected by its parent has ended."""
+    """Return whether the process runs and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -44,8 +46,8 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
             continue
 
 
-def with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes and everything below them."""
+def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes and all their descendants."""
     found: list[psutil.Process] = []
     for process in processes:
         try:
@@ -55,17 +57,17 @@ def with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def end_sessions(leader_pids: Collection[int], *, timeout: float = 10.0) -> None:
-    """Kill every process of the sessions that these lead and wait until they are gone.
+def end_sessions(leader_pids: Collection[int]) -> None:
+    """Kill every process of the sessions with these leaders and wait until they have ended.
 
-    By session, not by parent: what a process that has died had started belongs to init, but to its session still.
+    By session, not by parent: orphans of a dead process belong to init, but still to its session.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + END_PATIENCE_S
     while members := _sessions(leader_pids):
         send(members, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
-        # Not psutil.wait_procs: it would collect the leaders' exit status, which belongs to their Popen objects.
+        # Not psutil.wait_procs: it would reap the leaders, and their Popen objects would lose the exit status.
         time.sleep(0.05)
 
 
@@ -81,7 +83,7 @@ def _sessions(leader_pids: Collection[int]) -> list[psutil.Process]:
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Whether it was halted by SIGSTOP or a debugger."""
+    """Return whether SIGSTOP or a debugger has stopped the process."""
     try:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""How ranks on other hosts are told to stop, how they are ended, and what their launcher says of how they ended."""
+"""Stop and end ranks that another launcher (srun, mpirun, pdsh) started, and read how they ended from its log."""
 
 import re
 import signal
@@ -6,10 +6,12 @@ import subprocess
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from launcher.supervision.failure_report import status_of
+from launcher.supervision.failure_report import decode_exit_code
+from launcher.supervision.stop_signals import STOPPED
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
 from launcher.targets.slurm import Allocation, slurmd_timeout
@@ -24,52 +26,58 @@ _SRUN_WORDS = re.compile(
 )
 # "srun: error: Task launch for StepId=44.0 failed on node n2: Communication connection failure"
 _SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
-# From here on srun tells of tasks that it ends itself.
+# From here on srun reports tasks that it ends itself.
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
 # "pdsh@login: n2: ssh exited with exit code 247"
 _PDSH_WORDS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
-# What ssh itself says: "n2: ssh: connect to host n2 port 22: Connection refused"
+# Messages of ssh itself: "n2: ssh: connect to host n2 port 22: Connection refused"
 _SSH_WORDS = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
-_OF_SSH = "255"
+_SSH_ERROR = "255"
+# Written by DeepSpeed's launcher on a host once one of its ranks has failed.
+_FAILURE = b"Killing subprocess"
+# "srun: error: n2: task 1: Exited with exit code 1", "srun: error: n2: tasks 0-7: Killed"; also for lost nodes.
+_SRUN_FAILURE = re.compile(rb"^srun: error: .*?(?:[Tt]ask|Node).*?(?:exit code (\d+))?$")
+# "pdsh@login: n2: ssh exited with exit code 255"; also for a host on which nothing started.
+_PDSH_FAILURE = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code (\d+)$")
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class Reach(Protocol):
-    """The way from the launcher's process to the ranks below it."""
+    """How the launcher's process reaches ranks that another launcher started."""
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
-        """Tell the ranks to save and stop; False if there is none yet that could be told.
+        """Signal the ranks to save and stop; return False if no rank can be reached yet.
 
-        One that hears it is enough, for they agree by all-reduce.
+        One rank is enough, because they agree by all-reduce.
         """
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        """End every rank now."""
+        """Kill every rank now."""
 
-    def host_of(self, rank: int) -> str:
-        """The host that a rank was dealt out to; empty where that is not known."""
+    def find_host(self, rank: int) -> str:
+        """Return the host of a rank; empty if unknown."""
 
-    def awaited(self) -> str:
-        """What tells of the end of a host that has fallen silent."""
+    def describe_wait(self) -> str:
+        """Describe what the launcher waits for when a host sends no heartbeats."""
 
-    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        """Rank -> how it ended, negative for a signal, as far as the launcher's log tells."""
+    def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
+        """Return rank -> exit status (negative for a signal), as far as the launcher's log reports it."""
 
-    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Host to which the way was lost -> how that shows: in the log, and in it `before` anything was ended here."""
+    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        """Return lost host -> evidence; `before` is the log as it was before this launcher ended anything."""
 
-    def is_own_end(self, status: int, log: str) -> bool:
-        """Whether a launcher that has ended with this status before anybody told of a failure fell itself."""
+    def is_launcher_failure(self, status: int, log: str) -> bool:
+        """Return whether the launcher itself failed, given that it ended before any failure of a rank was reported."""
 
 
-class ThroughLauncher:
-    """srun and mpirun pass SIGUSR1 on to all ranks, and end them on SIGTERM."""
+class LauncherReach:
+    """Reach through srun or mpirun, which forward SIGUSR1 to all ranks and end them on SIGTERM."""
 
-    def host_of(self, rank: int) -> str:
+    def find_host(self, rank: int) -> str:
         return ""
 
-    def awaited(self) -> str:
-        return "waiting for its launcher to say so"
+    def describe_wait(self) -> str:
+        return "waiting for its launcher to report it"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         process.send_signal(signal.SIGUSR1)
@@ -82,116 +90,152 @@ class ThroughLauncher:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
+    def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         return {int(rank): -int(number) for rank, number in _MPIRUN_WORDS.findall(log)}
 
-    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         return {}
 
-    def is_own_end(self, status: int, log: str) -> bool:
+    def is_launcher_failure(self, status: int, log: str) -> bool:
         return status < 0
 
 
-class ThroughSrun(ThroughLauncher):
-    """srun, in an allocation whose nodes may be lost."""
+class SrunReach(LauncherReach):
+    """Reach through srun, in an allocation that may lose nodes."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
 
-    def host_of(self, rank: int) -> str:
+    def find_host(self, rank: int) -> str:
         node = rank // self.allocation.ranks_per_node
         return self.allocation.nodes[node] if node < len(self.allocation.nodes) else ""
 
-    def awaited(self) -> str:
+    def describe_wait(self) -> str:
         return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
 
-    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        told = _of_srun(_SRUN_ENDS.split(log)[0])
-        return {rank: status for rank, status in told.items() if status}
+    def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
+        statuses = _parse_srun(_SRUN_ENDS.split(log)[0])
+        return {rank: status for rank, status in statuses.items() if status}
 
-    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         unstarted = {host: f"srun could not start its ranks: {words}" for host, words in _SRUN_UNSTARTED.findall(log)}
         if unstarted:
             return unstarted
-        # What srun ends itself it tells of too, unless nobody is left on the node who would.
-        told = _of_srun(log)
-        mute = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in told]
-        words = "srun was not told how its ranks ended; the slurmstepd above them is gone"
-        return dict.fromkeys(mute, words) if told and _SRUN_ENDS.search(log) else {}
+        # srun reports the tasks it ends itself as well, unless the slurmstepd on their node has died.
+        statuses = _parse_srun(log)
+        mute = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in statuses]
+        words = "srun did not learn how its ranks ended; the slurmstepd above them has died"
+        return dict.fromkeys(mute, words) if statuses and _SRUN_ENDS.search(log) else {}
 
-    def is_own_end(self, status: int, log: str) -> bool:
-        # Its keeper (tied.py) makes 128 + N of signal N, and so does srun itself of a task's, of which it then tells.
-        return status < 0 or (status > 128 and not _of_srun(log))
+    def is_launcher_failure(self, status: int, log: str) -> bool:
+        # end_with_launcher.py turns signal N into 128 + N. So does srun for a task, but then its log says so.
+        return status < 0 or (status > 128 and not _parse_srun(log))
 
 
-class ThroughSsh:
-    """pdsh passes nothing on: each host is asked by ssh. Ranks are dealt out in the order of `slots`."""
+class SshReach:
+    """Reach through ssh to each host, because pdsh forwards no signals. Ranks follow the order of `slots`."""
 
     def __init__(self, slots: Slots) -> None:
         self._hosts = list(slots)
         self._host_of_rank = [host for host, gpus in slots.items() for _ in gpus]
 
-    def host_of(self, rank: int) -> str:
+    def find_host(self, rank: int) -> str:
         return self._host_of_rank[rank] if rank < len(self._host_of_rank) else ""
 
-    def awaited(self) -> str:
+    def describe_wait(self) -> str:
         return "waiting for its connection to end"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         alive = [beat for _, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None]
-        beat = next((beat for beat in alive if self.host_of(beat.rank)), None)
+        beat = next((beat for beat in alive if self.find_host(beat.rank)), None)
         if beat is not None:
-            run_on(self.host_of(beat.rank), f"kill -USR1 {beat.pid}")
+            run_on(self.find_host(beat.rank), f"kill -USR1 {beat.pid}")
         return beat is not None
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         if process.poll() == 0:
-            return  # every launcher has seen its ranks end
-        # Known by the run's own console file are its ranks, and the launchers that have not started theirs yet. Not the
-        # `deepspeed` and pdsh above them, should this host be one of the file.
+            return  # every host's launcher has seen its ranks end
+        # The run's console file identifies its ranks and the launchers that have not started theirs yet, but not the
+        # `deepspeed` and pdsh above them, in case this host is in the hostfile.
         console = re.sub(r"[^\w/]", ".", str(ConsoleFile.path_in(logs)))
         pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
         with ThreadPoolExecutor(max_workers=64) as pool:
             list(pool.map(lambda host: run_on(host, f"pkill -KILL -f '{pattern}'"), self._hosts))
 
-    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        told: dict[int, int] = {}
+    def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
+        statuses: dict[int, int] = {}
         for label, code in _PDSH_WORDS.findall(log):
             ranks = [rank for rank, host in enumerate(self._host_of_rank) if _is_label(label, host)]
             mute = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
-            if mute and status_of(int(code)) < 0:
-                # A host's launcher tells of one rank, the first that ended, and so the first that fell silent.
-                told[min(mute, key=lambda rank: beats[rank].time)] = status_of(int(code))
-        return told
+            if mute and decode_exit_code(int(code)) < 0:
+                # A host's launcher reports the first rank that ended, which is the first without heartbeats.
+                statuses[min(mute, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
+        return statuses
 
-    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        # Ended here, a host's launcher is killed, of which ssh makes 255 as well.
-        labels = [label for label, code in _PDSH_WORDS.findall(before) if code == _OF_SSH]
+    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        # Only `before`: when this launcher kills a host's launcher, ssh returns 255 as well.
+        labels = [label for label, code in _PDSH_WORDS.findall(before) if code == _SSH_ERROR]
         said = {label: re.findall(_SSH_WORDS.format(re.escape(label)), before, re.M) for label in labels}
         return {
-            host: said[label][-1] if said[label] else f"ssh ended with exit code {_OF_SSH}"
+            host: said[label][-1] if said[label] else f"ssh ended with exit code {_SSH_ERROR}"
             for label in labels
             for host in self._hosts
             if _is_label(label, host)
         }
 
-    def is_own_end(self, status: int, log: str) -> bool:
-        # DeepSpeed's above it makes 256 - N of a pdsh that signal N has killed, as of a rank: of that pdsh has a line.
+    def is_launcher_failure(self, status: int, log: str) -> bool:
+        # DeepSpeed returns 256 - N if signal N killed pdsh or a rank; only for a rank does pdsh write a line.
         return status < 0 or not _PDSH_WORDS.search(log)
 
 
-def _of_srun(log: str) -> dict[int, int]:
-    """Rank -> how it ended, 0 where srun says it in words that are not known here."""
-    told: dict[int, int] = {}
+def _parse_srun(log: str) -> dict[int, int]:
+    """Return rank -> exit status; 0 where srun's description is not recognized."""
+    statuses: dict[int, int] = {}
     for ranks, code, words in _SRUN_WORDS.findall(log):
         status = int(code) if code else -_SIGNALS.get(words, 0)
         for part in ranks.split(","):
             first, _, last = part.partition("-")
-            told |= dict.fromkeys(range(int(first), int(last or first) + 1), status)
-    return told
+            statuses |= dict.fromkeys(range(int(first), int(last or first) + 1), status)
+    return statuses
 
 
 def _is_label(label: str, host: str) -> bool:
-    """Whether pdsh means this host of the file: it leaves out the user, and a domain that all hosts have."""
+    """Return whether pdsh's label means this host: it omits the user, and a domain common to all hosts."""
     name = host.rpartition("@")[2]
     return label == name or name.startswith(label + ".")
+
+
+class LauncherLog:
+    """The part of the log written after this object was created."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin = self._read = path.stat().st_size
+        self._unfinished = b""
+        self._text = ""
+
+    def has_new_failure(self) -> bool:
+        """Return whether a line written since the last call reports a failed rank or host."""
+        try:
+            new = self._from(self._read)
+        except OSError:
+            return False  # the file server does not answer for now
+        self._read += len(new)
+        *lines, self._unfinished = (self._unfinished + new).split(b"\n")
+        return any(_is_failure(line) for line in lines)
+
+    def text(self) -> str:
+        """Return the text, or what was read last while the file server does not answer."""
+        with suppress(OSError):
+            self._text = self._from(self._begin).decode(errors="replace")
+        return self._text
+
+    def _from(self, offset: int) -> bytes:
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            return file.read()
+
+
+def _is_failure(line: bytes) -> bool:
+    found = _SRUN_FAILURE.match(line) or _PDSH_FAILURE.match(line)
+    return _FAILURE in line or (found is not None and int(found[1] or 1) not in STOPPED)

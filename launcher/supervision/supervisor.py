@@ -1,13 +1,13 @@
-"""Starts the ranks of a run, passes signals on to them, and returns the exit code that the run deserves.
+"""Start the ranks of a run, forward signals to them, and choose the exit code of the run.
 
-Ranks of this machine are its own children (launcher/targets/local.py), and how they ended is what the kernel says.
-Below srun, mpirun and pdsh they are somebody else's: their heartbeats tell who ended by itself and how, the launcher's
-log tells of those that were killed, and the launcher's exit code 0 is believed if no heartbeat contradicts it.
+Ranks of this machine are its own children (launcher/targets/local.py), so the kernel reports how they ended. Ranks
+below srun, mpirun and pdsh are not: heartbeats show how ranks ended by themselves, the launcher's log shows which were
+killed, and the launcher's exit code 0 counts unless a heartbeat contradicts it.
 
-What DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does by itself and why it is not left alone:
-- When a rank fails it gives the others 30 s each, one after the other. They get FAILURE_PATIENCE_S together, or
-  SAVE_PATIENCE_S where a signal came before.
-- It passes on the exit code of whichever failed rank it looks at first, 256 - N for signal N.
+DeepSpeed's launcher (0.19.8), which pdsh starts on every host, cannot be left to handle a failure alone:
+- It gives the other ranks 30 s each, one after another. Here they get FAILURE_PATIENCE_S together, or SAVE_PATIENCE_S
+  after a signal.
+- It returns the exit code of whichever failed rank it checks first, 256 - N for signal N.
 """
 
 import math
@@ -22,15 +22,14 @@ from typing import IO
 
 import psutil
 
-from launcher.doctor.build_locks import build_waited_for, remove_stale_locks
-from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, tell_hang
+from launcher.supervision.build_locks import describe_awaited_build, remove_stale_locks
+from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, report_hang
 from launcher.supervision.kernel_oom import oom_kills
-from launcher.supervision.launcher_log import LauncherLog
-from launcher.supervision.lost_folder import FolderWatch, code_without_folder
-from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
-from launcher.supervision.remote import Reach
-from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, silent_run
-from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, exit_code_of_stop, is_stopped_by_us
+from launcher.supervision.lost_folder import FolderWatch, exit_code_without_folder
+from launcher.supervision.processes import end_sessions, find_local_ranks, is_alive, is_stopped, list_trees, send
+from launcher.supervision.remote import LauncherLog, Reach
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, diagnose_silence, name_hosts
+from launcher.supervision.stop_signals import PASSED_ON, STOPPED, choose_stop_code, is_stopped_by_us, to_exit_code
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
@@ -41,22 +40,22 @@ from trainer.contract.restart_note import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
-SAVE_PATIENCE_S = 60.0  # after a signal: others may still write what is whole without the rank that has failed
-# A host that is cut off never says that its ranks are ended, and ssh waits for it for as long as TCP does.
+SAVE_PATIENCE_S = 60.0  # after a signal: the others may still complete a checkpoint without the failed rank
+# An unreachable host never reports the end of its ranks, and ssh waits for it until TCP times out.
 END_PATIENCE_S = 22.0
-# srun waits without end for a node whose slurmstepd was killed after the rank there had ended.
+# srun waits forever for a node if the slurmstepd there was killed after its rank had ended.
 OUTLIVED_S = 35.0  # longer than a failed run's patience
 REMINDER_S, LOCKS_EVERY_S = 60.0, 10.0
-# `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
+# `timeout` and some schedulers signal both the process and its group: signals this close together count once.
 ONE_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 
 
 class Supervisor:
-    """One run of a command: its processes, the signals that came, and how each rank ended.
+    """One run of a command: its processes, the signals received, and how each rank ended.
 
-    `reach` is the way to ranks that this process has not started itself, on this host or others; `start` gives the
-    processes, whose output goes to the file, where they are not to be started by `command` now.
+    `reach` reaches ranks that this process does not start itself, on this host or others. `start(log)` returns
+    processes that write their output to `log`; the default starts `command`.
     """
 
     def __init__(
@@ -73,13 +72,12 @@ class Supervisor:
         self.reach = reach
         self._start = start or (lambda log: command.start(log, log))
         self.processes: list[subprocess.Popen[bytes]] = []
-        """Every rank; or with `reach` the launcher."""
+        """One per rank; with `reach` only the launcher."""
         self.ranks: dict[int, psutil.Process] = {}
-        """Those of this host, as far as they are known."""
+        """Known ranks of this host."""
         self.deaths: dict[int, Death] = {}
         self.signals: list[int] = []
         self.fault: Fault | None = None
-        """What the run has failed by."""
         self._folder = FolderWatch(logs)
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
         self._silent_hosts = SilentHosts()
@@ -88,11 +86,11 @@ class Supervisor:
         self._ends_at = math.inf  # of all ranks, because one has failed or stopped
         self._log_before_end = ""
         self._stop_sent_at: float | None = None
-        self._has_told_stop = False
-        self._reminded_at = self._looked_at = self._locks_due_at = 0.0
+        self._is_stop_sent = False
+        self._reminded_at = self._checked_at = self._locks_due_at = 0.0
         self._has_failed = False
-        self._has_told_wait = False
-        self._has_told_hang = False
+        self._has_reported_wait = False
+        self._has_reported_hang = False
         self._trains = False
         self._codes: set[int | None] = set()
         self._silent_run: Hang | None = None
@@ -102,13 +100,13 @@ class Supervisor:
         self._is_outlived = False
 
     def run(self) -> int:
-        """Start, wait, and leave nothing behind; returns 0 done, 1 failed, 2 usage, 75 preempted, 128 + signal."""
+        """Run to the end, leave no process behind, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
         clear_heartbeats(self.logs)
         self.old_sizes = log_sizes(self.logs)
         self._oom_kills = oom_kills()
         ended = threading.Event()
-        before = {number: signal.signal(number, self._note) for number in PASSED_ON}
+        before = {number: signal.signal(number, self._record_signal) for number in PASSED_ON}
         try:
             with open(self.logs / "launcher.log", "ab") as log:
                 log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shell()}\n".encode())
@@ -125,22 +123,22 @@ class Supervisor:
                 if self.reach is not None and not self._cut_off:
                     self.reach.end(self.processes[0], self.logs)
                 end_sessions([process.pid for process in self.processes])
-            self._note_deaths()
+            self._record_deaths()
             codes = [process.wait() for process in self.processes]
             waits = not self._cut_short and (any(codes) or self.reach is not None)
-            if waits and not self._folder.returns(self.signals):
-                return code_without_folder(codes, self.signals)
-            if self._is_outlived:  # its own code is that of the signals by which it was ended just now
+            if waits and not self._folder.wait_until_readable(self.signals):
+                return exit_code_without_folder(codes, self.signals)
+            if self._is_outlived:  # its own code only reflects the signal that just ended it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
-            return self._verdict([EXIT_FAILED] if self._cut_off else codes)
+            return self._choose_exit_code([EXIT_FAILED] if self._cut_off else codes)
         finally:
             ended.set()
             for number, handler in before.items():
-                # A run that was told to stop has: another signal changes nothing, also while Python itself ends.
+                # A stopped run ignores further signals, also while Python itself exits.
                 signal.signal(number, signal.SIG_IGN if self.signals else handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # Only remembered here: a handler may interrupt anything.
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only record the signal; signal handlers must be async-safe.
         now = time.monotonic()
         if now - self._signalled_at >= ONE_SIGNAL_S:
             self.signals.append(number)
@@ -148,26 +146,25 @@ class Supervisor:
 
     def _watch(self) -> None:
         while any(process.poll() is None for process in self.processes):
-            self._look_around()
-            self._note_deaths()
+            self._check_state()
+            self._record_deaths()
             self._cut_short = bool(self.signals) and self._stop()
-            if self._cut_short or self._silent_run is not None or self._outlives_its_ranks():
+            if self._cut_short or self._silent_run is not None or self._has_outlived_ranks():
                 return
             self._end_after_failure()
             if self._cut_off:
                 return
             time.sleep(POLL_S)
 
-    def _outlives_its_ranks(self) -> bool:
-        """Whether what started the ranks elsewhere is still there long after all of them have said how they ended."""
+    def _has_outlived_ranks(self) -> bool:
+        """Return whether the ranks' launcher still runs OUTLIVED_S after all of them reported their end."""
         ended = self._all_ended_at
         self._is_outlived = ended is not None and time.monotonic() - ended > OUTLIVED_S
         if self._is_outlived:
-            say(f"all ranks ended {OUTLIVED_S:.0f} s ago, and what started them still waits: it is ended")
+            say(f"all ranks ended {OUTLIVED_S:.0f} s ago, but their launcher still waits; ending it")
         return self._is_outlived
 
-    def _note_deaths(self) -> None:
-        """Ranks that have ended since the last look: with their exit status where this process is their parent."""
+    def _record_deaths(self) -> None:
         for rank, process in self.ranks.items():
             if rank in self.deaths:
                 continue
@@ -175,52 +172,53 @@ class Supervisor:
                 if not is_alive(process):
                     self.deaths[rank] = Death(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
-                tidied_up = status == -signal.SIGKILL and (self._cut_short or time.monotonic() > self._ends_at)
-                self.deaths[rank] = Death(time.monotonic(), status, tidied_up=tidied_up)
+                by_us = status == -signal.SIGKILL and (self._cut_short or time.monotonic() > self._ends_at)
+                self.deaths[rank] = Death(time.monotonic(), status, killed_by_launcher=by_us)
 
-    def _look_around(self) -> None:
-        """Once a second what is dear: the heartbeats, and what the launcher below has written."""
+    def _check_state(self) -> None:
+        """Read the heartbeats and the launcher's log, at most once a second."""
         now = time.monotonic()
-        if now - self._looked_at < 1.0:
+        if now - self._checked_at < 1.0:
             return
-        self._looked_at = now
-        if not self._folder.is_there():
-            self._silence.is_complete()  # its time begins anew
+        self._checked_at = now
+        if not self._folder.is_readable():
+            self._silence.has_timed_out()  # restarts its clock
             return
         beats = read_heartbeats(self.logs)
         self._trains |= any(beat.step for beat in beats.values())
         self._codes = {beat.exit_code for beat in beats.values()}
         if self.reach is not None:
-            self.ranks = find_noted_ranks(beats.values()) | self.ranks
-            self._has_failed = self._has_failed or self.log.tells_of_failure()
+            self.ranks = find_local_ranks(beats.values()) | self.ranks
+            self._has_failed = self._has_failed or self.log.has_new_failure()
             ended = len(beats) == self.command.ranks and all(beat.exit_code is not None for beat in beats.values())
             self._all_ended_at = (self._all_ended_at or now) if ended else None
-            for host in self._silent_hosts.newly_silent(beats, now):
-                say(f"no sign of life from {host} for {SILENCE_S:.0f} s; {self.reach.awaited()}")
+            for host in self._silent_hosts.find_newly_silent(beats, now):
+                say(f"no heartbeat from {host} for {SILENCE_S:.0f} s; {self.reach.describe_wait()}")
         waiting = [beat for beat in beats.values() if beat.waits_for_build]
-        if waiting and not self._has_told_wait:
-            self._has_told_wait = True
-            whom = build_waited_for() if waiting[0].host == host_name() else "the build of an operator there"
+        if waiting and not self._has_reported_wait:
+            self._has_reported_wait = True
+            whom = describe_awaited_build() if waiting[0].host == host_name() else "the build of an operator there"
             say(f"rank {waiting[0].rank} on {waiting[0].host} waits for {whom}")
         if now > self._locks_due_at:
-            # Another run may be killed while it builds what this one waits for, but only before the first step.
+            # Before the first step this run may wait for a build of another run that gets killed.
             self._locks_due_at = math.inf if self._trains else now + LOCKS_EVERY_S
             remove_stale_locks()
-        if self._silence.is_complete():
-            self._silent_run = silent_run(self.command.ranks, beats)  # now: mpirun lets go on what it ends
+        if self._silence.has_timed_out():
+            # Before mpirun is ended, which resumes stopped ranks.
+            self._silent_run = diagnose_silence(self.command.ranks, beats)
         if (hang := read_hang(self.logs)) is not None:
-            if not self._has_told_hang:
-                self._has_told_hang = True  # now: a host that is cut off lets its launcher wait
+            if not self._has_reported_hang:
+                self._has_reported_hang = True  # now, because the launcher of an unreachable host may not return
                 say(f"the run failed: {name_hosts(hang, self.reach).text}")
-            # A rank that was halted must run to write its stack and end; one that had not begun would only begin.
+            # A stopped rank must run to write its stack and end; one without heartbeats would only start training.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send(halted, signal.SIGCONT)
 
     def _stop(self) -> bool:
-        """Pass the first signal on to every rank; True when the time for a clean end is over."""
-        # After SIGUSR1 a scheduler's SIGTERM is no more than a reminder.
+        """Forward the first signal to every rank; return True when the time for a clean end is over."""
+        # After SIGUSR1 a scheduler's SIGTERM is only a reminder.
         if len(self.signals) > 1 and (self.signals[0] != signal.SIGUSR1 or signal.SIGINT in self.signals[1:]):
-            say("stopping at once: what was not saved yet is lost" if self._trains else "stopping at once")
+            say("stopping at once: unsaved progress is lost" if self._trains else "stopping at once")
             return True
         now = time.monotonic()
         if self._stop_sent_at is None:
@@ -230,9 +228,9 @@ class Supervisor:
             doing = "saving a checkpoint, then stopping" if self._trains else "stopping, before the first step"
             say(f"{first.name}: {doing}; {again} stops at once")
             self._stop_sent_at = self._reminded_at = now
-        self._has_told_stop = self._has_told_stop or self._send_stop()
+        self._is_stop_sent = self._is_stop_sent or self._send_stop()
         if not self._trains and now - self._stop_sent_at > FAILURE_PATIENCE_S:
-            # One that waits for the others in native code does not hear the signal, and there is nothing to save.
+            # A rank that waits for others in native code does not see the signal, and there is nothing to save.
             self._trains |= any(beat.step for beat in read_heartbeats(self.logs).values())
             return not self._trains
         if now - self._reminded_at > REMINDER_S:
@@ -241,7 +239,6 @@ class Supervisor:
         return False
 
     def _send_stop(self) -> bool:
-        """To the ranks of this host; to others by the way that is known, and one of them is enough to stop all."""
         if self.reach is not None:
             return self.reach.stop(self.processes[0], self.logs)
         first = signal.Signals(self.signals[0])
@@ -249,26 +246,26 @@ class Supervisor:
         return True
 
     def _end_after_failure(self) -> None:
-        """Once a rank has failed or stopped, the others wait for it in vain, in NCCL without hearing of a signal."""
+        """End the other ranks after one failed or stopped: they wait for it in NCCL and see no signal."""
         now, stopped = time.monotonic(), self._has_stopped()
         if math.isinf(self._ends_at):
             if self._has_failure() or stopped:
                 saves = bool(self.signals) and not stopped
                 if saves:
-                    say(f"a rank has failed since; the others have {SAVE_PATIENCE_S:.0f} s to save")
+                    say(f"a rank has failed meanwhile; the others have {SAVE_PATIENCE_S:.0f} s to save")
                 self._ends_at = now + (SAVE_PATIENCE_S if saves else FAILURE_PATIENCE_S)
                 self._failed_at = None if self.signals or stopped else now
                 self._log_before_end = self.log.text()
         elif now > self._ends_at:
-            send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
+            send(list_trees(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
             if self.reach is not None:
                 self.reach.end(self.processes[0], self.logs)
                 self._cut_off = now - self._ends_at > END_PATIENCE_S
 
     def _has_stopped(self) -> bool:
-        """Whether a rank has ended as a signal told it to: at once where nothing was left to save, else after the save.
+        """Return whether a rank ended because of a signal, after saving or with nothing to save.
 
-        Of ranks that others have started only after a signal of ours: their launchers end them by one, too.
+        Ranks of another launcher count only after a signal to this one: their launcher also ends them by signal.
         """
         codes = {death.status for death in self.deaths.values()}
         if self.reach is not None and self.signals and self._failed_at is None:
@@ -278,68 +275,70 @@ class Supervisor:
     def _has_failure(self) -> bool:
         return self._has_failed or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
 
-    def _verdict(self, codes: list[int]) -> int:
+    def _choose_exit_code(self, codes: list[int]) -> int:
         beats = read_heartbeats(self.logs).values()
         if not any(codes) and (self.reach is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
         if hang := read_hang(self.logs) or self._silent_run:
-            self.fault = tell_hang(self.logs, self.old_sizes, name_hosts(hang, self.reach), is_told=self._has_told_hang)
+            hang = name_hosts(hang, self.reach)
+            self.fault = report_hang(self.logs, self.old_sizes, hang, is_reported=self._has_reported_hang)
             return EXIT_FAILED
         self._codes = {beat.exit_code for beat in beats}
-        # What another then meets in its place, or was waiting for, is no failure.
+        # Errors of ranks that then wait for the stopped one are no failure.
         heard = self._has_stopped()
-        waited = {rank for rank, death in self.deaths.items() if heard and death.tidied_up}
+        waited = {rank for rank, death in self.deaths.items() if heard and death.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stopped_by_us(code) and rank not in waited]
-        # A signal that comes while the launcher already ends a failed run, as with a lost node, does not hide why.
+        # A signal during the end of a failed run, as with a lost node, does not hide the failure.
         before_steps = not self._trains and self._failed_at is None
         if self.signals and (not failed or self._cut_short or before_steps or heard):
-            return exit_code_of_stop(self.signals, at_once=self._cut_short)
+            return choose_stop_code(self.signals, at_once=self._cut_short)
         stopped = [code for code in codes if code in STOPPED]
         if stopped and not failed:
-            return stopped[0]  # somebody else signalled the ranks, and they have saved
+            return stopped[0]  # another process signalled the ranks, and they have saved
         if EXIT_USAGE in failed:
-            return self._failed(EXIT_USAGE)
-        return self._failed(exit_code_of(failed[0]) if failed else EXIT_OK)
+            return self._report_failure(EXIT_USAGE)
+        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK)
 
-    def _failed(self, code: int) -> int:
-        """Tell why; 2 for a mistake of the user, 128 + signal where one ended the rank to blame, else 1.
+    def _report_failure(self, code: int) -> int:
+        """Report the failure and return 2 for a user error, 128 + N if signal N ended the rank to blame, else 1.
 
-        Ranks that ran out of memory and ask for a restart are the caller's business: 77, and nothing told.
+        If ranks ran out of memory and ask for a restart, return 77 without a report.
         """
         if RestartNote.is_left(self.logs):
             return EXIT_RESTART
         lost: dict[str, str] = {}
         if self.reach is not None:
-            failed, log = self._fallen_elsewhere(self.reach), self.log.text()
-            lost = self.reach.lost(self._log_before_end or log, log, read_heartbeats(self.logs))
+            failed, log = self._find_remote_failures(self.reach), self.log.text()
+            lost = self.reach.find_lost_hosts(self._log_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
         struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
-        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck, lost, self._launcher_fell()).tell()
+        failure = Failure(self.logs, self.old_sizes, failed, code, struck, lost, self._has_launcher_failed())
+        self.fault = failure.report()
         status = self.fault.status
         if code == EXIT_USAGE:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED
 
-    def _launcher_fell(self) -> bool:
-        """Whether what starts the ranks elsewhere was itself killed, before anything was known of them."""
+    def _has_launcher_failed(self) -> bool:
+        """Return whether the ranks' launcher itself was killed before any rank failed."""
         if self.reach is None or self._failed_at is not None or self._is_outlived or self._cut_off:
             return False
-        return self.reach.is_own_end(self.processes[0].wait(), self.log.text())
+        return self.reach.is_launcher_failure(self.processes[0].wait(), self.log.text())
 
-    def _fallen_elsewhere(self, reach: Reach) -> dict[int, Death]:
-        """Ranks whose heartbeats tell of no success; one that was killed falls silent before the others do.
+    def _find_remote_failures(self, reach: Reach) -> dict[int, Death]:
+        """Return the ranks without a reported success; a killed rank's heartbeats stop before the others'.
 
-        How one ended that could not say it itself stands in the launcher's log.
+        The status of ranks that could not report it themselves is in the launcher's log.
         """
         now, to_monotonic = time.monotonic(), time.monotonic() - time.time()
         beats = read_heartbeats(self.logs)
-        told = reach.statuses(self.log.text(), beats)
-        fallen: dict[int, Death] = {}
+        reported = reach.parse_statuses(self.log.text(), beats)
+        failed: dict[int, Death] = {}
         for rank, beat in beats.items():
             if beat.exit_code != 0:
                 death = self.deaths.get(rank, Death(beat.time + to_monotonic))
-                status = told.get(rank) if beat.exit_code is None else beat.exit_code
-                # Nobody knows of its end, but of another's: it was ended here, at last.
-                fallen[rank] = Death(now if told and status is None else death.when, status)
-        return fallen
+                status = reported.get(rank) if beat.exit_code is None else beat.exit_code
+                # An unknown end while another's is known: this launcher ended it, last.
+                failed[rank] = Death(now if reported and status is None else death.when, status)
+        return failed

@@ -1,7 +1,7 @@
-"""The way from rank 0 to the user's terminal: a named pipe, or a file if rank 0 may be on another host.
+"""Show rank 0's output on the user's terminal: through a named pipe, or a file if rank 0 may be on another host.
 
-DeepSpeed's launcher closes inherited descriptors and mixes its own lines into what it passes on; these let rank 0's
-lines through and nothing else.
+DeepSpeed's launcher closes inherited descriptors and mixes its own lines into the output it forwards; a pipe or file
+carries rank 0's lines and nothing else.
 """
 
 import os
@@ -21,14 +21,14 @@ FOLLOW_S = 0.2
 
 
 class _Console:
-    """Where rank 0 writes, and what becomes of it on this process's stdout."""
+    """Path to which rank 0 writes; its content appears on this process's stdout."""
 
     def __init__(self, logs: Path, path: Path) -> None:
         self._logs, self.path = logs, path
         self._is_lost = False
 
     def arguments(self) -> list[str]:
-        """Return the options of a rank that say where to write, and what kind of terminal that ends on."""
+        """Return a rank's options for the path to write to and the kind of terminal."""
         return ["--console", str(self.path), *_terminal_arguments()]
 
     def _show(self, chunk: bytes) -> None:
@@ -42,7 +42,7 @@ class _Console:
 
 
 class ConsolePipe(_Console):
-    """A named pipe whose bytes appear on this process's stdout until the `with` block ends."""
+    """A named pipe; its bytes appear on this process's stdout until the `with` block ends."""
 
     def __init__(self, logs: Path) -> None:
         # Not in the run's folder: network file systems do not all have pipes.
@@ -50,7 +50,7 @@ class ConsolePipe(_Console):
         super().__init__(logs, self._folder / "console")
         os.mkfifo(self.path, 0o600)
         self._read_fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        # A writer of our own keeps the pipe from ending before rank 0 has opened it, and ends it when we say so.
+        # Our own writer keeps the pipe open before rank 0 opens it, and closes it when we want it to end.
         self._write_fd = os.open(self.path, os.O_WRONLY)
         os.set_blocking(self._read_fd, True)
         self._line_is_open = False
@@ -66,7 +66,7 @@ class ConsolePipe(_Console):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._write_fd)
-        # Ends at once, for all writers are gone; a rank that could not be killed must not keep the user waiting.
+        # Ends at once if all writers have ended; an unkillable rank must not keep the user waiting.
         self._thread.join(timeout=5.0)
         shutil.rmtree(self._folder, ignore_errors=True)
         if os.isatty(1):
@@ -75,7 +75,7 @@ class ConsolePipe(_Console):
 
 
 class ConsoleFile(_Console):
-    """A file in the run's folder, for rank 0 on whatever host; what is added to it appears on this process's stdout."""
+    """A file in the run's folder, for rank 0 on any host; appended bytes appear on this process's stdout."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -89,13 +89,13 @@ class ConsoleFile(_Console):
 
     @staticmethod
     def path_in(logs: Path) -> Path:
-        """The file's absolute path."""
+        """Return the file's absolute path."""
         return logs.absolute() / "console.log"
 
     def _follow(self) -> None:
         ending = False
         while True:
-            with suppress(OSError):  # the file server is gone; at the next look it may be there again
+            with suppress(OSError):  # the file server does not answer; retried in the next round
                 self._show_new()
             if ending:
                 return
@@ -105,7 +105,7 @@ class ConsoleFile(_Console):
         try:
             self._read_on()
         except OSError:
-            # What was open stays lost when the folder is mounted anew.
+            # After a remount of the folder the open file stays unusable.
             again = self.path.open("rb", buffering=0)
             self._shown = again.seek(min(self._shown, again.seek(0, os.SEEK_END)))
             self._close()
@@ -138,14 +138,14 @@ def _terminal_arguments() -> list[str]:
 
 
 def say(message: str) -> None:
-    """Print a line of the launcher's own on stderr, whatever has become of stderr."""
-    with suppress(OSError):  # the terminal is closed; the run goes on, and launcher.log has the rest
+    """Print a message of the launcher on stderr; ignore a closed stderr."""
+    with suppress(OSError):  # the terminal is closed, but the run continues
         _clear_line()
         print(printable(message), file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
-    """Print a line of the launcher's own where rank 0's lines go: how far the start is."""
+    """Print a progress line of the launcher on stdout, where rank 0's lines go."""
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()
@@ -153,13 +153,13 @@ def show(line: str) -> None:
 
 
 def _clear_line() -> None:
-    """Remove what the first rank shows on the terminal's last line while it imports (standard_streams.py)."""
+    """Clear the progress that rank 0 shows on the terminal's last line while it imports (standard_streams.py)."""
     if os.isatty(2):
         os.write(2, b"\r\x1b[2K")
 
 
 def _write(data: bytes) -> bool:
-    """Write all of `data` to stdout; False where it cannot be written, which must not stop the run."""
+    """Write all of `data` to stdout; return False instead of raising, because the run must continue."""
     try:
         while data:
             data = data[os.write(1, data) :]

@@ -1,1 +1,1 @@
-"""Where ranks are started: this machine, hosts of a file, SLURM, MPI."""
+"""Commands that start ranks: on this machine, on the hosts of a file, by SLURM or by MPI."""

@@ -1,4 +1,4 @@
-"""Which variables of this shell the ranks on other hosts get: ssh passes on none of them."""
+"""Environment variables that ranks on other hosts get from this shell, because ssh forwards none."""
 
 import os
 import sys
@@ -13,27 +13,26 @@ PREFIXES = (
     "CUDA_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHONPATH", "PYTHONSAFEPATH", "PYTORCH_", "TOKENIZERS_",
     "TORCH_", "TRANSFORMERS_", "TRITON_", "UCX_", "ZEROLORA_",
 )  # fmt: skip
-# GPUs are numbered by the hostfile, and the file of variables is read here only.
-NOT = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
-# A command line is there for every user of a host to see.
+# The hostfile numbers the GPUs, and only this host reads the file of variables.
+NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
+# Every user of a host can read a command line.
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def exported_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables of `env` that steer Python and the libraries, none that holds a secret."""
+    """Return the variables of `env` that configure Python and the libraries, without secrets."""
     return {
         name: value
         for name, value in {**env, **SAFE_PATH}.items()
-        if name.startswith(PREFIXES) and name not in NOT and not any(word in name.upper() for word in SECRET)
+        if name.startswith(PREFIXES) and name not in NOT_EXPORTED and not any(word in name.upper() for word in SECRET)
     }
 
 
 def write_environment(file: Path, env: Mapping[str, str]) -> None:
-    """Write `file` for DeepSpeed's launcher, which reads DS_ENV_FILE in place of ~/.deepspeed_env: both are in it.
+    """Write `file`, which DeepSpeed's launcher reads instead of ~/.deepspeed_env, including the user's own variables.
 
-    PYTHONPATH is that of this shell, in place of DeepSpeed's, which begins with the working folder. The folder of this
-    Python comes first in PATH, as here: operators are built by the ninja in it. Another ninja would build all of them
-    again, and without one the ranks would fail.
+    PYTHONPATH is this shell's, because DeepSpeed's begins with the working folder. PATH begins with the folder of this
+    Python and its ninja, which builds the operators: another ninja would rebuild them, and without one ranks fail.
     """
     own = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = [f"PATH={Path(sys.executable).parent}:$PATH", "PYTHONPATH="]

@@ -1,4 +1,4 @@
-"""Which hosts and GPUs a run may use: the hostfile, the filters on it, and whether ssh reaches what is left.
+"""Hosts and GPUs of a run: read the hostfile, apply filters, and check that ssh reaches the hosts.
 
 A hostfile has a line per host, `gpu-a slots=8`; `#` begins a comment. `--include` and `--exclude` are DeepSpeed's:
 `gpu-a@gpu-b:0,2` is all of gpu-a and GPUs 0 and 2 of gpu-b.
@@ -17,7 +17,7 @@ from trainer.config import UserError
 from trainer.config.files import read_text
 
 Slots = dict[str, list[int]]
-"""Host -> numbers of its GPUs, in the order in which ranks are dealt out."""
+"""Host -> numbers of its GPUs, in the order of the ranks."""
 SSH_TIMEOUT_S = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
 _ENTRY = re.compile(r"(\S+)\s+slots=([0-9]{1,4})\s*(?:#.*)?")
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
 
 
 class Filters(TypedDict, total=False):
-    """The options that choose among hosts; what is missing or None leaves all."""
+    """Options that filter hosts and GPUs; missing ones and None filter nothing."""
 
     include: str | None
     exclude: str | None
@@ -34,9 +34,9 @@ class Filters(TypedDict, total=False):
 
 
 def read_hostfile(path: Path) -> Slots:
-    """Hosts and slots of a hostfile. Raises UserError if it is missing, empty, or has a wrong or repeated entry."""
+    """Return the slots of a hostfile. Raises UserError if it is missing, empty, or has a wrong or repeated entry."""
     if not path.is_file():
-        raise UserError(f"--hostfile {path}: no such file; a line for each host is needed, `gpu-a slots=8`")
+        raise UserError(f"--hostfile {path}: no such file; write one line per host, `gpu-a slots=8`")
     slots: Slots = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         text = line.strip()
@@ -49,16 +49,16 @@ def read_hostfile(path: Path) -> Slots:
             raise UserError(f"--hostfile {path}: line {number} names {entry[1]} again; keep one line for each host")
         slots[entry[1]] = list(range(int(entry[2])))
     if not slots:
-        raise UserError(f"--hostfile {path}: names no host; a line for each is needed, `gpu-a slots=8`")
+        raise UserError(f"--hostfile {path}: names no host; write one line per host, `gpu-a slots=8`")
     return slots
 
 
 def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
-    """What the options leave of `slots`. Raises UserError for what is not there, and if nothing is left."""
+    """Return `slots` after the filters. Raises UserError for unknown hosts or GPUs, and if nothing is left."""
     include, exclude = filters.get("include"), filters.get("exclude")
     num_nodes, num_gpus = filters.get("num_nodes"), filters.get("num_gpus")
     if include is not None and exclude is not None:
-        raise UserError("--include with --exclude: say either what to use or what to leave out")
+        raise UserError("--include with --exclude: give either what to use or what to exclude")
     if include is not None:
         chosen = _parse_filter("--include", include, slots)
         slots = {host: chosen[host] for host in slots if host in chosen}
@@ -81,9 +81,9 @@ def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
 
 
 def check_reachable(hosts: Sequence[str], folder: Path) -> None:
-    """Log in to each host and look for this Python and `folder` there; all at the same time.
+    """Check in parallel that ssh reaches each host and that this Python and `folder` exist there.
 
-    Raises UserError that names every host on which one of it fails.
+    Raises UserError naming every host that fails.
     """
     wrong = [f"{host}: {problem}" for host, problem in _find_problems(hosts, folder).items() if problem is not None]
     if wrong:
@@ -102,28 +102,27 @@ def _find_problems(hosts: Sequence[str], folder: Path) -> dict[str, str | None]:
 
 
 def run_on(host: str, command: str) -> None:
-    """Run a shell command on a host and ignore how it ends; wait no longer than a login may take."""
+    """Run a shell command on a host, ignoring its result; wait at most as long as a login may take."""
     try:
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        pass  # the host is gone, and with it what the command was for
+        pass  # the host does not answer, so its ranks cannot run either
 
 
 def _ssh(host: str, command: str) -> str | None:
-    """What is wrong with a host, or None."""
     try:
         done = subprocess.run(
             [*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * SSH_TIMEOUT_S
         )
     except FileNotFoundError:
-        return "there is no ssh on this machine; install openssh-client"
+        return "ssh is missing on this machine; install openssh-client"
     except subprocess.TimeoutExpired:
         return f"ssh does not answer within {3 * SSH_TIMEOUT_S} s"
     if done.returncode == 255:
         said = done.stderr.strip().splitlines() or ["no reason given"]
         return f"not reached by ssh without a password ({said[-1]}); try `ssh {host} hostname`"
     if done.returncode:
-        return f"{sys.executable} or this folder is not there; use a file system that all hosts share"
+        return f"{sys.executable} or this folder is missing; use a file system that all hosts share"
     return None
 
 

@@ -1,8 +1,8 @@
-"""From a machine and a configuration to the command that starts one process per GPU.
+"""Commands that start one process per GPU on this machine, or through DeepSpeed's launcher on the hosts of a file.
 
-On this machine each rank is started directly, with the variables that DeepSpeed's launcher would set: its exit status
-is then known, and the seconds that the launcher's two processes take to import are saved. `deepspeed --module
-trainer.train` does the same and stays supported; a dry run prints it.
+On this machine each rank is started directly, with the variables that DeepSpeed's launcher would set: this makes its
+exit status known, and saves the seconds that the launcher's two processes take to import. `deepspeed --module
+trainer.train` does the same and is supported; a dry run prints it.
 """
 
 import os
@@ -20,49 +20,49 @@ from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS
 
 Output = int | IO[bytes] | None
-# Where DeepSpeed looks for a hostfile without being asked: some images have one, and "this machine" would become many.
+# DeepSpeed's implicit hostfile: some images have one, which would turn "this machine" into many.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
-# `-m`, which deepspeed uses on every rank, would import from the working folder first.
+# Without this `python -m`, as deepspeed starts every rank, imports from the working folder first.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-# Left over from an outer job, these would make every process below us look like a rank.
+# Inherited from an outer job, these would make every child process look like a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, what it changes in the environment, and how many ranks it starts."""
+    """A command line, its changes to the environment, and the number of ranks it starts."""
 
     argv: tuple[str, ...]
     ranks: int
     set_variables: Mapping[str, str]
     unset_variables: tuple[str, ...]
-    of_each_rank: tuple[Mapping[str, str], ...] = ()
-    """Where `argv` is one rank: the variables that it gets when it is started as rank 0, 1 and so on."""
-    by_hand: tuple[str, ...] = ()
-    """Where `argv` is one rank: a command that starts all of them."""
+    rank_environments: tuple[Mapping[str, str], ...] = ()
+    """If `argv` starts one rank: the variables of each rank."""
+    manual_argv: tuple[str, ...] = ()
+    """If `argv` starts one rank: a command that starts all of them."""
 
     def shell(self) -> str:
-        """Return one line that does the same when pasted into a shell."""
+        """Return the equivalent shell command."""
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
         changes = SAFE_PATH | dict(self.set_variables)
         variables = [f"{name}={shlex.quote(value)}" for name, value in changes.items()]
-        return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.by_hand or self.argv)])
+        return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.manual_argv or self.argv)])
 
     def environment(self) -> dict[str, str]:
-        """This process's environment with the changes made."""
+        """Return this process's environment with the command's changes."""
         kept = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
         return kept | SAFE_PATH | dict(self.set_variables)
 
     def start(self, stdout: Output, stderr: Output) -> list[subprocess.Popen[bytes]]:
-        """The process of every rank on this machine, or that of the launcher which starts them elsewhere.
+        """Start every rank on this machine, or the launcher that starts them elsewhere.
 
-        Each leads a session of its own, where the terminal's Ctrl-C does not reach it.
+        Each process gets its own session, so that the terminal's Ctrl-C does not reach it.
         """
-        argv = self.argv if self.of_each_rank else (sys.executable, "-m", "launcher.supervision.tied", *self.argv)
+        guard = () if self.rank_environments else (sys.executable, "-m", "launcher.supervision.end_with_launcher")
         started: list[subprocess.Popen[bytes]] = []
         try:
-            for variables in self.of_each_rank or ({},):
-                started.append(self._start(argv, variables, subprocess.DEVNULL, stdout, stderr))
+            for variables in self.rank_environments or ({},):
+                started.append(self._start((*guard, *self.argv), variables, subprocess.DEVNULL, stdout, stderr))
         except OSError:
             for process in started:
                 process.kill()
@@ -73,7 +73,7 @@ class Command:
     def start_rank(
         self, variables: Mapping[str, str], channel: socket.socket, output: Output, *more: str
     ) -> subprocess.Popen[bytes]:
-        """One rank of this machine with more arguments; `channel` is its standard input, and None output is ours."""
+        """Start one rank on this machine with more arguments; `channel` is its stdin, `output` None inherits ours."""
         return self._start((*self.argv, *more), variables, channel.fileno(), output, output)
 
     def _start(
@@ -86,10 +86,10 @@ class Command:
 def local_command(
     arguments: Sequence[str], *, gpus: Sequence[int], num_gpus: int | None, port: int, module: str = "trainer.train"
 ) -> Command:
-    """The command that runs `module` with `arguments` on this machine: a rank per GPU, or CPU ranks if `gpus` is empty.
+    """Return the command that runs `module` on this machine: a rank per GPU, or CPU ranks if `gpus` is empty.
 
-    `gpus` are the numbers of the GPUs that may be used; `num_gpus` takes the first so many of them, or that many CPU
-    ranks. Raises UserError if `num_gpus` is more than there are, or more CPU ranks than cores.
+    `gpus` are the numbers of the usable GPUs; `num_gpus` takes the first of them, or that many CPU ranks. Raises
+    UserError if `num_gpus` exceeds the GPUs, or without GPUs the cores.
     """
     if num_gpus is not None and num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
@@ -98,33 +98,33 @@ def local_command(
     cores = len(os.sched_getaffinity(0))
     if not gpus and num_gpus is not None and num_gpus > max(cores, CPU_RANKS):
         raise UserError(
-            f"--num-gpus {num_gpus}: there is no GPU, and this process may use {cores} cores; a rank needs one: use "
+            f"--num-gpus {num_gpus}: no GPU found, and this process may use {cores} cores; a rank needs one: use "
             f"--num-gpus {max(cores, CPU_RANKS)} or fewer"
         )
     numbers = list(gpus)[:num_gpus] if gpus else list(range(num_gpus or CPU_RANKS))
-    by_hand = [_deepspeed_executable()]
+    manual_argv = [_deepspeed_executable()]
     if IMPLICIT_HOSTFILE.is_file():
-        by_hand.append("--hostfile=/dev/null")
+        manual_argv.append("--hostfile=/dev/null")
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(len(numbers)))
     set_variables: dict[str, str] = {}
     if gpus:
-        # Not `--num_gpus`: with that one DeepSpeed takes GPUs 0 to N-1, whatever CUDA_VISIBLE_DEVICES says.
-        by_hand.append("--include=localhost:" + ",".join(map(str, numbers)))
+        # Not `--num_gpus`, with which DeepSpeed ignores CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1.
+        manual_argv.append("--include=localhost:" + ",".join(map(str, numbers)))
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     else:
-        # DeepSpeed's CPU "devices" are the memory nodes, one on most machines; only this option starts more ranks.
-        by_hand.append(f"--num_gpus={len(numbers)}")
+        # DeepSpeed's CPU "devices" are NUMA nodes, one on most machines; only this option starts more ranks.
+        manual_argv.append(f"--num_gpus={len(numbers)}")
         set_variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    by_hand += [f"--master_port={port}", "--module", module, *arguments]
+    manual_argv += [f"--master_port={port}", "--module", module, *arguments]
     return Command(
         (sys.executable, "-u", "-m", module, *arguments),
         len(numbers),
         set_variables,
-        # `--include` counts the GPUs of the machine, whatever is visible.
+        # `--include` counts all GPUs of the machine, not only the visible ones.
         (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"),
         tuple(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(numbers))),
-        tuple(by_hand),
+        tuple(manual_argv),
     )
 
 
@@ -138,16 +138,16 @@ def hostfile_command(
     environment_file: Path,
     module: str = "trainer.train",
 ) -> Command:
-    """The command that runs `module` with `arguments` on every slot of every host, by DeepSpeed's launcher over pdsh.
+    """Return the command that runs `module` on every slot of every host, by DeepSpeed's launcher over pdsh.
 
-    `environment_file` holds the variables that ranks elsewhere get. Raises UserError without pdsh.
+    `environment_file` holds the variables for ranks on other hosts. Raises UserError without pdsh.
     """
     if shutil.which("pdsh") is None:
         raise UserError("--launcher hostfile: no pdsh here; install it (apt install pdsh), or use mpi or slurm")
     ranks = sum(len(gpus) for gpus in slots.values())
     argv = [_deepspeed_executable(), f"--hostfile={hostfile}"]
     argv.append("--include=" + "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in slots.items()))
-    # With one host in the file DeepSpeed would start the ranks here, whichever host that is.
+    # With a single host in the file DeepSpeed would start the ranks on this one.
     argv += ["--force_multi", "--launcher=pdsh", f"--master_port={port}"]
     argv += [f"--master_addr={address}"] if address else []
     argv += ["--module", module, *arguments, f"--world-size={ranks}"]
@@ -156,9 +156,9 @@ def hostfile_command(
 
 
 def _deepspeed_executable() -> str:
-    """The `deepspeed` of this Python: by name where the shell would find the same one, else by its path."""
-    beside = Path(sys.executable).parent / "deepspeed"
-    if not beside.is_file():
+    """Return the `deepspeed` of this Python: by name if the shell would find the same one, else by path."""
+    own = Path(sys.executable).parent / "deepspeed"
+    if not own.is_file():
         return "deepspeed"
     found = shutil.which("deepspeed")
-    return "deepspeed" if found and Path(found).samefile(beside) else str(beside)
+    return "deepspeed" if found and Path(found).samefile(own) else str(own)

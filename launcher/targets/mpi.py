@@ -1,4 +1,4 @@
-"""The `mpirun` command of Open MPI, MPICH or Intel MPI that starts one process per GPU."""
+"""Command that starts one process per GPU by `mpirun` of Open MPI, MPICH or Intel MPI."""
 
 import os
 import shutil
@@ -19,15 +19,14 @@ def mpirun_command(
     port: int | None = None,
     module: str = "trainer.train",
 ) -> Command:
-    """The command that runs `module` with `arguments`, a rank for each slot of each host.
+    """Return the command that runs `module` as one rank for each slot of each host.
 
-    mpirun deals out as many ranks as a host has slots; which GPUs they take is the first so many. Raises UserError for
-    other GPUs, and without mpirun.
+    Ranks on a host take its first GPUs. Raises UserError for other GPUs, and without mpirun.
     """
     for host, gpus in slots.items():
         if list(gpus) != list(range(len(gpus))):
             raise UserError(
-                f"--launcher mpi: ranks on {host} take GPUs from 0 up; choose others by CUDA_VISIBLE_DEVICES"
+                f"--launcher mpi: ranks on {host} take GPUs from 0 up; choose others with CUDA_VISIBLE_DEVICES"
             )
     ranks = sum(len(gpus) for gpus in slots.values())
     variables: dict[str, str] = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -39,7 +38,7 @@ def mpirun_command(
     exported += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in variables]
     hosts = ",".join(f"{host}:{len(gpus)}" for host, gpus in slots.items())
     if _is_open_mpi():
-        # Bound to a core each, as is its default for few ranks, all threads of a rank would share one.
+        # By default Open MPI binds each of few ranks to one core, which all its threads would share.
         argv = ["mpirun", "-np", str(ranks), "--host", hosts, "--bind-to", "none"]
         for name in dict.fromkeys(exported):
             argv += ["-x", name]

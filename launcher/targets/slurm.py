@@ -1,7 +1,7 @@
-"""Inside a SLURM allocation: which nodes and ranks it holds, and the `srun` command that starts one process per GPU.
+"""SLURM allocations, and the `srun` command that starts one process per GPU in them.
 
-srun starts the ranks themselves, not DeepSpeed's launcher once a node: it is ready sooner (measured in
-docs/guide/several-machines.md), knows every rank's exit code, and passes SIGUSR1 on to all of them.
+srun starts the ranks directly, not DeepSpeed's launcher on each node: it starts faster (docs/guide/several-machines.md
+has times), knows every rank's exit code, and forwards SIGUSR1 to all ranks.
 """
 
 import os
@@ -28,7 +28,7 @@ _LOST = re.compile(r"down|fail|\*$", re.I)
 
 @dataclass(frozen=True)
 class Allocation:
-    """Nodes of a job, and how many ranks each of them gets."""
+    """The nodes of a job, and the number of ranks per node."""
 
     job_id: int
     nodes: tuple[str, ...]
@@ -36,15 +36,15 @@ class Allocation:
 
     @property
     def port(self) -> int:
-        """Where the ranks meet."""
+        """Port at which the ranks meet."""
         return port_of_job(self.job_id)
 
 
 def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Allocation:
-    """The allocation that this process is in, cut down by the options. Raises UserError outside of one."""
+    """Return this process's allocation after the filters. Raises UserError outside of an allocation."""
     if not in_allocation(env):
         raise UserError(
-            "--launcher slurm: not inside a SLURM allocation; `zerolora submit CONFIG` makes one, or run this below "
+            "--launcher slurm: not inside a SLURM allocation; `zerolora submit CONFIG` makes one, or run this in "
             "`salloc` or in a batch script"
         )
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -57,7 +57,7 @@ def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Alloc
             raise UserError(f"{option} {text}: under SLURM whole nodes are chosen; use --num-gpus, or a smaller job")
     names = _host_names(env["SLURM_JOB_NODELIST"])
     most = ranks_per_node(env)
-    # Where the job names no number a node takes as many ranks as the user wants.
+    # A job without a number of ranks per node takes as many as the user wants.
     slots = {name: list(range(most or filters.get("num_gpus") or 1)) for name in names}
     slots = choose_slots(slots, **filters)
     return Allocation(int(env["SLURM_JOB_ID"]), tuple(slots), len(next(iter(slots.values()))))
@@ -71,7 +71,7 @@ def srun_command(
     port: int | None = None,
     module: str = "trainer.train",
 ) -> Command:
-    """The command that runs `module` with `arguments` on every rank of an allocation."""
+    """Return the command that runs `module` on every rank of an allocation."""
     ranks = len(allocation.nodes) * allocation.ranks_per_node
     options = [
         f"--nodes={len(allocation.nodes)}",
@@ -79,16 +79,16 @@ def srun_command(
         f"--ntasks={ranks}",
         f"--ntasks-per-node={allocation.ranks_per_node}",
         "--distribution=block",
-        "--overlap",  # this may itself run in a step, as below `salloc`
+        "--overlap",  # this process may itself run in a step, as in `salloc`
         "--export=ALL",
         "--mpi=none",
-        # A rank that fails is looked into here, and the others get a few seconds for their last words.
+        # The supervisor handles a failed rank, and gives the others a few seconds to report.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--unbuffered",
     ]
     if "SLURM_CPUS_PER_TASK" in os.environ:
-        options.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")  # srun has not inherited it since 22.05
+        options.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")  # not inherited by srun since 22.05
     variables = {
         "MASTER_ADDR": address or allocation.nodes[0],
         "MASTER_PORT": str(port or allocation.port),
@@ -99,17 +99,17 @@ def srun_command(
 
 
 def lost_nodes(allocation: Allocation) -> list[str]:
-    """Nodes that SLURM has given up, or else those that do not start the smallest of steps any more.
+    """Return the nodes that SLURM has marked as lost, or else those that fail to run a minimal step.
 
-    SLURM notices after its SlurmdTimeout, five minutes as a rule; it then cancels the job, and none of its nodes starts
-    a step. For seconds after slurmctld itself was started again no node does: who does not answer is asked twice.
+    SLURM notices a lost node after its SlurmdTimeout, usually five minutes; it then cancels the job, and none of its
+    nodes starts a step. After a restart of slurmctld no node does for seconds, so silent nodes are asked twice.
     """
     listing = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     shown = subprocess.run(listing, capture_output=True, text=True).stdout
     states = [line.split() for line in shown.splitlines()]
     given_up = [words[0] for words in states if len(words) == 2 and _LOST.search(words[1])]
     if given_up:
-        return list(dict.fromkeys(given_up))  # a node is listed once for each partition
+        return list(dict.fromkeys(given_up))  # a node is listed once per partition
     silent = _silent(allocation.nodes)
     if silent:
         time.sleep(ASKED_AGAIN_S)
@@ -117,22 +117,22 @@ def lost_nodes(allocation: Allocation) -> list[str]:
 
 
 def is_requeued(job: int) -> bool:
-    """Whether SLURM may queue the job again, as `sbatch --requeue` lets it: never one without a batch script."""
+    """Return whether SLURM may requeue the job: a batch job submitted with `--requeue`."""
     shown = _show_job(job)
     return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
 
 
 def job_state(job: int) -> str:
-    """RUNNING, NODE_FAIL...; empty if SLURM does not say."""
+    """Return the job's state (RUNNING, NODE_FAIL...); empty if unknown."""
     found = re.search(r"\bJobState=(\w+)", _show_job(job))
     return found[1] if found else ""
 
 
 def slurmd_timeout() -> str:
-    """How long slurmctld waits for a node that does not answer, in its own words, `300 sec`."""
+    """Return how long slurmctld waits for a silent node, as SLURM prints it: `300 sec`."""
     shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
     found = re.search(r"^SlurmdTimeout\s*=\s*(.+?)\s*$", shown, re.M)
-    return found[1] if found else "300 sec as a rule"
+    return found[1] if found else "usually 300 sec"
 
 
 def _show_job(job: int) -> str:
@@ -154,7 +154,7 @@ def _answers(node: str) -> bool:
 
 
 def _host_names(node_list: str) -> list[str]:
-    """The nodes of SLURM's short form, `gpu[003-006,9]`."""
+    """Expand SLURM's short form of nodes, `gpu[003-006,9]`."""
     try:
         shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -236,7 +236,7 @@ FAULTS = (
     Fault("SIGKILL of n2's sshd connections", EVERY[1:], f"{FAILED}.*n2",
           outside=acts.kill_on_node("sshd: root"), places=(SSH,)),
     # When the rank there has ended already there is none to blame, and srun alone goes on.
-    Fault("SIGKILL of n2's slurmstepd", EVERY[1:], f"{FAILED}.*n2|what started them still waits",
+    Fault("SIGKILL of n2's slurmstepd", EVERY[1:], f"{FAILED}.*n2|their launcher still waits",
           outside=acts.kill_on_node("slurmstepd: ["), places=(SLURM,)),
     Fault("SIGKILL of n2's slurmd until told", EVERY[:1], f"({FAILED}|lost nodes|srun: error).*n2",
           outside=acts.kill_daemon("n2", "slurmd -D", until_told=True), places=(SLURM,)),

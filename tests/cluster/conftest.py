@@ -147,7 +147,7 @@ def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> SlurmCluste
 
 @pytest.fixture(scope="module")
 def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    """Both nodes let this user in; the environment of a shell whose `ssh` knows how.
+    """Let this user log in to both nodes; return the environment of a shell with the right `ssh`.
 
     Not for longer than a module: those of SLURM switch a node off, and the daemon with it.
     """

@@ -87,7 +87,7 @@ class Hosts:
         return [psutil.Process(int(pid)) for pid in listing.stdout.split() if psutil.pid_exists(int(pid))]
 
     def switch_off(self, host: str) -> None:
-        """End everything on a host at once, as a loss of power does: the others are not even told that it has ended."""
+        """End everything on a host at once, as a power failure does: the others do not notice its end."""
         self.plug(host, "down")
         _kill_all(self._prefix + host)
 

@@ -156,7 +156,7 @@ class SlurmCluster:
         self.run("scontrol", "update", f"JobId={job}", f"StartTime=now+{seconds}")
 
     def reconfigure(self, old: str, new: str) -> None:
-        """Change the configuration and start slurmctld again: some of it is read then only. Jobs go on meanwhile."""
+        """Change the configuration and restart slurmctld, which reads some of it only at start. Jobs continue."""
         text = self._config.read_text()
         assert old in text
         self._config.write_text(text.replace(old, new))

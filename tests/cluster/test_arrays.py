@@ -77,7 +77,7 @@ def test_a_file_of_settings_is_an_array_by_hand(slurm: SlurmCluster, workplace: 
     assert third >= min(slurm.field(f"{job}_{task}", "EndTime") for task in (0, 1))
 
 
-def test_a_task_without_a_line_is_a_mistake_of_usage(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
+def test_a_task_without_a_line_is_a_usage_error(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep.txt").write_text("training.learning_rate=0.001\n")
     options = ["--array=1", "--nodes=1", "--ntasks-per-node=1", f"--output={workplace}/no-line.log", *ONE_RANK]
     arguments = [str(workplace / "config.yaml"), f"@{tmp_path / 'sweep.txt'}"]
@@ -109,7 +109,7 @@ def test_jobs_of_a_chain_continue_one_run(slurm: SlurmCluster, workplace: Path, 
 
 @pytest.fixture(scope="module")
 def comparison(workplace: Path) -> Path:
-    """A configuration that a comparison can be made of."""
+    """A configuration for `zerolora compare`."""
     settings = yaml.safe_load((workplace / "config.yaml").read_text())
     write_chats(workplace / "eval.jsonl", 5, seed=9)
     settings["output_dir"] = str(workplace / "compare")

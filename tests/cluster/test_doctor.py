@@ -52,13 +52,13 @@ def doctor(workplace: Path, *options: str, **variables: str) -> tuple[int, dict[
         command, env=environment() | variables, cwd=workplace, capture_output=True, text=True, timeout=600
     )
     found: dict[str, list[dict[str, str]]] = {}
-    told: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"checks": []}
-    for check in told["checks"]:
+    report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"checks": []}
+    for check in report["checks"]:
         found.setdefault(check["name"], []).append(check)
     return done.returncode, found, done.stderr
 
 
-def test_a_machine_that_is_well(workplace: Path, extensions: Path) -> None:
+def test_a_healthy_machine_passes_all_checks(workplace: Path, extensions: Path) -> None:
     code, checks, err = doctor(workplace, TORCH_EXTENSIONS_DIR=str(extensions))
     assert code == 0, (checks, err)
     expected = "python packages driver torch operators model data port ranks versions clocks all-reduce output_dir"
@@ -66,7 +66,7 @@ def test_a_machine_that_is_well(workplace: Path, extensions: Path) -> None:
     assert {"build locks", "time limits", "host memory", "/dev/shm", "disk: output_dir", "hub cache"} < set(checks)
     assert "sums over 2 ranks are exact" in checks["all-reduce"][0]["found"]
     assert "GB/s at 16 MiB" in checks["all-reduce speed"][0]["found"]
-    assert not (workplace / "runs").exists(), "it looks and leaves nothing behind"
+    assert not (workplace / "runs").exists(), "the doctor writes nothing"
     assert not list(workplace.glob(".zerolora-doctor*"))
     assert not list(extensions.iterdir()), "CPU ranks join without a compiler"
 
@@ -89,7 +89,7 @@ def full_disk(workplace: Path) -> Iterator[Path]:
         folder.rmdir()
 
 
-def test_all_that_is_wrong_is_found_in_one_go(workplace: Path, full_disk: Path, extensions: Path) -> None:
+def test_all_problems_are_found_at_once(workplace: Path, full_disk: Path, extensions: Path) -> None:
     lock = extensions / "zerolora_lora_0" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -132,19 +132,19 @@ def test_mpi_is_tested_by_its_own_launcher(workplace: Path) -> None:
     assert "MPI" in checks["mpi4py"][0]["found"] and "2 ranks" in checks["ranks"][0]["found"]
 
 
-def test_every_node_of_an_allocation_is_looked_at(workplace: Path, slurm: SlurmCluster) -> None:
+def test_every_node_of_an_allocation_is_checked(workplace: Path, slurm: SlurmCluster) -> None:
     """srun reaches both, the ranks meet across them, and a file left on one is seen on the other."""
     command = [sys.executable, "-m", "launcher.cli", "doctor", str(workplace / "config.yaml"), "--json"]
     said = slurm.run("salloc", "--nodes=2", "--ntasks-per-node=1", *command, timeout=600)
-    told = json.loads(said)
-    assert told["counts"]["FAIL"] == 0, told
-    found = {check["name"]: check["found"] for check in told["checks"]}
+    report = json.loads(said)
+    assert report["counts"]["FAIL"] == 0, report
+    found = {check["name"]: check["found"] for check in report["checks"]}
     assert found["ranks"] == "2 ranks on n1, n2"
     assert found["versions"].endswith("the same on all 2 hosts")
     assert found["output_dir"].endswith("shared by all 2 hosts")
-    assert {check["host"] for check in told["checks"]} == {"", "n1", "n2"}
+    assert {check["host"] for check in report["checks"]} == {"", "n1", "n2"}
 
 
-def test_what_cannot_be_is_a_mistake_of_usage(workplace: Path) -> None:
+def test_impossible_options_are_a_usage_error(workplace: Path) -> None:
     code, checks, err = doctor(workplace, "--launcher", "pigeon")
     assert (code, checks) == (2, {}) and err.startswith("error: --launcher pigeon")

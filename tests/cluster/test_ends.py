@@ -50,7 +50,7 @@ def assert_nobody_is_left(run: Run) -> None:
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_mistake_of_the_user_is_2(start: Start, tmp_path: Path) -> None:
+def test_a_user_error_exits_with_2(start: Start, tmp_path: Path) -> None:
     code, out, err = start("lora.r=0").end()
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and len(err.splitlines()) == 1
@@ -70,7 +70,7 @@ def test_a_failed_rank_is_1_and_named_with_its_host_step_and_traceback(start: St
     ("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str
 )
 def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(start: Start, number: int, code: int) -> None:
-    """As a scheduler or a hasty administrator does it; the ranks agree, and the run can go on."""
+    """As a scheduler or a hasty administrator does it; the ranks agree, and the run can resume."""
     run = start()
     run.wait_for_step(3)
     os.kill(run.pid(1), number)
@@ -129,7 +129,7 @@ def test_a_killed_rank_is_137_and_the_kernel_is_asked_why(start: Start) -> None:
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup whose members together may have 64 MiB more than nothing."""
+    """A memory cgroup with a limit of 64 MiB."""
     for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         folder = Path(root) / f"zerolora-test-{os.getpid()}"
         try:
@@ -147,7 +147,7 @@ def small_cgroup() -> Iterator[Path]:
     pytest.skip("needs the right to make memory cgroups")
 
 
-def test_a_rank_that_the_kernel_kills_for_memory_is_told_so(start: Start, small_cgroup: Path) -> None:
+def test_an_oom_killed_rank_is_reported_as_such(start: Start, small_cgroup: Path) -> None:
     run = start(mischief="1:eat:400")
     run.wait_for_step(2)
     (small_cgroup / "cgroup.procs").write_text(str(run.pid(1)))
@@ -172,7 +172,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     assert_nobody_is_left(run)
 
 
-def test_a_rank_that_is_stopped_before_its_first_sign_of_life_is_named(start: Start) -> None:
+def test_a_rank_stopped_before_its_first_heartbeat_is_named(start: Start) -> None:
     """The other waits where the ranks meet, which takes a little of the processor and is no work."""
     code, _, err = start(SOON, mischief="1:stop@begin:1").end()
     assert code == 1
@@ -207,7 +207,7 @@ def test_a_save_that_does_not_move_is_a_hang(start: Start) -> None:
     assert f"rank 0 on {HOST}" in first and "phase save" in first and "rank 1 waits for it in" in first, err
 
 
-# Where the run is when its launcher is killed: what holds it there, and what shows that it is there.
+# Phase of the run when its launcher is killed: what holds it there, and how to see that it got there.
 PHASES = {
     "tokenise": (":dead tokenise:1", lambda run: list((run.logs.parents[1] / "cache").glob("*.building"))),
     "load": ("0:dead load:1", lambda run: run.beat(0).get("phase") == "load"),
@@ -221,7 +221,7 @@ PHASES = {
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path, phase: str) -> None:
-    """What was stopped and goes on (SIGSTOP, SIGCONT) is no such launcher; an older checkpoint stays whole."""
+    """A launcher that was only stopped (SIGSTOP, SIGCONT) does not count; an older checkpoint stays complete."""
     mischief, is_there = PHASES[phase]
     settings = [f"dataset.cache_dir={tmp_path / 'cache'}", "dataset.val_split=0.1"]
     run = start(*settings, "training.eval_steps=3", "training.save_steps=2", mischief=mischief)
@@ -244,7 +244,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
-def test_ranks_end_with_the_launcher_that_somebody_else_started(start: Start, launcher: tuple[str, ...]) -> None:
+def test_ranks_end_with_a_foreign_launcher(start: Start, launcher: tuple[str, ...]) -> None:
     run = start(launcher=launcher)
     run.wait_for_step(3)
     ranks = [psutil.Process(run.pid(rank)) for rank in (0, 1)]

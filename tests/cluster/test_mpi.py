@@ -30,7 +30,7 @@ def run(command: list[str], workplace: Path, name: str, **variables: str) -> sub
 def test_mpirun_starts_a_rank_on_each_of_two_hosts(
     hosts: Hosts, ssh: Mapping[str, str], workplace: Path, six_steps: list[float]
 ) -> None:
-    """As docs/guide/several-machines.md has it; Open MPI passes on the variables that it is told to, and no others."""
+    """As in docs/guide/several-machines.md; Open MPI forwards only the listed variables."""
     needs_programs("mpirun")
     command = ["mpirun", "-np", "2", "--host", "n1:1,n2:1", "--bind-to", "none"]
     for name in ("PATH", "PYTHONPATH", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
@@ -83,7 +83,7 @@ def test_a_rank_of_mpirun_that_is_stopped_before_its_first_heartbeat_is_named(wo
         command, cwd=ROOT, env=environment() | AS_ROOT | variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the run failed: rank 1 has given no sign of life since it was started; the others give none" in done.stderr
+    assert "the run failed: rank 1 has sent no heartbeat since it was started; the others send none" in done.stderr
 
 
 def test_mpirun_without_mpi4py_says_how_to_get_it(workplace: Path, tmp_path: Path) -> None:

@@ -41,13 +41,13 @@ class _Answer(BaseHTTPRequestHandler):
         files = sorted(self.server.folder.iterdir())
         path = urlsplit(self.path).path
         if path.endswith(f"/tree/{COMMIT}") or path.endswith("/tree/main"):
-            told: object = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": COMMIT} for f in files]
+            reply: object = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": COMMIT} for f in files]
         elif "/tree/" in path:
             self._send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
             return
         else:
-            told = {"id": MODEL, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
-        self._send(json.dumps(told).encode(), {"Content-Type": "application/json"})
+            reply = {"id": MODEL, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
+        self._send(json.dumps(reply).encode(), {"Content-Type": "application/json"})
 
     def _file(self) -> None:
         name = self.path.partition(f"/{MODEL}/resolve/")[2].partition("/")[2]

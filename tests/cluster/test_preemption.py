@@ -41,7 +41,7 @@ def was_queued_again(slurm: SlurmCluster, workplace: Path, name: str, job: str) 
     return stopped_at
 
 
-def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
+def test_a_preempted_job_saves_and_resumes(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
     """SLURM sends SIGTERM to the ranks and takes the node 90 s later, to queue the job again or to cancel it."""
     jobs = {
         "low": submit(slurm, workplace, "low", "--partition=low", "--nodelist=n1"),
@@ -56,13 +56,13 @@ def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path,
         assert end_of(slurm, job) == "COMPLETED" and slurm.restarts(job) == 1, log_of(workplace, name)
         log = (workplace / f"{name}.log").read_text()
         assert "== preempted, queued again" in log and "start 2, on" in log, log
-        assert "SIGUSR1" not in log, "the ranks were told by SIGTERM"
+        assert "SIGUSR1" not in log, "the ranks got SIGTERM"
         assert f"at step {stopped_at[name]}" in log, log
         assert losses(workplace / name) == pytest.approx(reference, rel=1e-4)
 
 
 def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
-    """SIGUSR1 to the script, as before the end of the time, and no SIGTERM, which is told as a preemption."""
+    """SIGUSR1 to the script, as before the time limit, without SIGTERM, is reported as a preemption."""
     name = "user-signal"
     setting = "SlurmctldParameters=preempt_send_user_signal\n"  # since 23.02 PreemptParameters=send_user_signal
     slurm.reconfigure("PreemptMode=REQUEUE\nSlurmdTimeout", f"PreemptMode=REQUEUE\n{setting}SlurmdTimeout")

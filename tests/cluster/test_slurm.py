@@ -48,15 +48,15 @@ def test_a_script_by_hand_trains_on_two_nodes(slurm: SlurmCluster, workplace: Pa
     assert json.loads((workplace / "zero2" / "run.json").read_text())["world_size"] == 2
 
 
-def test_submit_trains_under_zero_3_and_status_tells_of_it(
+def test_submit_trains_under_zero_3_and_status_reports_it(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
     run = workplace / "zero3"
     arguments = [str(workplace / "config.yaml"), f"output_dir={run}", "zero.stage=3"]
     options = ["--nodes", "2", "--gpus-per-node", "1", "--time", "30", "--partition", "all", "--cpus-per-task", "1"]
     options += ["--account", "team", "--job-name", "third", "--sbatch=--mem=0", "--sbatch=--exclusive"]
-    told = slurm.run(*ZEROLORA, "submit", *arguments, *options).strip()
-    job, log = told.split()
+    printed = slurm.run(*ZEROLORA, "submit", *arguments, *options)
+    job, log = printed.split()
     assert log == f"{run}/logs/slurm-{job}.log"
     assert (slurm.field(job, "Account"), slurm.field(job, "JobName")) == ("team", "third")
     after = slurm.run(*ZEROLORA, "submit", *arguments, *options, "--dependency", f"afterok:{job}").split()[0]
@@ -106,7 +106,7 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
-def test_a_lost_node_is_left_out_where_the_job_outlives_it(
+def test_a_lost_node_is_excluded_if_the_job_survives(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
     """`salloc --no-kill` with `training.elastic`: the other node takes both parts of the global batch.
@@ -127,22 +127,22 @@ def test_a_lost_node_is_left_out_where_the_job_outlives_it(
         slurm.switch_on("n2")
         slurm.wait_for_nodes()
     assert process.returncode == 0, out
-    assert "going on with 1 of 2 ranks" in out and "restart 1 of 3: going on from checkpoint-" in out, out
+    assert "continuing with 1 of 2 ranks" in out and "restart 1 of 3: resuming from checkpoint-" in out, out
     assert losses(run) == pytest.approx(reference, abs=1e-5)
 
 
-def test_what_is_waited_for_is_said_while_a_node_is_silent(slurm: SlurmCluster, workplace: Path) -> None:
-    """A node without power closes no connection: SLURM alone tells of it, after SlurmdTimeout (300 s by default)."""
+def test_the_reason_for_waiting_on_a_silent_node_is_reported(slurm: SlurmCluster, workplace: Path) -> None:
+    """A node without power closes no connection: only SLURM reports it, after SlurmdTimeout (300 s by default)."""
     slurm.reconfigure("SlurmdTimeout=15", "SlurmdTimeout=80")
     try:
         job = batch(slurm, workplace, "dark", "training.max_steps=100000")
         wait_for(lambda: losses(workplace / "dark"), lambda: log_of(workplace, "dark"))
         slurm.switch_off("n2")
         try:
-            said = "no sign of life from n2 for 60 s; SLURM gives a lost node up after its SlurmdTimeout (80 sec)"
+            said = "no heartbeat from n2 for 60 s; SLURM gives a lost node up after its SlurmdTimeout (80 sec)"
             wait_for(lambda: said in (workplace / "dark.log").read_text(), lambda: log_of(workplace, "dark"))
             wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "dark"))
-            # How it goes on is seen above. While the job still leaves its nodes, its queueing again undoes a scancel.
+            # Another test covers the restart. While the job leaves its nodes, requeueing would undo a scancel.
             wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
             slurm.run("scancel", job)
             assert end_of(slurm, job) == "CANCELLED", slurm.run("scontrol", "show", "job", job)
@@ -152,10 +152,10 @@ def test_what_is_waited_for_is_said_while_a_node_is_silent(slurm: SlurmCluster, 
         slurm.reconfigure("SlurmdTimeout=80", "SlurmdTimeout=15")
 
 
-def test_a_job_whose_own_node_is_lost_waits_for_its_predecessors_lock_and_goes_on_elsewhere(
+def test_a_job_that_lost_its_first_node_waits_for_the_old_lock_and_resumes_elsewhere(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
-    """Nobody is left to give the folder back; from the other node the dead holder is told by its silence, 120 s."""
+    """Nothing is left to release the folder; the other node detects the dead holder after 120 s of silence."""
     run, log = workplace / "moved", workplace / "moved.log"
     job = batch(slurm, workplace, "moved", options=["--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2"])
     wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "moved"))
@@ -215,7 +215,7 @@ def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
 ) -> None:
     """1,300 records are 21 blocks; whoever makes one leaves its host's name in the run's folder.
 
-    In a working folder whose files have the names of ours, which srun's ranks must not import.
+    The working folder has files named like our modules, which srun's ranks must not import.
     """
     write_chats(tmp_path / "many.jsonl", 1300)
     mark = write_foreign_files(tmp_path)

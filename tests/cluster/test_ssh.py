@@ -37,7 +37,7 @@ def train_on(hosts: Hosts, env: Mapping[str, str], hostfile: Path, workplace: Pa
 def test_a_hostfile_trains_on_both_hosts(
     hosts: Hosts, ssh: Mapping[str, str], hostfile: Path, workplace: Path, reference: list[float]
 ) -> None:
-    """In a folder whose files have names that could be imported by mistake: DeepSpeed puts it into PYTHONPATH."""
+    """The folder has files that could be imported by mistake: DeepSpeed puts it into PYTHONPATH."""
     mark = write_foreign_files(here := hostfile.parent)
     command = [COMMAND, *train(workplace, "pdsh", "--hostfile", str(hostfile))[len(ZEROLORA) :]]
     done = hosts.run(LOGIN, command, env=ssh, cwd=here, timeout=600)
@@ -74,7 +74,7 @@ def test_a_rank_killed_on_another_host_is_137_and_takes_the_run_down(
     assert_no_rank_is_left(hosts)
 
 
-def test_a_host_that_is_gone_is_left_out_and_the_global_batch_stays(
+def test_a_lost_host_is_excluded_and_the_global_batch_stays(
     hosts: Hosts, ssh: Mapping[str, str], tmp_path: Path, workplace: Path, reference: list[float]
 ) -> None:
     """Everything on n2 ends, its sshd too. Of the three ranks left one is idle: three do not divide 8 samples."""
@@ -92,8 +92,8 @@ def test_a_host_that_is_gone_is_left_out_and_the_global_batch_stays(
         start_sshd(hosts, "n2", Path(ssh["PATH"].split(":")[0]).parent)
     assert process.returncode == 0, out
     assert "not reached by ssh: n2" in out, out
-    idle = "idle: slot 2 of n1, for 3 ranks would not divide the 8 samples of a step"
-    assert f"going on with 2 of 4 ranks; {idle}" in out, out
+    idle = "idle: slot 2 of n1, 3 ranks do not divide the 8 samples of a step"
+    assert f"continuing with 2 of 4 ranks; {idle}" in out, out
     assert losses(run) == pytest.approx(reference, abs=1e-5)
 
 

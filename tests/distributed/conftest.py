@@ -73,7 +73,7 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
     with log.open("w") as file:
         ranks = [
             subprocess.Popen(command.argv, cwd=ROOT, env={**shared, **variables}, stdout=file, stderr=file)
-            for variables in command.of_each_rank
+            for variables in command.rank_environments
         ]
         try:
             while any(rank.poll() is None for rank in ranks):

@@ -156,7 +156,7 @@ def test_stages_2_and_3_are_started_again_from_the_newest_checkpoint(runs: Matri
     """Stage 2; stage 3 is below."""
     code, seen = launch(folder, "again", "zero.stage=2", "training.on_oom=halve", rank=1, above=2, after=AFTER)
     assert code == 0, seen
-    assert f"out of memory in step {AFTER + 1}: going on from checkpoint-2 with batch_size 2, accumulation 4" in seen
+    assert f"out of memory in step {AFTER + 1}: resuming from checkpoint-2 with batch_size 2, accumulation 4" in seen
     lines = (folder / "again" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["train/loss"] for line in lines]
     assert losses == pytest.approx(runs["whole"].losses, abs=1e-5)
@@ -168,9 +168,9 @@ def test_after_such_a_restart_they_grow_again(runs: Matrix, folder: Path) -> Non
     overrides = ["zero.stage=3", "training.on_oom=halve"]
     code, seen = launch(folder, "grows", *overrides, rank=1, above=2, after=2, grow_after=2)
     assert code == 0, seen
-    assert "out of memory in step 3: going on from checkpoint-2 with batch_size 2, accumulation 4" in seen
+    assert "out of memory in step 3: resuming from checkpoint-2 with batch_size 2, accumulation 4" in seen
     assert "step 5: there is room again; batch_size 4, accumulation 2" in seen
-    assert "out of memory in step 5: going on from checkpoint-4 with batch_size 2, accumulation 4" in seen
+    assert "out of memory in step 5: resuming from checkpoint-4 with batch_size 2, accumulation 4" in seen
     assert seen.count("there is room again") == 1
     assert not list((folder / "grows" / "logs").glob("out_of_memory*"))
     lines = (folder / "grows" / "metrics.jsonl").read_text().splitlines()
@@ -182,7 +182,7 @@ def test_without_a_checkpoint_they_begin_again(runs: Matrix, folder: Path) -> No
     overrides = ["zero.stage=2", "training.on_oom=halve", "training.save_steps=0"]
     code, seen = launch(folder, "from-the-start", *overrides, rank=0, above=2, after=1)
     assert code == 0, seen
-    assert "going on from the start with batch_size 2" in seen
+    assert "resuming from the start with batch_size 2" in seen
     lines = (folder / "from-the-start" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["train/loss"] for line in lines] == pytest.approx(runs["whole"].losses, abs=1e-5)
 

@@ -49,7 +49,7 @@ def test_four_gpus_restart_and_three_and_two_read_their_checkpoint(tmp_path: Pat
     code, seen = train(folder, "calm", "", *same, longer, place=SomeGpus(4))
     assert code == 0, seen
     code, seen = train(folder, "fewer", "3:kill:11", *same, place=SomeGpus(4))
-    assert code == 0 and "restart 1 of 3: going on from checkpoint-4" in seen, seen
+    assert code == 0 and "restart 1 of 3: resuming from checkpoint-4" in seen, seen
     assert losses(folder / "fewer") == losses(folder / "calm")[:STEPS]
     for count, steps in ((3, STEPS + 2), (2, STEPS + 4)):
         settings = [*same, f"training.max_steps={steps}", "training.resume_from_checkpoint=auto"]

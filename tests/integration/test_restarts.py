@@ -39,7 +39,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path, calm: Path)
     code, seen = train(workplace, "killed", "1:kill:11", once=False)
     assert code == 0, seen
     assert "was killed by signal 9 (SIGKILL) (step 6" in seen, seen
-    assert "restart 2 of 3: going on from checkpoint-8" in seen
+    assert "restart 2 of 3: resuming from checkpoint-8" in seen
     assert adapter(workplace / "killed") == adapter(calm)
     assert losses(workplace / "killed") == losses(calm)
     restarts = [(restart.step, restart.checkpoint, restart.ranks) for restart in read_restarts(workplace / "killed")]
@@ -53,7 +53,7 @@ def test_a_rank_killed_before_the_first_checkpoint_costs_nothing_of_an_earlier_r
     shutil.copytree(calm, workplace / "over")
     code, seen = train(workplace, "over", "1:kill:5", "output.overwrite=true", "training.weight_decay=0.1")
     assert code == 0, seen
-    assert "(step 3" in seen and "restart 1 of 3: going on from the start" in seen, seen
+    assert "(step 3" in seen and "restart 1 of 3: resuming from the start" in seen, seen
     assert adapter(workplace / "over.1") == adapter(calm) != adapter(workplace / "over")
     assert (workplace / "over.1" / f"checkpoint-{STEPS}" / "COMPLETE").is_file()
     assert not (workplace / "over.2").exists()
@@ -69,14 +69,14 @@ def test_a_checkpoint_that_was_put_into_the_folder_is_not_gone_on_from(workplace
     shutil.copytree(calm / f"checkpoint-{STEPS}", workplace / "put" / "checkpoint-400")
     code, seen = train(workplace, "put", "1:kill:5", "output.overwrite=delete")
     assert code == 0, seen
-    assert "(step 3" in seen and "restart 1 of 3: going on from the start" in seen, seen
+    assert "(step 3" in seen and "restart 1 of 3: resuming from the start" in seen, seen
     assert adapter(workplace / "put") == adapter(calm) and losses(workplace / "put") == losses(calm)
     assert (workplace / "put.1" / "checkpoint-400" / "COMPLETE").is_file()
 
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
-    lose_one_and_come_back(workplace, "the place of rank 1")
+    lose_one_and_come_back(workplace, "the slot of rank 1")
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_data_that_kill_a_step_are_shown(workplace: Path) -> None:
     code, seen = train(workplace, "same", "1:raise:9", "training.save_steps=0", once=False)
     assert code == 1, seen
     assert seen.count("ValueError: the middle of the model is missing") == 2
-    assert "step 5 has failed twice in the same way" in seen
+    assert "step 5 failed twice in the same way" in seen
     assert len([line for line in seen.splitlines() if line.startswith("sample ")]) == 4
 
 
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_is_the_ranks_and_the_steps_whose_it_is(workpl
 def test_a_first_loss_that_is_not_finite_is_no_step_that_was_made(workplace: Path) -> None:
     code, seen = train(workplace, "nan-first", f"1:nan@loss:1;{LATE}", once=False)
     assert code == 1, seen
-    assert "the run failed: rank 1 on " in seen and "not started again: no step was made" in seen, seen
+    assert "the run failed: rank 1 on " in seen and "not restarted: no step was completed" in seen, seen
 
 
 @pytest.mark.slow

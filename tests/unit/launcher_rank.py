@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def wait_for_the_other(folder: Path, rank: int) -> None:
-    """Rank 0: until rank 1 is there. Rank 1: until the launcher has seen and collected the end of rank 0."""
+    """Rank 0: wait until rank 1 exists. Rank 1: wait until the launcher has reaped rank 0."""
     other = folder / f"ready-{1 - rank}"
     while not (other.exists() and other.read_text()):
         time.sleep(0.05)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from launcher.attempts import Attempts
 from launcher.commands import main as zerolora
-from launcher.doctor.other_hosts import MARK, answer_lines, checks_told
+from launcher.doctor.other_hosts import MARK, format_answers, parse_answers
 from launcher.doctor.this_host import Check
-from launcher.job_starts import settings_to_go_on
-from launcher.status import run_lines
-from launcher.supervision.remote import ThroughSrun, ThroughSsh
+from launcher.job_starts import build_resume_settings
+from launcher.status import describe_run
+from launcher.supervision.remote import SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.silence import name_hosts
 from launcher.targets.environment import write_environment
@@ -157,14 +157,14 @@ def run_with(folder: Path, name: str, content: bytes | None) -> Iterator[Path]:
                 (run / name).rmdir()
 
 
-SSH, SRUN = ThroughSsh({"n1": [0], "n2": [0]}), ThroughSrun(Allocation(7, ("n1", "n2"), 1))
+SSH, SRUN = SshReach({"n1": [0], "n2": [0]}), SrunReach(Allocation(7, ("n1", "n2"), 1))
 
 
 def read_everything(run: Path, name: str) -> None:
     """Call every reader; each ends, or refuses in one line. Pages are drawn where the file has a part in them."""
     logs, config = run / "logs", RunConfig.model_validate(CONFIG)
     environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    lines = or_refused(lambda: run_lines(run))
+    lines = or_refused(lambda: describe_run(run))
     for _, value in lines or ():
         assert value
     readers: list[Callable[[], object]] = [
@@ -173,12 +173,12 @@ def read_everything(run: Path, name: str) -> None:
         lambda: [beat.where() for beat in read_heartbeats(logs).values()],
         lambda: Folder(logs, 0, 2).read(),
         lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang(logs))],
-        lambda: Ending.of(logs, 1, None, 2),
+        lambda: Ending.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),
         lambda: last_note(run),
         lambda: RestartNote.take(logs),
         lambda: Restarts(run, lambda settings: Ending(0), most=3, resumes=True).run(),
-        lambda: settings_to_go_on(config.model_copy(update={"output_dir": str(run)}), environment),
+        lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),
         lambda: read_metrics(run),
         lambda: read_sweep(run),
         lambda: outcomes(run),
@@ -292,6 +292,6 @@ def test_names_and_errors_are_printable(place: Path) -> None:
 @given(st.one_of(texts, st.binary(max_size=60).map(lambda data: data.decode("latin-1"))), st.integers(0, 3))
 @tries(40)
 def test_answers_of_other_hosts_may_hold_anything(text: str, number: int) -> None:
-    whole = "\n".join(answer_lines("n1", [Check("ssh", "OK", "fine")]))
+    whole = "\n".join(format_answers("n1", [Check("ssh", "OK", "fine")]))
     printed = f"{MARK}n2 {number} 1 {text}\n{text}\n{whole}\n{MARK}n3 0 1 W10=\n"
-    assert [check.host for check in checks_told(printed) if check.host == "n1"] == ["n1"]
+    assert [check.host for check in parse_answers(printed) if check.host == "n1"] == ["n1"]

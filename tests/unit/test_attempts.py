@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from launcher import attempts as launcher_attempts
-from launcher import places as launcher_places
-from launcher.attempts import DEFAULT_RESTARTS, Attempts, most_restarts
-from launcher.places import Places
+from launcher import rank_slots
+from launcher.attempts import DEFAULT_RESTARTS, Attempts, resolve_max_restarts
 from launcher.plan import Request
-from launcher.supervision.remote import ThroughSrun
+from launcher.rank_slots import RankSlots
+from launcher.supervision.remote import SrunReach
 from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation
 from trainer.config import load_config
@@ -51,7 +51,7 @@ class Machine:
         config = self.folder / "config.yaml"
         config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
         build = partial(local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
-        places = Places(Request(launcher="local"), self.folder / "logs", build)
+        places = RankSlots(Request(launcher="local"), self.folder / "logs", build)
         return Attempts([str(self.folder)], load_config(config), (build, None), places, None).train()
 
     def gpus(self, number: int) -> list[str]:
@@ -71,8 +71,8 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     there = tmp_path / "gpus.json"
     there.write_text(json.dumps(GPUS))
-    monkeypatch.setattr(launcher_places, "installed_gpus", lambda: json.loads(there.read_text()))
-    monkeypatch.setattr(launcher_places, "local_command", partial(local_command, module=RANK))
+    monkeypatch.setattr(rank_slots, "installed_gpus", lambda: json.loads(there.read_text()))
+    monkeypatch.setattr(rank_slots, "local_command", partial(local_command, module=RANK))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return Machine(tmp_path)
 
@@ -102,7 +102,7 @@ def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.Capt
     assert machine.train(fails(5, 1, 7, 2), ends(6), elastic=True) == 0
     told = capfd.readouterr().err
     assert "the driver no longer shows GPU 2" in told
-    assert "going on with 4 of 6 ranks; idle: GPU 5, for 5 ranks would not divide the 12 samples of a step;" in told
+    assert "continuing with 4 of 6 ranks; idle: GPU 5, 5 ranks do not divide the 12 samples of a step;" in told
     # What comes after it has another number now.
     assert machine.gpus(1) == list("0123") and machine.settings(1) == RESUMES | SAME_BATCH
     assert [restart.ranks for restart in read_restarts(machine.folder)] == [6]
@@ -111,13 +111,13 @@ def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.Capt
 def test_without_elastic_a_gpu_that_is_gone_ends_the_run(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     assert machine.train(fails(0, 1, 7, 2), elastic=False) == 1
     told = capfd.readouterr().err
-    assert "5 of 6 ranks can be started now; bring the others back, or set training.elastic=true to go on" in told
+    assert "5 of 6 ranks can be started now; repair the others, or set training.elastic=true to continue" in told
 
 
 def test_a_gpu_on_which_no_step_is_made_again_is_left_out(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     """The place of the second failure counts, and the rank after it has another GPU then."""
     assert machine.train(fails(3, 1, 7), fails(3, 0, 0), ends(6), elastic=True) == 0
-    assert "GPU 3 is left out: it failed again before a step was made" in capfd.readouterr().err
+    assert "GPU 3 is excluded: it failed again before completing a step" in capfd.readouterr().err
     assert [machine.gpus(number) for number in (1, 2)] == [list("012345"), list("0124")]
     assert machine.settings(2) == RESUMES | SAME_BATCH
 
@@ -129,10 +129,10 @@ def test_one_after_the_other_is_left_out(machine: Machine) -> None:
 
 
 def test_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that SLURM queues again is not started again here, unless it is asked for."""
-    in_job = ThroughSrun(Allocation(7, ("n1", "n2"), 2))
+    """A job that SLURM queues again is not restarted here, unless it is asked for."""
+    in_job = SrunReach(Allocation(7, ("n1", "n2"), 2))
     for is_requeued, most in ((False, DEFAULT_RESTARTS), (True, 0)):
         monkeypatch.setattr(launcher_attempts, "is_requeued", lambda job, found=is_requeued: found)
-        assert most_restarts(None, in_job) == most
-        assert most_restarts(5, in_job) == 5
-    assert most_restarts(None, None) == DEFAULT_RESTARTS
+        assert resolve_max_restarts(None, in_job) == most
+        assert resolve_max_restarts(5, in_job) == 5
+    assert resolve_max_restarts(None, None) == DEFAULT_RESTARTS

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.build_locks import build_waited_for, remove_stale_locks
 from launcher.doctor.command import _run, show
-from launcher.doctor.other_hosts import answer_lines, check_mpi, check_srun, checks_told
+from launcher.doctor.other_hosts import check_mpi, check_srun, format_answers, parse_answers
 from launcher.doctor.this_host import (
     Check,
     Need,
@@ -27,6 +26,7 @@ from launcher.doctor.this_host import (
     check_port,
     check_timeouts,
 )
+from launcher.supervision.build_locks import describe_awaited_build, remove_stale_locks
 from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_data, check_model, missing_shards
 from trainer.commands.doctor.ranks import check_all_reduce
@@ -66,7 +66,7 @@ def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch
     try:
         assert builder.stdout is not None and builder.stdout.readline()
         held, stale = check_locks()
-        assert held.state == "OK" and f"process {builder.pid} builds" in held.found
+        assert held.state == "OK" and f"process {builder.pid} is building" in held.found
         assert stale.state == "FAIL" and stale.fix == f"rm {locks[1]}"
     finally:
         builder.kill()
@@ -87,21 +87,19 @@ def test_a_run_removes_what_only_a_killed_build_can_have_left(
     with locks["held"].open():
         remove_stale_locks()
     assert [lock.exists() for lock in locks.values()] == [False, True, True]
-    assert (
-        capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build that was killed 10 minutes ago\n"
-    )
+    assert capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build killed 10 minutes ago\n"
 
 
-def test_a_rank_that_waits_for_a_build_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_that_a_rank_waits_for_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert build_waited_for() == "the build of an operator"
+    assert describe_awaited_build() == "the build of an operator"
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (time.time() - 600.0,) * 2)
-    assert build_waited_for() == f"whoever holds {lock}, a process of another host or user"
+    assert describe_awaited_build() == f"whoever holds {lock}, a process of another host or user"
     with lock.open():
-        assert build_waited_for() == f"process {os.getpid()}, which compiles cpu_adam"
+        assert describe_awaited_build() == f"process {os.getpid()}, which compiles cpu_adam"
     beat = Heartbeat(1, "n1", 2, 0, "start engine", None, BUILD_LOCK, None, 0.0, False, 1.0, 1.0, 0.0)
     (tmp_path / "heartbeat-1.json").write_bytes(beat.line())
     assert read_heartbeats(tmp_path)[1].waits_for_build
@@ -152,7 +150,7 @@ def test_a_model_with_a_missing_shard_fails(tmp_path: Path) -> None:
     assert check.state == "FAIL" and "1 of its weight files" in check.found
 
 
-def test_a_model_that_cannot_be_had_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = config(tmp_path, base_model="nobody/has-this")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (check,) = check_model(wanted)
@@ -169,7 +167,7 @@ def test_a_model_that_cannot_be_had_fails(tmp_path: Path, monkeypatch: pytest.Mo
         assert check.state == "OK" and "is downloaded at the start" in check.found
 
 
-def test_a_data_file_that_is_not_there_fails(tmp_path: Path) -> None:
+def test_a_missing_data_file_fails(tmp_path: Path) -> None:
     assert [check.state for check in check_data(config(tmp_path))] == ["FAIL"]
     (tmp_path / "data.jsonl").write_text("{}\n")
     assert [check.state for check in check_data(config(tmp_path))] == ["OK"]
@@ -191,7 +189,7 @@ def test_a_package_outside_its_range_is_named(tmp_path: Path) -> None:
     assert [check.state for check in check_packages()] == ["OK", "OK", "OK"]
 
 
-def test_mpi4py_is_missed_where_it_is_missing(tmp_path: Path) -> None:
+def test_missing_mpi4py_is_reported(tmp_path: Path) -> None:
     """A Python without site-packages, but for what the launcher itself needs."""
     for package in ("psutil", "yaml", "pydantic", "pydantic_core", "annotated_types", "packaging"):
         _link(package, tmp_path)
@@ -213,7 +211,7 @@ def _link(package: str, folder: Path) -> None:
     (folder / source.name).symlink_to(source)
 
 
-def test_an_mpi_library_that_does_not_load_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_library_that_does_not_load_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -241,7 +239,7 @@ def test_versions_that_differ_are_named_by_host() -> None:
     assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
 
 
-def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     check = check_srun()
     assert (check.state, check.found) == ("FAIL", "not installed here") and check.fix
@@ -264,12 +262,12 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
         "fix: rm /x/[1]/lock",
         "WARN n2: /dev/shm 0.1 GiB free",
         "fix: --shm-size=8g",
-        "OK n2 2 checks are good",
+        "OK n2 2 checks passed",
         "3 OK, 1 WARN, 1 FAIL",
     ]
     show(checks, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and told["checks"][1]["fix"] == "rm /x/[1]/lock"
+    report = json.loads(capsys.readouterr().out)
+    assert report["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and report["checks"][1]["fix"] == "rm /x/[1]/lock"
 
 
 def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,8 +287,8 @@ def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
 def test_answers_of_hosts_arrive_whole_though_their_lines_are_mixed() -> None:
     long, short = Check("disk", "OK", "x" * 700), Check("gpu", "WARN", "none", "a fix")
     checks = {host: [replace(check, host=host) for check in (long, short)] for host in "ab"}
-    lines = {host: list(answer_lines(host, told)) for host, told in checks.items()}
+    lines = {host: list(format_answers(host, found)) for host, found in checks.items()}
     assert all(len(line) < 500 for host in lines for line in lines[host]) and len(lines["a"]) > 2
     mixed = ["srun: noise", *(line for pair in zip(lines["a"], lines["b"], strict=True) for line in pair)]
-    assert sorted(checks_told("\n".join(mixed)), key=lambda check: check.host) == [*checks["a"], *checks["b"]]
-    assert checks_told("\n".join([*lines["a"], *lines["b"][:-1]])) == checks["a"]
+    assert sorted(parse_answers("\n".join(mixed)), key=lambda check: check.host) == [*checks["a"], *checks["b"]]
+    assert parse_answers("\n".join([*lines["a"], *lines["b"][:-1]])) == checks["a"]

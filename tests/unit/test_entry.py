@@ -1,4 +1,4 @@
-"""How commands end before their end: signals at any moment, a pipe that nobody reads, an output that is full."""
+"""Commands that end early: signals at any moment, a pipe without a reader, a full output."""
 
 import os
 import pty
@@ -132,7 +132,7 @@ def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: P
         ("output_dir=earlier", "output_dir=earlier: holds another run"),
     ],
 )
-def test_what_is_wrong_without_a_look_at_the_model_is_told_before_torch_is_imported(
+def test_errors_found_without_the_model_are_reported_before_torch_is_imported(
     folder: Path, command: str, setting: str, line: str
 ) -> None:
     (folder / "sitecustomize.py").write_text(SITE)
@@ -151,7 +151,7 @@ def test_what_is_wrong_without_a_look_at_the_model_is_told_before_torch_is_impor
 
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_a_terminal_shows_what_is_done_until_something_is_printed(folder: Path, on_terminal: bool) -> None:
-    """One line, which is gone then; nothing of it is in a pipe, nor where nothing else is printed."""
+    """One line, which is then cleared; nothing of it appears in a pipe."""
     (folder / "victim.py").write_text("print('a result')")
     main_fd, side_fd = pty.openpty()
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "TERM": "xterm"}
@@ -184,10 +184,10 @@ def test_an_output_that_is_full_is_one_line_and_1(folder: Path, command: str) ->
             [*ZEROLORA, *command.split()], cwd=folder, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1
-    assert done.stderr == "error: standard output: No space left on device; what was printed is not complete\n"
+    assert done.stderr == "error: standard output: No space left on device; the output is incomplete\n"
 
 
-def test_a_pipe_that_nobody_reads_is_no_error_to_tell(folder: Path) -> None:
+def test_a_closed_pipe_is_not_reported_as_an_error(folder: Path) -> None:
     (folder / "victim.py").write_text("for _ in range(10**6): print('line')")
     line = f"{' '.join(MODULE)} | head -1; echo ${{PIPESTATUS[0]}}"
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
@@ -203,7 +203,7 @@ def test_a_closed_stdout_of_a_module_is_one_line_too(folder: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
 
 
-def test_libraries_greet_nobody(folder: Path) -> None:
+def test_libraries_print_no_banners(folder: Path) -> None:
     """DeepSpeed warns on stdout that it finds no GPU."""
     (folder / "victim.py").write_text("from deepspeed.accelerator import get_accelerator; get_accelerator()")
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "DS_ACCELERATOR"}
@@ -220,8 +220,8 @@ def test_an_error_of_ours_keeps_its_traceback(folder: Path) -> None:
     assert done.returncode == 1 and "Traceback" in done.stderr and "a bug" in done.stderr
 
 
-def test_a_folder_that_may_not_be_looked_into_is_one_line(folder: Path) -> None:
-    """Of any command, wherever it asks for a file there; root, who may, becomes nobody first."""
+def test_an_unreadable_folder_is_one_line(folder: Path) -> None:
+    """For any command that accesses a file there; root drops to the user nobody first."""
     (folder / "closed").mkdir(mode=0)
     victim = "import os, pathlib\nos.getuid() or os.setuid(65534)\npathlib.Path('closed/run.json').is_file()\n"
     (folder / "victim.py").write_text(victim)
@@ -232,7 +232,7 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["run", "run/logs", "run/metrics.jsonl"])
-def test_status_of_a_folder_that_may_not_be_looked_into(folder: Path, closed: str) -> None:
+def test_status_of_an_unreadable_folder(folder: Path, closed: str) -> None:
     """The launcher's own process, not one of its modules."""
     folder.chmod(0o755)
     (folder / "run" / "logs").mkdir(parents=True)

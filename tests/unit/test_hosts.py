@@ -147,7 +147,7 @@ def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("request_", "complaint"),
     [
         (Request("ssh"), "--launcher ssh: must be one of auto, local, hostfile, slurm, mpi"),
-        (Request("hostfile"), "--launcher hostfile: which"),
+        (Request("hostfile"), "--launcher hostfile: needs --hostfile FILE"),
         (Request("slurm", Path("h")), "--launcher slurm takes none"),
         (Request("local", Path("h")), "--launcher local takes none"),
         (Request("local", num_nodes=2), "--num-nodes 2: this is one machine"),

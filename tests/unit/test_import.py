@@ -139,7 +139,7 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert training.offload_activations and training.warmup_ratio == 0.2 and config.model.pad_token == "<pad>"
     assert (training.evals_per_epoch, training.saves_per_epoch, training.save_total_limit) == (3, 2, 4)
     head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
-    assert "line 2, load_in_8bit: rows of the weights and tokens of their inputs are int8" in head
+    assert "line 2, load_in_8bit: weights (per row), inputs (per token) and products are int8" in head
     assert "line 38, neftune_noise_alpha: 5: no counterpart here" in head
     assert "Without effect here: dataset_prepared_path, liger_rope, plugins, tf32, wandb_project." in head
     assert "line 39, special_tokens: eos_token: the tokenizer's own are kept" in head
@@ -237,20 +237,20 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: dpo\n", "theirs.yml:40: rl=dpo: preference and reward training are not offered"),
+        ("rl: dpo\n", "theirs.yml:40: rl=dpo: preference and reward training are not supported"),
         (
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
         ),
-        ("gptq: true\n", "theirs.yml:40: gptq=true: a GPTQ base is not offered"),
-        ("relora: true\n", "theirs.yml:40: relora=true: ReLoRA is not offered"),
+        ("gptq: true\n", "theirs.yml:40: gptq=true: a GPTQ base is not supported"),
+        ("relora: true\n", "theirs.yml:40: relora=true: ReLoRA is not supported"),
     ],
 )
-def test_what_is_not_offered_has_one_reason(change: str, line: str) -> None:
+def test_unsupported_keys_have_one_reason(change: str, line: str) -> None:
     assert refused(AXOLOTL + change).startswith(line)
 
 
-def test_what_is_not_offered_in_a_value() -> None:
+def test_unsupported_values_are_refused() -> None:
     assert "optimizer=lion: only AdamW" in refused(AXOLOTL.replace("paged_adamw_32bit", "lion"))
     assert "type=context_qa: this prompt" in refused(AXOLOTL.replace("type: chat_template", "type: context_qa"))
     assert "weights are in AWQ" in refused(AXOLOTL.replace("small-llama", "small-AWQ"))
@@ -280,7 +280,7 @@ def test_llama_factorys_other_kinds() -> None:
     whole, _ = imported(FACTORY.replace("finetuning_type: lora", "finetuning_type: full"))
     assert whole.adapter == "none"
     assert "choices: preference" in refused(FACTORY.replace("pairs, talks", "choices"))
-    assert "pictures: images" in refused(FACTORY.replace("pairs, talks", "pictures"))
+    assert "pictures: training on images" in refused(FACTORY.replace("pairs, talks", "pictures"))
     assert "stage=dpo: preference" in refused(FACTORY.replace("stage: sft", "stage: dpo"))
     assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
@@ -342,7 +342,7 @@ def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys:
     assert run("train", "theirs.yml") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: theirs.yml: is written for Axolotl, and ") and "zerolora import theirs.yml" in line
-    assert run("import", "mine.yaml") == 2 and "zerolora train takes it as it is" in capsys.readouterr().err
+    assert run("import", "mine.yaml") == 2 and "zerolora train may read it directly" in capsys.readouterr().err
     assert run("import", "--", "--model_name_or_path", "m", "--dataset_name", "d", "--use_peft") == 0
     assert "# the default of TRL" in capsys.readouterr().out
 

@@ -159,7 +159,7 @@ def test_booleans_are_those_of_yaml_1_1(yes: str, no: str) -> None:
     assert (config.adapter, config.lora.target_modules) == ("qlora", ("all-linear",))
     assert (config.training.precision, config.training.gradient_checkpointing) == ("bf16", "none")
     assert not config.dataset.packing and not config.lora.dora
-    assert "do_train=false: nothing is trained" in mistakes(FACTORY + f"do_train: {no}\n")[0]
+    assert "do_train=false: this configuration trains nothing" in mistakes(FACTORY + f"do_train: {no}\n")[0]
     config, _ = imported(FACTORY + f"do_train: {yes}\npacking: {yes}\nsave_strategy: {no}\nuse_galore: {no}\n")
     assert config.dataset.packing and config.training.save_steps == 0
 
@@ -214,7 +214,7 @@ def test_a_configuration_of_accelerate_must_exist_or_say_what_it_is() -> None:
     assert "Without effect here: accelerate_config" in text
 
 
-def test_system_prompts_in_a_column_are_learnt_from(folder: Path) -> None:
+def test_system_prompts_in_a_column_are_used(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from trainer.data import Samples, prepare_data

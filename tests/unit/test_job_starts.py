@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job_starts import note_end, note_start, settings_to_go_on
+from launcher.job_starts import build_resume_settings, record_end, record_start
 from trainer.config import RunConfig, UserError
 
-GO_ON = "training.resume_from_checkpoint=auto"
+RESUME_AUTO = "training.resume_from_checkpoint=auto"
 FIRST, SECOND = {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
@@ -29,35 +29,35 @@ def write_record(run: Path, at: int) -> None:
 
 
 def test_without_a_word_of_the_user_every_start_goes_on(tmp_path: Path) -> None:
-    assert settings_to_go_on(config(tmp_path), FIRST) == [GO_ON]
-    note_start(tmp_path, FIRST)
-    assert settings_to_go_on(config(tmp_path), SECOND) == [GO_ON]
+    assert build_resume_settings(config(tmp_path), FIRST) == [RESUME_AUTO]
+    record_start(tmp_path, FIRST)
+    assert build_resume_settings(config(tmp_path), SECOND) == [RESUME_AUTO]
 
 
 def test_a_checkpoint_that_was_named_holds_until_there_is_a_newer_one(tmp_path: Path) -> None:
     save(tmp_path, 500)
     save(tmp_path, 1500)
     named = config(tmp_path, resume=str(tmp_path / "checkpoint-500"))
-    assert settings_to_go_on(named, FIRST) == []
-    note_start(tmp_path, FIRST)
-    assert settings_to_go_on(named, SECOND) == []  # it ended before its first checkpoint, and 1500 is still there
+    assert build_resume_settings(named, FIRST) == []
+    record_start(tmp_path, FIRST)
+    assert build_resume_settings(named, SECOND) == []  # it ended before its first checkpoint, and 1500 is still there
     (tmp_path / "checkpoint-1500").rename(tmp_path / "abandoned-checkpoint-1500")
     save(tmp_path, 600)
-    assert settings_to_go_on(named, SECOND) == [GO_ON]
-    assert settings_to_go_on(named, {"SLURM_JOB_ID": "8"}) == []
+    assert build_resume_settings(named, SECOND) == [RESUME_AUTO]
+    assert build_resume_settings(named, {"SLURM_JOB_ID": "8"}) == []
 
 
 def test_an_earlier_run_is_overwritten_once(tmp_path: Path) -> None:
     write_record(tmp_path, 1000)
     save(tmp_path, 160)
     over = config(tmp_path, overwrite=True)
-    assert settings_to_go_on(over, FIRST) == []
-    note_start(tmp_path, FIRST)
-    assert settings_to_go_on(over, SECOND) == []  # it ended before it had moved the earlier run aside
+    assert build_resume_settings(over, FIRST) == []
+    record_start(tmp_path, FIRST)
+    assert build_resume_settings(over, SECOND) == []  # it ended before it had moved the earlier run aside
     write_record(tmp_path, 2000)
-    assert settings_to_go_on(over, SECOND) == ["output.overwrite=false", GO_ON]
+    assert build_resume_settings(over, SECOND) == ["output.overwrite=false", RESUME_AUTO]
     # Another job has the same words, and means this run.
-    assert settings_to_go_on(over, {"SLURM_JOB_ID": "8"}) == []
+    assert build_resume_settings(over, {"SLURM_JOB_ID": "8"}) == []
 
 
 def test_tasks_of_a_chain_are_starts_of_one_job(tmp_path: Path) -> None:
@@ -66,31 +66,31 @@ def test_tasks_of_a_chain_are_starts_of_one_job(tmp_path: Path) -> None:
     ]
     tasks = [task | {"SLURM_ARRAY_TASK_MIN": "0"} for task in tasks]
     over = config(tmp_path, overwrite=True)
-    assert settings_to_go_on(over, tasks[0]) == []
-    note_start(tmp_path, tasks[0])
+    assert build_resume_settings(over, tasks[0]) == []
+    record_start(tmp_path, tasks[0])
     write_record(tmp_path, 2000)
-    assert settings_to_go_on(over, tasks[1]) == ["output.overwrite=false", GO_ON]
+    assert build_resume_settings(over, tasks[1]) == ["output.overwrite=false", RESUME_AUTO]
 
 
 def test_three_starts_without_a_step_are_enough(tmp_path: Path) -> None:
     save(tmp_path, 40)
-    note_start(tmp_path, FIRST)
+    record_start(tmp_path, FIRST)
     save(tmp_path, 80)
-    note_end(tmp_path, FIRST, 75)
+    record_end(tmp_path, FIRST, 75)
     for _ in range(2):
-        note_start(tmp_path, SECOND)
-        note_end(tmp_path, SECOND, 75)
-    note_start(tmp_path, SECOND)
+        record_start(tmp_path, SECOND)
+        record_end(tmp_path, SECOND, 75)
+    record_start(tmp_path, SECOND)
     with pytest.raises(UserError, match="3 starts in a row ended without a new step since checkpoint-80,"):
-        note_end(tmp_path, SECOND, 75)
+        record_end(tmp_path, SECOND, 75)
     # SLURM may start it again by itself, and may have ended starts that could say nothing.
     with pytest.raises(UserError, match="without a new step since checkpoint-80"):
-        note_start(tmp_path, SECOND)
-    note_start(tmp_path, FIRST)  # a job of that number of another day
+        record_start(tmp_path, SECOND)
+    record_start(tmp_path, FIRST)  # a job of that number of another day
 
 
 def test_a_run_that_is_done_may_be_started_as_often_as_one_likes(tmp_path: Path) -> None:
     save(tmp_path, 40)
     for _ in range(5):
-        note_start(tmp_path, SECOND)
-        note_end(tmp_path, SECOND, 0)
+        record_start(tmp_path, SECOND)
+        record_end(tmp_path, SECOND, 0)

@@ -43,13 +43,13 @@ def test_help_lists_every_subcommand(folder: Path) -> None:
 def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
     result = zerolora("train", "c.yaml", "seed=7", "--dry-run", "--master-port", "29400", cwd=folder)
     assert result.returncode == 0
-    assert result.stderr == "note: model and data were not looked at; `zerolora validate` does that\n"
+    assert result.stderr == "note: model and data were not checked; `zerolora validate` does that\n"
     assert result.stdout.startswith("PYTHONSAFEPATH=1 DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
     assert result.stdout.endswith("deepspeed --num_gpus=2 --master_port=29400 --module trainer.train c.yaml seed=7\n")
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
 
 
-def test_the_version_is_told(folder: Path) -> None:
+def test_the_version_is_printed(folder: Path) -> None:
     result = zerolora("--version", cwd=folder)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("zerolora ") and result.stdout.count("\n") == 1
@@ -63,7 +63,7 @@ def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) 
     assert result.stderr == "error: pipe: a pipe can be read once, and every rank reads the file; write it to a file\n"
 
 
-def test_how_far_the_start_is_comes_line_by_line(folder: Path) -> None:
+def test_progress_of_the_start_is_printed_line_by_line(folder: Path) -> None:
     (folder / "data.jsonl").touch()
     result = zerolora("train", "c.yaml", cwd=folder, variables={"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
@@ -96,7 +96,7 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=3; `"),
         (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=4; `"),
         (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
-        (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: there is no GPU, and this process may "),
+        (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: no GPU found, and this process may "),
         (["train"], "error: Missing argument 'CONFIG'. `zerolora train --help` says how"),
     ],
 )

@@ -24,15 +24,15 @@ GPU 1: NVIDIA H200 (UUID: GPU-4c1e0000)
 def test_a_rank_for_each_gpu_gets_what_deepspeeds_launcher_would_give_it() -> None:
     command = local_command(["c.yaml", "seed=1"], gpus=[2, 3, 5], num_gpus=2, port=29123)
     assert command.argv == (sys.executable, "-u", "-m", "trainer.train", "c.yaml", "seed=1")
-    assert Path(command.by_hand[0]).name == "deepspeed"
-    assert command.by_hand[1:] == (
+    assert Path(command.manual_argv[0]).name == "deepspeed"
+    assert command.manual_argv[1:] == (
         "--include=localhost:2,3", "--master_port=29123", "--module", "trainer.train", "c.yaml", "seed=1",
     )  # fmt: skip
     assert command.ranks == 2
     assert not command.set_variables
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "2,3"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29123"}
-    assert [dict(variables) for variables in command.of_each_rank] == [
+    assert [dict(variables) for variables in command.rank_environments] == [
         shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")
     ]
 
@@ -40,10 +40,10 @@ def test_a_rank_for_each_gpu_gets_what_deepspeeds_launcher_would_give_it() -> No
 def test_without_gpus_two_cpu_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
     command = local_command(["c.yaml"], gpus=[], num_gpus=None, port=1)
-    assert "--num_gpus=2" in command.by_hand and command.ranks == len(command.of_each_rank) == 2
+    assert "--num_gpus=2" in command.manual_argv and command.ranks == len(command.rank_environments) == 2
     assert command.set_variables["DS_ACCELERATOR"] == "cpu"
     assert local_command(["c.yaml"], gpus=[], num_gpus=3, port=1).ranks == 3
-    with pytest.raises(UserError, match="--num-gpus 5: there is no GPU, and this process may use 4 cores"):
+    with pytest.raises(UserError, match="--num-gpus 5: no GPU found, and this process may use 4 cores"):
         local_command(["c.yaml"], gpus=[], num_gpus=5, port=1)
 
 

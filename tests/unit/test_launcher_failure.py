@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.failure_report import Death, Failure, describe_status, last_traceback, log_sizes, status_of
+from launcher.supervision.failure_report import (
+    Death,
+    Failure,
+    decode_exit_code,
+    describe_status,
+    last_traceback,
+    log_sizes,
+)
 from launcher.supervision.kernel_oom import oom_kills
 
 CHAINED = """\
@@ -56,13 +63,13 @@ def test_a_deep_traceback_keeps_its_innermost_frames() -> None:
         (249, -7, "killed by signal 7 (SIGBUS)"),
         (245, -11, "killed by signal 11 (SIGSEGV); a crash in native code"),
         (-9, -9, "killed by signal 9"),
-        (0, 0, "without saying that every rank succeeded"),
+        (0, 0, "without reporting that every rank succeeded"),
         (75, 75, "ended with exit code 75"),
         (255, 255, "ended with exit code 255"),
     ],
 )
-def test_exit_codes_are_put_in_words(code: int, status: int, words: str) -> None:
-    assert status_of(code) == status
+def test_exit_codes_are_described(code: int, status: int, words: str) -> None:
+    assert decode_exit_code(code) == status
     assert words in describe_status(status)
 
 
@@ -73,46 +80,42 @@ def leave_beat(logs: Path, rank: int, **values: object) -> None:
     (logs / f"heartbeat-{rank}.json").write_text(json.dumps(beat | values))
 
 
-def test_a_lost_host_is_named_and_not_the_rank_that_fell_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_host_is_blamed_not_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(PEER)
     leave_beat(tmp_path, 0)
     leave_beat(tmp_path, 1)
     deaths = {0: Death(1.0, 1), 1: Death(1.2)}
-    fault = Failure(tmp_path, {}, deaths, 1, None, {"n1": "Connection to n1 closed"}).tell()
+    fault = Failure(tmp_path, {}, deaths, 1, None, {"n1": "Connection to n1 closed"}).report()
     assert fault.rank == 1
-    told = "the run failed: the way to n1 is lost: Connection to n1 closed (rank 1 there: step 7, phase backward)"
-    assert capsys.readouterr().err.splitlines()[0] == told
+    line = "the run failed: lost the connection to n1: Connection to n1 closed (rank 1 there: step 7, phase backward)"
+    assert capsys.readouterr().err.splitlines()[0] == line
     (tmp_path / "rank-0.log").write_text(OWN)
-    assert Failure(tmp_path, {}, deaths, 1, None, {"n1": "Connection to n1 closed"}).tell().rank == 0
+    assert Failure(tmp_path, {}, deaths, 1, None, {"n1": "Connection to n1 closed"}).report().rank == 0
 
 
 def test_no_rank_is_blamed_for_a_launcher_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_beat(tmp_path, 0)
-    assert Failure(tmp_path, {}, {0: Death(1.0)}, 247, launcher_fell=True).tell().rank is None
+    assert Failure(tmp_path, {}, {0: Death(1.0)}, 247, launcher_failed=True).report().rank is None
     assert capsys.readouterr().err.startswith("the run failed: the launcher was killed by signal 9 (SIGKILL)\n")
 
 
-def test_the_rank_with_a_mistake_of_its_own_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).tell().status == 1
+    assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).report().status == 1
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1 (step 7, phase backward)")
     assert "own mistake" in shown and "peer" not in shown and "rank 0" not in shown
 
 
-def test_the_rank_that_could_not_write_is_blamed_not_the_one_that_heard_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks agree on how a checkpoint was written, and all of them raise."""
     heard = "RuntimeError: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
     (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).tell()
+    Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).report()
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1") and "rank 0" not in shown
 
@@ -123,19 +126,19 @@ def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text("working\n")
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1, oom_struck=True).tell().status == -9
+    assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1, oom_killed=True).report().status == -9
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 was killed by signal 9 (SIGKILL) (step 7")
     # n1 is not this host: its kernel's counter is not known here.
-    assert "usually host memory ran out (at its last sign of life 0.2 GiB were free)" in shown
+    assert "usually host memory ran out (at its last heartbeat 0.2 GiB were free)" in shown
 
 
-def test_a_rank_that_the_launcher_tidied_up_is_not_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_killed_by_the_launcher_is_not_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was about to end because of the other one, and so did not handle the signal any more."""
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).tell().status == 1
+    assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).report().status == 1
     assert capsys.readouterr().err.startswith("the run failed: rank 1 on n1 ended with exit code 1")
 
 
@@ -144,7 +147,7 @@ def test_all_ranks_that_were_killed_together_are_named(tmp_path: Path, capsys: p
         (tmp_path / f"rank-{rank}.log").write_text("working\n")
         leave_beat(tmp_path, rank)
     deaths = {0: Death(1.0, -9), 1: Death(1.1, -9), 2: Death(4.0, -15)}  # the last one was ended by the launcher
-    Failure(tmp_path, {}, deaths, 247).tell()
+    Failure(tmp_path, {}, deaths, 247).report()
     shown = capsys.readouterr().err
     assert "the run failed: rank 0 on n0" in shown and "also: rank 1 on n1" in shown and "rank 2" not in shown
 
@@ -157,15 +160,15 @@ def test_the_kernels_counter_decides_on_the_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], struck: bool | None, words: str
 ) -> None:
     leave_beat(tmp_path, 0, host=socket.gethostname(), free_shm_gib=0.01)
-    Failure(tmp_path, {}, {0: Death(1.0, -9)}, 247, oom_struck=struck).tell()
+    Failure(tmp_path, {}, {0: Death(1.0, -9)}, 247, oom_killed=struck).report()
     shown = capsys.readouterr().err
     assert words in shown and "/dev/shm was nearly full" in shown
 
 
 def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_beat(tmp_path, 0, free_shm_gib=0.0)
-    Failure(tmp_path, {}, {0: Death(1.0, -7)}, 249).tell()
-    assert "/dev/shm is full: 0.00 GiB were free at its last sign of life" in capsys.readouterr().err
+    Failure(tmp_path, {}, {0: Death(1.0, -7)}, 249).report()
+    assert "/dev/shm is full: 0.00 GiB were free at its last heartbeat" in capsys.readouterr().err
 
 
 def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +178,7 @@ def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.C
     sizes = log_sizes(tmp_path)
     for rank in range(2):
         (tmp_path / f"rank-{rank}.log").write_text(f"{old}working\nerror: lora.r=-1: too small\na warning at exit\n")
-    assert Failure(tmp_path, sizes, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).tell().status == 2
+    assert Failure(tmp_path, sizes, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).report().status == 2
     assert capsys.readouterr().err == "error: lora.r=-1: too small\n"
 
 
@@ -186,17 +189,17 @@ def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.Captur
     text = f"{host}{mistake}\nsrun: error: n2: task 1: Exited with exit code 2\n"
     (tmp_path / "launcher.log").write_text(text)
     (tmp_path / "rank-0.log").write_text("working\n")
-    assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).tell().status == 2
+    assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).report().status == 2
     assert capsys.readouterr().err == f"{mistake}\n"
 
 
-def test_a_program_that_knows_no_mistakes_of_users_is_told_as_any_other(
+def test_a_program_without_user_errors_is_reported_as_any_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python ends with 2 as well where it finds no file to run."""
     (tmp_path / "rank-0.log").write_text("python: can't open file 'x'\n")
     (tmp_path / "launcher.log").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
-    assert Failure(tmp_path, {}, {0: Death(1.0, 2)}, 2).tell().status == 2
+    assert Failure(tmp_path, {}, {0: Death(1.0, 2)}, 2).report().status == 2
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 0 on ") and "can't open file" in shown
 
@@ -206,7 +209,7 @@ def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, capsys: pytest.C
     sizes = log_sizes(tmp_path)
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write(PEER)
-    Failure(tmp_path, sizes, {0: Death(1.0)}, 1).tell()
+    Failure(tmp_path, sizes, {0: Death(1.0)}, 1).report()
     shown = capsys.readouterr().err
     assert "Connection closed by peer" in shown and "own mistake" not in shown
 

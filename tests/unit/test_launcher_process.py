@@ -1,4 +1,4 @@
-"""What is started ends with what started it: the process that is gone, the file that stays the same, the signals."""
+"""Processes end with their launcher: a dead process, a file that stops changing, signals."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_a_mark_is_of_one_process_alone(other: "subprocess.Popen[bytes]") -> Non
     assert mark is not None and ProcessMark.parse(str(mark)) == mark
     assert mark.can_be_seen() and mark.lives()
     psutil.Process(other.pid).suspend()
-    assert mark.lives(), "stopped, not gone"
+    assert mark.lives(), "stopped, not dead"
     assert not ProcessMark(mark.kernel, mark.pid, "1").lives(), "the number was given again"
     other.kill()
     while psutil.Process(other.pid).status() != psutil.STATUS_ZOMBIE:
@@ -62,7 +62,7 @@ def test_a_mark_is_of_one_process_alone(other: "subprocess.Popen[bytes]") -> Non
     assert not ProcessMark.parse(ELSEWHERE).can_be_seen()  # type: ignore[union-attr]
 
 
-def test_a_launcher_of_this_host_is_looked_at_itself(other: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     watch = LauncherWatch({VARIABLE: str(ProcessMark.of(other.pid))}, is_rank=True)
     watch.look_at_file(tmp_path, 0.01)
     (tmp_path / ALIVE_FILE).touch()
@@ -75,7 +75,7 @@ def test_a_launcher_of_this_host_is_looked_at_itself(other: "subprocess.Popen[by
     assert LauncherWatch({}, is_rank=True).what_is_gone() is None
 
 
-def test_a_launcher_elsewhere_is_gone_when_its_file_stays_the_same(tmp_path: Path) -> None:
+def test_a_launcher_elsewhere_counts_as_dead_when_its_file_stays_the_same(tmp_path: Path) -> None:
     watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
     watch.look_at_file(tmp_path, 0.3)
     assert watch.what_is_gone() is None
@@ -112,7 +112,7 @@ def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> No
     assert "connection" in str(watch.what_is_gone())
 
 
-# Stands for srun: it ends its ranks when it is told to end. The rank is in a session of its own.
+# In place of srun: ends its ranks on SIGTERM. The rank is in its own session.
 SRUN = """
 trap 'kill -9 $rank; exit 9' TERM
 setsid sleep 600 & rank=$!
@@ -120,7 +120,7 @@ echo $rank; wait $rank
 """
 
 
-def test_the_launcher_below_one_that_is_killed_is_told_to_end_its_ranks() -> None:
+def test_a_killed_launchers_child_launcher_ends_its_ranks() -> None:
     program = "import sys; from trainer.contract.launcher_process import *; tie_children_to_this_process()\n"
     program += "from launcher.targets.local import Command\n"
     program += "Command(('sh', '-c', sys.argv[1]), 1, {}, ()).start(1, 2)[0].wait()"
@@ -135,7 +135,7 @@ def test_the_launcher_below_one_that_is_killed_is_told_to_end_its_ranks() -> Non
     assert alive == []
 
 
-def test_ranks_know_torchrun_and_deepspeed_by_their_variables_and_nobody_else() -> None:
+def test_ranks_know_only_torchrun_and_deepspeed_by_their_variables() -> None:
     assert LauncherWatch({"RANK": "0"}, is_rank=True)._above is None, "a script may have put it in the background"
     for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
         assert LauncherWatch({name: "0"}, is_rank=True)._above == ProcessMark.of(os.getppid())

@@ -29,7 +29,7 @@ BEHAVIOURS = {
     "early": "early",
     "late": "late",
     "alone": "alone",
-    "one told": "alone",
+    "one signalled": "alone",
     "bereaved": "bereaved",
     "folder returns": "folder",
     "folder lost": "folder",
@@ -101,7 +101,7 @@ def test_a_failed_rank_is_named_with_its_traceback(runs: dict[str, Run]) -> None
     lines = run.text("err").splitlines()
     assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1 (step 10)"
     assert lines[-2].strip() == "ValueError: the middle of the model is missing"
-    assert lines[-1] == f"the whole log: {run.folder}/logs/rank-1.log"
+    assert lines[-1] == f"full log: {run.folder}/logs/rank-1.log"
     assert len(lines) <= 15
     assert run.left_behind() == []
 
@@ -112,7 +112,7 @@ def test_a_killed_rank_takes_the_run_down(runs: dict[str, Run]) -> None:
     lines = run.text("err").splitlines()
     assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step 10)"
     assert "oom_kill counter did not move" in lines[1]
-    assert lines[-1].startswith("the whole log")
+    assert lines[-1].startswith("full log")
     assert run.left_behind() == []
 
 
@@ -158,8 +158,8 @@ def test_every_rank_that_was_killed_is_named_at_its_step(runs: dict[str, Run]) -
 
 
 @pytest.mark.parametrize("name", ["late", "alone"])
-def test_what_waits_for_a_rank_that_has_stopped_is_no_failure(runs: dict[str, Run], name: str) -> None:
-    """It meets an error in the other's place, or in a collective of NCCL hears nothing, and would be told as a hang."""
+def test_ranks_waiting_for_a_stopped_rank_are_no_failure(runs: dict[str, Run], name: str) -> None:
+    """The waiting rank gets an error, or in a collective of NCCL no signal, which would be reported as a hang."""
     run = runs[name]
     run.wait_until_ready()
     run.process.send_signal(signal.SIGTERM)
@@ -168,19 +168,19 @@ def test_what_waits_for_a_rank_that_has_stopped_is_no_failure(runs: dict[str, Ru
     assert run.left_behind() == []
 
 
-def test_a_save_goes_on_after_another_rank_has_died_in_it(runs: dict[str, Run]) -> None:
+def test_a_save_completes_after_another_rank_died_in_it(runs: dict[str, Run]) -> None:
     """For longer than what waits in vain is given."""
     run = runs["bereaved"]
     run.wait_until_ready()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.text("saved-0") == "SIGTERM" and not (run.folder / "saved-1").exists()
-    assert "a rank has failed since; the others have 60 s to save" in run.text("err")
+    assert "a rank has failed meanwhile; the others have 60 s to save" in run.text("err")
     assert run.left_behind() == []
 
 
-def test_a_signal_that_somebody_sends_to_one_rank_ends_all(runs: dict[str, Run]) -> None:
-    run = runs["one told"]
+def test_an_external_signal_to_one_rank_ends_all(runs: dict[str, Run]) -> None:
+    run = runs["one signalled"]
     run.wait_until_ready()
     os.kill(int(run.text("ready-0")), signal.SIGTERM)
     assert run.end() == 143
@@ -188,7 +188,7 @@ def test_a_signal_that_somebody_sends_to_one_rank_ends_all(runs: dict[str, Run])
     assert run.left_behind() == []
 
 
-def test_a_stop_before_the_first_step_promises_no_checkpoint_and_waits_for_nobody(runs: dict[str, Run]) -> None:
+def test_a_stop_before_the_first_step_promises_no_checkpoint_and_does_not_wait(runs: dict[str, Run]) -> None:
     run = runs["early"]
     run.wait_until_ready()
     run.process.send_signal(signal.SIGTERM)
@@ -197,7 +197,7 @@ def test_a_stop_before_the_first_step_promises_no_checkpoint_and_waits_for_nobod
     assert run.left_behind() == []
 
 
-def test_a_run_whose_folder_is_gone_for_a_while_knows_what_its_ranks_did(runs: dict[str, Run]) -> None:
+def test_a_temporarily_unreadable_folder_does_not_hide_how_ranks_ended(runs: dict[str, Run]) -> None:
     """Where a file server was there is an empty mount point, in which the run's lock may be made again."""
     run = runs["folder returns"]
     run.wait_until_ready()

@@ -33,7 +33,7 @@ with ConsoleFile(Path(sys.argv[1])) as console:
 """
 
 
-def test_a_terminal_is_told_of_and_left_in_order() -> None:
+def test_ranks_know_the_terminal_and_it_is_restored() -> None:
     main_fd, side_fd = pty.openpty()
     environment = os.environ | {"COLUMNS": "97"}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, env=environment, stdout=side_fd)
@@ -46,7 +46,7 @@ def test_a_terminal_is_told_of_and_left_in_order() -> None:
         pass  # how Linux says that the other side has closed
     assert process.wait(timeout=300) == 0
     assert b"['--console-width', '97', '--console-tty']" in shown
-    # A rank that was killed with its bar up: the cursor comes back and the prompt gets a line of its own.
+    # A rank was killed while it showed a progress bar: the cursor is restored and the prompt gets its own line.
     assert shown.endswith(b"half a bar\x1b[?25h\r\n")
 
 

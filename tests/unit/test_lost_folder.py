@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.lost_folder import RETURN_S, STOP_S, FolderWatch, code_without_folder
+from launcher.supervision.lost_folder import RETURN_S, STOP_S, FolderWatch, exit_code_without_folder
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ from launcher.supervision.lost_folder import RETURN_S, STOP_S, FolderWatch, code
     ],
 )
 def test_exit_codes(codes: list[int], signals: list[int], code: int) -> None:
-    assert code_without_folder(codes, signals) == code
+    assert exit_code_without_folder(codes, signals) == code
 
 
 def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin = time.monotonic()
-    assert not FolderWatch(tmp_path / "logs").returns([signal.SIGTERM])
+    assert not FolderWatch(tmp_path / "logs").wait_until_readable([signal.SIGTERM])
     assert STOP_S <= time.monotonic() - begin < RETURN_S / 2
     told = capsys.readouterr().err
     assert "the run's folder cannot be read: " in told and f"waiting up to {STOP_S:.0f} s for its folder" in told
@@ -40,9 +40,9 @@ def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
 ) -> None:
     folder = FolderWatch(tmp_path)
     (tmp_path / "lock.json").touch()
-    assert not folder.is_there() and not folder.is_there()
+    assert not folder.is_readable() and not folder.is_readable()
     (tmp_path / "heartbeat-0.json").touch()
-    assert folder.is_there() and folder.is_there()
+    assert folder.is_readable() and folder.is_readable()
     told = capsys.readouterr().err.splitlines()
     assert told == [
         f"the run's folder cannot be read: nothing of this run is in {tmp_path}",

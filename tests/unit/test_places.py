@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import places as launcher_places
-from launcher.places import Places, most_that_divide
+from launcher import rank_slots
 from launcher.plan import Request, plan
+from launcher.rank_slots import RankSlots, find_largest_divisor
 from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation, srun_command
 from trainer.config import UserError
@@ -16,58 +16,60 @@ NONE: frozenset[int] = frozenset()
 
 
 @pytest.fixture
-def on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Places, set[str]]:
+def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots, set[str]]:
     """Slots of three hosts, 4, 2 and 2; and those that answer."""
     (tmp_path / "hostfile").write_text("a slots=4\nb slots=2\nc slots=2\n")
     answering = {"a", "b", "c"}
-    monkeypatch.setattr(launcher_places, "reachable", lambda hosts, folder: [one for one in hosts if one in answering])
+    monkeypatch.setattr(rank_slots, "reachable", lambda hosts, folder: [one for one in hosts if one in answering])
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
-    monkeypatch.setattr("launcher.plan._address_of", lambda host: host)
+    monkeypatch.setattr("launcher.plan._find_address", lambda host: host)
     request = Request(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
-    return Places(request, tmp_path, plan(request, tmp_path)[0]), answering
+    return RankSlots(request, tmp_path, plan(request, tmp_path)[0]), answering
 
 
 @pytest.fixture
-def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Places, list[str]]:
+def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots, list[str]]:
     """Four nodes with two ranks each; and those that are lost."""
     lost: list[str] = []
     build = partial(srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
-    monkeypatch.setattr(launcher_places, "lost_nodes", lambda allocation: list(lost))
-    return Places(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
+    monkeypatch.setattr(rank_slots, "lost_nodes", lambda allocation: list(lost))
+    return RankSlots(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
 
-def included(places: Places, left_out: frozenset[int], total: int | None) -> str:
-    build, _ = places.again(left_out, total).plan
+def included(places: RankSlots, excluded: frozenset[int], total: int | None) -> str:
+    build, _ = places.plan_restart(excluded, total).plan
     return next(word for word in build([]).argv if word.startswith("--include="))
 
 
 def test_slots_of_the_hosts_that_answer_and_divide(
-    on_hosts: tuple[Places, set[str]], capsys: pytest.CaptureFixture[str]
+    plan_on_hosts: tuple[RankSlots, set[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places, answering = on_hosts
+    places, answering = plan_on_hosts
     assert included(places, NONE, None) == "--include=a:0,1,2,3@b:0,1@c:0,1"
     answering.remove("b")
-    again = places.again(NONE, 8)
-    assert again.places == (0, 1, 2, 3) and places.names(again.idle) == "slot 0 of c, slot 1 of c"
+    again = places.plan_restart(NONE, 8)
+    assert again.places == (0, 1, 2, 3) and places.describe(again.idle) == "slot 0 of c, slot 1 of c"
     assert "not reached by ssh: b" in capsys.readouterr().err
     assert included(places, NONE, 8) == "--include=a:0,1,2,3"
     assert included(places, NONE, 12) == "--include=a:0,1,2,3@c:0,1"
     answering.clear()
     with pytest.raises(UserError, match="no slot is left of hosts that can be reached"):
-        places.again(NONE, 8)
+        places.plan_restart(NONE, 8)
 
 
-def test_ranks_meet_where_they_were_told_to_while_that_host_takes_part(on_hosts: tuple[Places, set[str]]) -> None:
-    places, answering = on_hosts
-    assert "--master_addr=a.cluster" in places.again(NONE, 8).plan[0]([]).argv
+def test_ranks_meet_where_they_were_told_to_while_that_host_takes_part(
+    plan_on_hosts: tuple[RankSlots, set[str]],
+) -> None:
+    places, answering = plan_on_hosts
+    assert "--master_addr=a.cluster" in places.plan_restart(NONE, 8).plan[0]([]).argv
     answering.remove("a")
-    assert "--master_addr=b" in places.again(NONE, 8).plan[0]([]).argv
+    assert "--master_addr=b" in places.plan_restart(NONE, 8).plan[0]([]).argv
 
 
 def test_another_host_in_the_file_takes_part_where_all_are_taken(
-    on_hosts: tuple[Places, set[str]], tmp_path: Path
+    plan_on_hosts: tuple[RankSlots, set[str]], tmp_path: Path
 ) -> None:
-    places, answering = on_hosts
+    places, answering = plan_on_hosts
     answering.add("d")
     (tmp_path / "hostfile").write_text("a slots=4\nd slots=2\nc slots=2\n")
     assert included(places, NONE, None) == "--include=a:0,1,2,3@d:0,1@c:0,1"
@@ -75,16 +77,16 @@ def test_another_host_in_the_file_takes_part_where_all_are_taken(
     assert included(places, NONE, None) == "--include=a:0,1,2,3@c:0,1@d:0,1", "no more than at first"
 
 
-def test_a_slot_that_failed_is_left_out_by_its_host(on_hosts: tuple[Places, set[str]]) -> None:
-    places, _ = on_hosts
-    name, with_it = places.unit(5) or ("", NONE)
+def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RankSlots, set[str]]) -> None:
+    places, _ = plan_on_hosts
+    name, with_it = places.find_unit(5) or ("", NONE)
     assert (name, with_it) == ("slot 1 of b", {5})
     assert included(places, frozenset(with_it), 7 * 3) == "--include=a:0,1,2,3@b:0@c:0,1"
     assert included(places, frozenset({0, 1, 2, 3}), 8) == "--include=b:0,1@c:0,1"
-    build, reach = places.again(frozenset({0, 1, 2, 3}), 8).plan
+    build, reach = places.plan_restart(frozenset({0, 1, 2, 3}), 8).plan
     assert build([]).ranks == 4 and reach is not None
     with pytest.raises(UserError, match="no slot is left"):
-        places.again(frozenset(range(8)), 8)
+        places.plan_restart(frozenset(range(8)), 8)
 
 
 @pytest.mark.parametrize(
@@ -99,35 +101,35 @@ def test_a_slot_that_failed_is_left_out_by_its_host(on_hosts: tuple[Places, set[
     ],
 )
 def test_nodes_that_are_left_and_divide(
-    on_nodes: tuple[Places, list[str]], lost: list[str], total: int, shape: str, idle: str
+    on_nodes: tuple[RankSlots, list[str]], lost: list[str], total: int, shape: str, idle: str
 ) -> None:
     places, gone = on_nodes
     gone += lost
-    again = places.again(NONE, total)
+    again = places.plan_restart(NONE, total)
     command = again.plan[0]([])
-    assert shape in command.argv and command.ranks == len(again.places) and places.names(again.idle) == idle
+    assert shape in command.argv and command.ranks == len(again.places) and places.describe(again.idle) == idle
     taking_part = [f"n{place // 2 + 1}" for place in again.places]
     assert not set(taking_part) & set(lost)
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
 
 
-def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[Places, list[str]]) -> None:
+def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[RankSlots, list[str]]) -> None:
     places, gone = on_nodes
-    assert places.unit(3) == ("node n2", {2, 3})
-    again = places.again(frozenset({2, 3}), 12)
+    assert places.find_unit(3) == ("node n2", {2, 3})
+    again = places.plan_restart(frozenset({2, 3}), 12)
     assert again.places == (0, 1, 4, 5, 6, 7) and "--nodelist=n1,n3,n4" in again.plan[0]([]).argv
     gone += ["n1", "n3", "n4"]
     with pytest.raises(UserError, match="none of its nodes is left"):
-        places.again(frozenset({2, 3}), 12)
+        places.plan_restart(frozenset({2, 3}), 12)
 
 
 def test_ranks_of_this_machine(tmp_path: Path) -> None:
     request = Request(launcher="local", num_gpus=2)
-    places = Places(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
-    assert places.unit(1) == ("the place of rank 1", {1})
-    again = places.again(frozenset({1}), 12)
+    places = RankSlots(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
+    assert places.find_unit(1) == ("the slot of rank 1", {1})
+    again = places.plan_restart(frozenset({1}), 12)
     assert again.places == (0,) and again.idle == () and again.plan[0]([]).ranks == 1
-    assert places.again(NONE, None).places == (0, 1)
+    assert places.plan_restart(NONE, None).places == (0, 1)
 
 
 def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
@@ -135,22 +137,22 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
 ) -> None:
     """CUDA_VISIBLE_DEVICES=2,3,5,7 of eight."""
     there = [f"GPU-{number}" for number in range(8)]
-    monkeypatch.setattr(launcher_places, "installed_gpus", lambda: list(there))
+    monkeypatch.setattr(rank_slots, "installed_gpus", lambda: list(there))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     request = Request(launcher="local")
-    places = Places(request, tmp_path, partial(local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
-    assert places.unit(2) == ("GPU 5", {2})
+    places = RankSlots(request, tmp_path, partial(local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
+    assert places.find_unit(2) == ("GPU 5", {2})
     there.remove("GPU-2")
-    again = places.again(frozenset({2}), None)
-    variables = [rank["CUDA_VISIBLE_DEVICES"] for rank in again.plan[0]([]).of_each_rank]
+    again = places.plan_restart(frozenset({2}), None)
+    variables = [rank["CUDA_VISIBLE_DEVICES"] for rank in again.plan[0]([]).rank_environments]
     assert again.places == (1, 3) and variables == ["2,6", "2,6"]  # those that were 3 and 7
     assert "the driver no longer shows GPU 2" in capsys.readouterr().err
     there.clear()
     with pytest.raises(UserError, match="no GPU of this machine is left"):
-        places.again(NONE, 8)
+        places.plan_restart(NONE, 8)
 
 
 @pytest.mark.parametrize(("total", "most"), [(None, 7), (16, 4), (7, 7), (11, 1)])
 def test_the_most_that_divide(total: int | None, most: int) -> None:
-    assert most_that_divide(range(1, 8), total) == most
-    assert most_that_divide([], total) == 0
+    assert find_largest_divisor(range(1, 8), total) == most
+    assert find_largest_divisor([], total) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.presets import PRESETS, nearest_preset, preset_text
+from launcher.presets import PRESETS, find_nearest_preset, render_preset
 from trainer.config import RunConfig, UserError, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -21,14 +21,14 @@ def init(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_file_in_configs_with_comments(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(preset_text(name, path))
+    path.write_text(render_preset(name, path))
     loaded = load_config(path)
     assert loaded.config == load_config(ROOT / "configs" / f"{PRESETS[name]}.yaml").config
     assert path.read_text().splitlines()[0] == f"# zerolora train {path}"
 
 
 def test_every_setting_has_its_meaning_above_it_or_beside_it() -> None:
-    lines = preset_text("llama2-7b", Path("mine.yaml")).splitlines()
+    lines = render_preset("llama2-7b", Path("mine.yaml")).splitlines()
     settings = [index for index, line in enumerate(lines) if line and not line.lstrip().startswith("#")]
     for index in settings:
         assert "#" in lines[index] or lines[index - 1].lstrip().startswith("# "), lines[index]
@@ -77,11 +77,11 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
     ],
 )
 def test_the_preset_nearest_to_a_model(model: str, preset: str) -> None:
-    assert nearest_preset(model) == preset
+    assert find_nearest_preset(model) == preset
 
 
 def test_the_title_stands_apart_from_the_first_setting() -> None:
-    lines = preset_text("smollm2", Path("a.yaml")).splitlines()
+    lines = render_preset("smollm2", Path("a.yaml")).splitlines()
     first = lines.index("base_model: HuggingFaceTB/SmolLM2-135M-Instruct")
     assert lines[first - 2] == "" and lines[first - 3].startswith("# SmolLM2 135M")
 
@@ -90,18 +90,18 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("mine")
     refused = init("--preset", "smollm2", "--output", "a.yaml", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == "error: --output a.yaml: is there already; name another file, or add --force\n"
+    assert refused.stderr == "error: --output a.yaml: already exists; name another file, or add --force\n"
     assert (tmp_path / "a.yaml").read_text() == "mine"
     assert init("--preset", "smollm2", "--output", "a.yaml", "--force", cwd=tmp_path).returncode == 0
     assert load_config(tmp_path / "a.yaml").config.output_dir == "runs/smollm2-135m"
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("llama2_7b", "did you mean llama2-7b?"), ("bert", "there are llama2-7b, llama3.1-8b")]
+    ("name", "hint"), [("llama2_7b", "did you mean llama2-7b?"), ("bert", "use one of llama2-7b, llama3.1-8b")]
 )
 def test_an_unknown_preset_is_one_line(name: str, hint: str) -> None:
     with pytest.raises(UserError, match=rf"--preset {name}: no such preset; .*{hint.replace('?', '.')}"):
-        preset_text(name, Path("a.yaml"))
+        render_preset(name, Path("a.yaml"))
 
 
 def test_a_folder_in_the_way_is_one_line(tmp_path: Path) -> None:

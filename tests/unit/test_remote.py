@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision import remote, supervisor
-from launcher.supervision.launcher_log import LauncherLog
-from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.supervision.remote import LauncherLog, LauncherReach, Reach, SrunReach, SshReach
 from launcher.targets.local import Command
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
 
-SSH = ThroughSsh({"n1": [0, 1], "user@n2.example.org": [0, 1]})
-SRUN = ThroughSrun(Allocation(7, ("n1", "n2"), 2))
+SSH = SshReach({"n1": [0, 1], "user@n2.example.org": [0, 1]})
+SRUN = SrunReach(Allocation(7, ("n1", "n2"), 2))
 PDSH = "pdsh@login: {}: ssh exited with exit code {}\n"
 
 
@@ -64,14 +63,14 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
         (SRUN, "srun: error: n2: tasks 0,2-3: Segmentation fault (core dumped)\n", {0: -11, 2: -11, 3: -11}),
         (SRUN, "srun: error: Node failure on n2\nsrun: error: n2: task 2: Something new\n", {}),
         (
-            ThroughLauncher(),
+            LauncherReach(),
             "mpirun noticed that process rank 3 with PID 0 on node n2 exited on signal 9 (Killed).\n",
             {3: -9},
         ),
     ],
 )  # fmt: skip
 def test_a_launchers_log_tells_how_ranks_ended(reach: Reach, log: str, statuses: dict[int, int]) -> None:
-    assert reach.statuses(f"before\n{log}after\n", beats()) == statuses
+    assert reach.parse_statuses(f"before\n{log}after\n", beats()) == statuses
 
 
 ENDED = "srun: forcing job termination\n"
@@ -95,7 +94,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             "n1": "Connection to n1 closed by remote host"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: Killed\n", {}),
         (SRUN, FELL, ENDED, {
-            "n2": "srun was not told how its ranks ended; the slurmstepd above them is gone"}),
+            "n2": "srun did not learn how its ranks ended; the slurmstepd above them has died"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
         (
             SRUN,
@@ -104,11 +103,11 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             {"n2": "srun could not start its ranks: Communication connection failure"},
         ),
         (SRUN, "srun: error: Unable to create step for job 1\n", ENDED, {}),
-        (ThroughLauncher(), "mpirun: a word\n", "", {}),
+        (LauncherReach(), "mpirun: a word\n", "", {}),
     ],
 )  # fmt: skip
 def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, after: str, hosts: object) -> None:
-    assert reach.lost(before, before + after, beats()) == hosts
+    assert reach.find_lost_hosts(before, before + after, beats()) == hosts
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, 
      (SSH, 247, PDSH.format("n1", 247), False)],
 )  # fmt: skip
 def test_a_launcher_that_fell_itself(reach: Reach, status: int, log: str, own: bool) -> None:
-    assert reach.is_own_end(status, log) is own
+    assert reach.is_launcher_failure(status, log) is own
 
 
 def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
         for code, fails in ((143, False), (255, True), (127, True)):
             writing.write(PDSH.format("n2", code))
             writing.flush()
-            assert log.tells_of_failure() is fails
+            assert log.has_new_failure() is fails
 
 
 def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +138,7 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.2)
     monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
     script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     assert run.run() == 1
     assert run.processes[0].poll() == -9
 
@@ -148,9 +147,9 @@ def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SLURM ends srun for a lost node and signals the launcher in the same moment."""
-    monkeypatch.setattr(ThroughSsh, "end", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(SshReach, "end", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     script = f"echo '{PDSH.format('n1', 1).strip()}'; sleep 1; exit 1"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     assert run.run() == 1
     assert run.signals == [signal.SIGTERM]
     assert "the run failed: " in capfd.readouterr().err
@@ -163,7 +162,7 @@ def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
     monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 3.0)
     monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
     script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     began = time.monotonic()
     assert run.run() == 1 and run.signals == [signal.SIGTERM]
@@ -182,12 +181,12 @@ def test_what_started_the_ranks_is_ended_long_after_all_of_them(
         if rank < 2:
             (tmp_path / f"line-{rank}").write_bytes(beat.line())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     if signalled:
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == code
     assert run.processes[0].poll() == -9 and bool(run.signals) == signalled
-    assert "what started them still waits: it is ended" in capfd.readouterr().err
+    assert "their launcher still waits; ending it" in capfd.readouterr().err
 
 
 def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
@@ -198,7 +197,7 @@ def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
     (tmp_path / "line").write_bytes(beats()[0].line().replace(b'"pid": 1,', b'"pid": PID,'))
     known = 'until [ -e go ]; do sleep 0.1; done; sed "s/PID/$$/" line > heartbeat-0.json'
     script = f"trap 'exit 130' USR1; cd {tmp_path}; {known}; while :; do sleep 0.1; done"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 1, {}, ()), tmp_path, reach=ThroughSsh({"n1": [0]}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 1, {}, ()), tmp_path, reach=SshReach({"n1": [0]}))
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     threading.Timer(1.5, (tmp_path / "go").touch).start()
     assert run.run() == 130
@@ -216,7 +215,7 @@ def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
     for rank in (0, 1):
         (tmp_path / f"line-{rank}").write_bytes(beats()[rank].line())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({"n1": [0, 1]}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({"n1": [0, 1]}))
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == 143
     assert run.processes[0].poll() == -9
@@ -224,5 +223,5 @@ def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
 
 
 def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:
-    assert SSH.statuses(PDSH.format("n2.example.org", 247), beats(r2=1)) == {3: -9}
-    assert SSH.statuses(PDSH.format("n2", 247), beats(r2=1, r3=1)) == {}
+    assert SSH.parse_statuses(PDSH.format("n2.example.org", 247), beats(r2=1)) == {3: -9}
+    assert SSH.parse_statuses(PDSH.format("n2", 247), beats(r2=1, r3=1)) == {}

@@ -30,7 +30,7 @@ class Starts:
         return self.endings.pop(0)
 
     def run(self, most: int = 3, *, resumes: bool = False) -> int:
-        restarts = Restarts(self.folder, self, most=most, resumes=resumes, tell_batch=self.batches.append)
+        restarts = Restarts(self.folder, self, most=most, resumes=resumes, print_batch=self.batches.append)
         return restarts.run()
 
 
@@ -67,15 +67,15 @@ def test_nothing_is_deleted_where_no_checkpoint_is_seen(tmp_path: Path) -> None:
 
 def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Starts(tmp_path, killed(7), killed(6, gained=False)).run() == 137
-    assert "not started again: no step was made since the ranks were started" in capsys.readouterr().err
+    assert "not restarted: no step was completed since the ranks were started" in capsys.readouterr().err
 
 
 def test_what_cannot_start_again_is_left_out_of_a_run_that_has_trained(tmp_path: Path) -> None:
     starts = Starts(tmp_path, killed(7), killed(0, gained=False), DONE)
-    left_out = Restarts(tmp_path, starts, most=3, resumes=False, leave_out=lambda ending: f"rank {ending.fault}")
+    left_out = Restarts(tmp_path, starts, most=3, resumes=False, exclude=lambda ending: f"rank {ending.fault}")
     assert left_out.run() == 0
     first = Starts(tmp_path, killed(0, gained=False))
-    assert Restarts(tmp_path, first, most=3, resumes=False, leave_out=lambda _: "rank 1").run() == 137
+    assert Restarts(tmp_path, first, most=3, resumes=False, exclude=lambda _: "rank 1").run() == 137
 
 
 def test_what_fails_twice_in_a_step_is_told_with_its_documents(
@@ -84,7 +84,7 @@ def test_what_fails_twice_in_a_step_is_told_with_its_documents(
     starts = Starts(tmp_path, killed(7), killed(7))
     assert starts.run() == 137
     assert starts.batches == [7]
-    assert "step 7 has failed twice in the same way" in capsys.readouterr().err
+    assert "step 7 failed twice in the same way" in capsys.readouterr().err
 
 
 def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,14 +93,14 @@ def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "training.max_restarts=2 is used up" in capsys.readouterr().err
     assert len(starts.settings) == 3
     assert Starts(tmp_path, killed(3)).run(0) == 137
-    assert "not started again" not in capsys.readouterr().err
+    assert "not restarted" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "ending",
     [
-        Ending(2, Fault(2, "error: x", is_answer=True), 2, 4, True),
-        Ending(1, Fault(1, "rank 0", 0, is_answer=True), 2, 4, True),
+        Ending(2, Fault(2, "error: x", is_user_error=True), 2, 4, True),
+        Ending(1, Fault(1, "rank 0", 0, is_user_error=True), 2, 4, True),
         Ending(143, None, 2, 4, True),
         Ending(75, None, 2, 4, True),
         DONE,

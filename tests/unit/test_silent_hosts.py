@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.remote import ThroughSrun
+from launcher.supervision.remote import SrunReach
 from launcher.supervision.silence import SilentHosts
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
@@ -19,7 +19,7 @@ def test_a_host_that_falls_silent_is_named_once() -> None:
     for now in range(200):
         lost = min(now, 20)  # n2 beats no more after 20 s; one rank of n1 hangs, the other does not
         beats = {0: beat(0, "n1", now), 1: beat(1, "n1", 5), 2: beat(2, "n2", lost), 3: beat(3, "n2", lost)}
-        told += [(now, host) for host in hosts.newly_silent(beats, float(now))]
+        told += [(now, host) for host in hosts.find_newly_silent(beats, float(now))]
     assert told == [(81, "n2")]
 
 
@@ -27,11 +27,11 @@ def test_nobody_is_named_where_all_are_silent_or_have_ended() -> None:
     hosts = SilentHosts()
     for now in range(200):
         beats = {0: beat(0, "n1", 0), 1: beat(1, "n2", 0)}
-        assert hosts.newly_silent(beats, float(now)) == []
+        assert hosts.find_newly_silent(beats, float(now)) == []
     hosts = SilentHosts()
     for now in range(200):
         beats = {0: beat(0, "n1", now), 1: beat(1, "n2", 0, exit_code=0)}
-        assert hosts.newly_silent(beats, float(now)) == []
+        assert hosts.find_newly_silent(beats, float(now)) == []
 
 
 def test_slurms_own_patience_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,5 +41,5 @@ def test_slurms_own_patience_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    told = ThroughSrun(Allocation(1, ("n1", "n2"), 1)).awaited()
+    told = SrunReach(Allocation(1, ("n1", "n2"), 1)).describe_wait()
     assert told == "SLURM gives a lost node up after its SlurmdTimeout (300 sec); waiting for that"

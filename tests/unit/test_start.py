@@ -160,12 +160,12 @@ def test_a_signal_before_the_checks_are_done_leaves_nothing(
 
 INTERRUPTS_ITS_LAUNCHER = """
 import sys
-from launcher.supervision.held_ranks import HeldRanks
+from launcher.supervision.prestarted_ranks import PrestartedRanks
 from launcher.targets.local import Command
 ranks = Command(("sh", "-c", "kill -INT $PPID; exec sleep 300"), 2, {}, (), ({}, {}))
-with HeldRanks.start(ranks) as held:
+with PrestartedRanks.start(ranks) as held:
     print(*(process.pid for process in held.processes), flush=True)
-    sys.exit(held.until_checked())
+    sys.exit(held.wait_for_checks())
 """
 
 

@@ -1,4 +1,4 @@
-"""`zerolora submit` and `zerolora status` without a cluster: the script, the sweep, and what a run's folder tells."""
+"""`zerolora submit` and `zerolora status` without a cluster: the script, the sweep, and a run's folder."""
 
 import json
 import shlex
@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.commands import app
-from launcher.status import job_lines, run_lines, run_of_job
-from launcher.submit import TEMPLATE, Job, render, seconds_of, sweep_lines
+from launcher.status import describe_job, describe_run, find_run_dir
+from launcher.submit import TEMPLATE, Job, expand_sweep, parse_time_limit, render
 from trainer.config import UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.heartbeat import Folder, Heartbeat
@@ -70,7 +70,7 @@ def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
 
 
 @pytest.mark.parametrize("job", [Job(nodes=0), Job(gpus_per_node=-1), Job(ranks_per_node=0, gpus_per_node=0, nodes=-1)])
-def test_numbers_that_cannot_be(job: Job) -> None:
+def test_impossible_numbers_are_refused(job: Job) -> None:
     with pytest.raises(UserError, match="must be"):
         job.options("o")
 
@@ -83,15 +83,15 @@ def test_numbers_that_cannot_be(job: Job) -> None:
 def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
     if time == "1-":
         with pytest.raises(UserError, match="--time 1-: must read MINUTES"):
-            seconds_of(time)
+            parse_time_limit(time)
     else:
-        assert seconds_of(time) == seconds
+        assert parse_time_limit(time) == seconds
 
 
 @pytest.mark.parametrize(
-    ("job", "told"),
+    ("job", "message"),
     [
-        (Job(time="0:03:00"), "--time 0:03:00: is 180 s, of which the last 300 (--grace) and up to 60 before"),
+        (Job(time="0:03:00"), "--time 0:03:00: is 180 s; the last 300 (--grace) and up to 60 before"),
         (Job(time="6"), "use --time 15 or a smaller --grace"),
         (Job(grace=-5), "--grace -5: must be 1 to 65535 seconds"),
         (Job(grace=0), "--grace 0: must be"),
@@ -99,10 +99,10 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
         (Job(max_requeues=-1), "--max-requeues -1: must be 0 or more"),
     ],
 )
-def test_times_in_which_nothing_is_trained(job: Job, told: str) -> None:
+def test_too_short_time_limits_are_refused(job: Job, message: str) -> None:
     with pytest.raises(UserError) as refused:
         job.options("o")
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_refused_submit_leaves_nothing(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_refused_submit_leaves_nothing(config: Path, tmp_path: Path, monkeypat
 
 
 def test_a_sweep_is_every_combination_in_a_folder_of_its_own(config: Path, tmp_path: Path) -> None:
-    lines = sweep_lines(["training.learning_rate=1e-4,2e-4", "lora.r=8,16"], tmp_path)
+    lines = expand_sweep(["training.learning_rate=1e-4,2e-4", "lora.r=8,16"], tmp_path)
     assert len(lines) == 4
     assert shlex.split(lines[1]) == [
         "training.learning_rate=1e-4", "lora.r=16", f"output_dir={tmp_path}/learning_rate=1e-4,r=16",
@@ -142,9 +142,9 @@ def test_a_sweep_is_every_combination_in_a_folder_of_its_own(config: Path, tmp_p
 
 
 @pytest.mark.parametrize("sweep", ["seed", "=1", "seed="])
-def test_a_sweep_of_nothing(sweep: str, tmp_path: Path) -> None:
+def test_an_empty_sweep_is_refused(sweep: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--sweep {sweep}: must read"):
-        sweep_lines([sweep], tmp_path)
+        expand_sweep([sweep], tmp_path)
 
 
 def test_tasks_that_would_share_a_folder_must_follow_each_other(config: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+def test_status_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "README.md").touch()
     (tmp_path / "logs").mkdir()
     done = CliRunner().invoke(app, ["status", str(tmp_path)])
@@ -200,8 +200,8 @@ def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
     assert "none yet" in CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
 
 
-def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
-    assert run_lines(tmp_path)[-1] == ("step", "none yet")
+def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
+    assert describe_run(tmp_path)[-1] == ("step", "none yet")
     logs = tmp_path / "logs"
     logs.mkdir()
     beat = {"rank": 0, "host": "n1", "pid": 1, "step": 41, "phase": "backward", "exit_code": None}
@@ -213,22 +213,22 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": None, "epochs": 2.0}}))
     lock = FolderLock.take(tmp_path, resumes=False, say=print)
-    shown = dict(run_lines(tmp_path))
+    shown = dict(describe_run(tmp_path))
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
     assert shown["left"] == "0:00:30 of training"
-    shown = dict(run_lines(tmp_path, over="CANCELLED"))
+    shown = dict(describe_run(tmp_path, over="CANCELLED"))
     assert shown["state"] == "ended with its job (CANCELLED)" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))
-    shown = dict(run_lines(tmp_path))
+    shown = dict(describe_run(tmp_path))
     assert shown["state"] == "ended with 75" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time() - 4000}))
-    assert dict(run_lines(tmp_path))["state"].startswith("silent for 1:0")
+    assert dict(describe_run(tmp_path))["state"].startswith("silent for 1:0")
     lock.release()
     # Its last heartbeat is young, and on this machine no process holds the lock that it has left.
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time()}))
     subprocess.run([sys.executable, "-c", HOLD_AND_DIE, str(tmp_path)], cwd=Path(__file__).parents[2])
-    shown = dict(run_lines(tmp_path))
+    shown = dict(describe_run(tmp_path))
     assert shown["state"] == "killed, rank 0 at step 41, phase backward" and "left" not in shown
 
 
@@ -244,7 +244,7 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
     record = {"step": 40, "time": 1.0, "train/loss": 1.25, "perf/step_ms": 500.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": 100}}))
-    shown = dict(run_lines(tmp_path))
+    shown = dict(describe_run(tmp_path))
     assert shown["state"] == "ended with 1, rank 0 at step 41, phase backward" and "left" not in shown
 
 
@@ -257,29 +257,29 @@ def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out
     lines += [[1], "text", {"step": "4"}, {"step": 4, "train/loss": "low"}, {"train/loss": 1.0}, 7, None]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_bytes(text.encode() + b"\xff\xfe\n" + b"[" * 100_000 + b"\n")
-    shown = dict(run_lines(tmp_path))
+    shown = dict(describe_run(tmp_path))
     assert shown["held out"] == "1.7500 at step 3, best 1.5000 at step 3"
     assert (shown["speed"], shown["elapsed"]) == ("150 tok/s", "0:00:35 of training")
     assert shown["step"] == "3"
     (tmp_path / "metrics.jsonl").write_text(text.replace("tokens_per_second", "images_per_second"))
-    assert dict(run_lines(tmp_path))["speed"] == "150.00 images/s"
+    assert dict(describe_run(tmp_path))["speed"] == "150.00 images/s"
 
 
 def test_what_slurm_says_of_a_job() -> None:
     job = {"JobId": "12", "ArrayJobId": "10", "ArrayTaskId": "2", "JobState": "PENDING", "Reason": "Resources"}
     job |= {"NodeList": "(null)", "RunTime": "00:00:00", "TimeLimit": "01:00:00", "Restarts": "1", "StdOut": "/x"}
-    assert job_lines(job) == [
+    assert describe_job(job) == [
         ("job", "10_2 PENDING (Resources)"), ("time", "00:00:00 of 01:00:00, start 2"), ("log", "/x"),
     ]  # fmt: skip
-    assert run_of_job({"Comment": "zerolora /runs/a b"}) == Path("/runs/a b")
-    assert run_of_job({"Comment": "mine"}) is None
+    assert find_run_dir({"Comment": "zerolora /runs/a b"}) == Path("/runs/a b")
+    assert find_run_dir({"Comment": "mine"}) is None
 
 
 def test_the_log_of_tasks_that_wait() -> None:
     job = {"JobId": "15", "ArrayJobId": "15", "ArrayTaskId": "0-3,7%2", "JobState": "PENDING", "TimeLimit": "01:00:00"}
     job |= {"StdOut": "/run/logs/slurm-15_4294967294.log"}
-    assert job_lines(job)[-1] == ("log", "/run/logs/slurm-15_[0-3,7].log")
-    assert job_lines(job | {"ArrayTaskId": "7"})[-1] == ("log", "/run/logs/slurm-15_7.log")
+    assert describe_job(job)[-1] == ("log", "/run/logs/slurm-15_[0-3,7].log")
+    assert describe_job(job | {"ArrayTaskId": "7"})[-1] == ("log", "/run/logs/slurm-15_7.log")
 
 
 SCRIPT = """
@@ -329,7 +329,7 @@ def test_a_signal_while_the_environment_is_set_up(tmp_path: Path, number: str) -
         (1, "JobState=RUNNING PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", False),
     ],
 )
-def test_which_ends_are_queued_again(tmp_path: Path, code: int, state: str, is_requeued: bool) -> None:
+def test_exit_codes_that_are_queued_again(tmp_path: Path, code: int, state: str, is_requeued: bool) -> None:
     ended, said = run_script(tmp_path, "", f"exit {code}", STATE=state)
     assert ended == code and ("scontrol requeue 7" in said) == is_requeued, said
 

@@ -11,7 +11,7 @@ import pytest
 
 from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
-from launcher.sweep import Run, go_through, note_runs, plan_runs, slots_of, split_axes
+from launcher.sweep import Run, plan_runs, record_runs, split_axes, split_gpus, train_runs
 from trainer.commands.sweep_table import main as show_table
 from trainer.commands.sweep_table import outcomes
 from trainer.config import UserError
@@ -65,7 +65,7 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["seed=1,2", "seed=3,4"], "seed=3,4: seed is also set by seed=1,2"),
         (["lr=1e-4,2e-4", "training.learning_rate=1e-3,2e-3"], "also set by lr=1e-4,2e-4"),
@@ -78,14 +78,14 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
     ],
 )
 def test_runs_that_would_be_the_same_are_refused(
-    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "sweep", "c.yaml", *words, "--dry-run") == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     axes, fixed = split_axes(words)
     options = [word for axis in axes for word in ("--sweep", axis)]
     assert run(monkeypatch, "submit", "c.yaml", *fixed, *options, "--dry-run") == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_too_many_combinations_are_counted_not_made(config: Path) -> None:
@@ -95,14 +95,14 @@ def test_too_many_combinations_are_counted_not_made(config: Path) -> None:
         plan_runs(config, [f"{name}={many}" for name in names], [], Path("runs/s"))
 
 
-def test_gpus_are_shared_out() -> None:
-    assert slots_of([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3]]
-    assert slots_of([0, 1], None) == slots_of([], 2) == [()]
+def test_gpus_are_split() -> None:
+    assert split_gpus([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3]]
+    assert split_gpus([0, 1], None) == split_gpus([], 2) == [()]
     with pytest.raises(UserError, match="--gpus-per-run 3: this machine offers 2"):
-        slots_of([0, 1], 3)
+        split_gpus([0, 1], 3)
 
 
-def test_nothing_is_started_by_a_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "sweep", "c.yaml", "lora.r=8,16", "seed=5", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("zerolora train c.yaml seed=5 lora.r=8 output_dir=")
@@ -125,7 +125,7 @@ def program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_runs_side_by_side_and_what_is_noted(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_in_parallel_are_recorded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(
         "import os, pathlib, sys, time\n"
         "run = pathlib.Path(sys.argv[1])\n"
@@ -137,7 +137,7 @@ def test_runs_side_by_side_and_what_is_noted(config: Path, monkeypatch: pytest.M
     )
     folder = Path("runs/s").absolute()
     runs = plan_runs(config, ["seed=1,2,3"], [], folder)
-    go_through(config, runs, [[0], [1]], 1, folder)
+    train_runs(config, runs, [[0], [1]], 1, folder)
     assert [run.exit_code for run in runs] == [0, 3, 0]
     gpus = [(folder / f"seed={seed}.log").read_text().strip() for seed in (1, 2, 3)]
     assert set(gpus[:2]) == {"0", "1"} and gpus[2] in ("0", "1")
@@ -155,20 +155,20 @@ def end_of_run(folder: Path, *codes: int | None) -> None:
         Folder(folder / "logs", rank, len(codes)).publish(replace(BEAT, rank=rank, exit_code=code))
 
 
-def test_an_array_leaves_out_what_an_earlier_one_has_finished(
+def test_an_array_skips_finished_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     """Task 0 is done, task 1 was preempted, task 2 lost a rank, task 3 has not begun."""
     folder = Path("runs/s").absolute()
     seeds = "seed=1,2,3,4"
-    note_runs(folder, plan_runs(config, [seeds], [], folder))
+    record_runs(folder, plan_runs(config, [seeds], [], folder))
     for seed, codes in (1, (0, 0)), (2, (75, 75)), (3, (0, None)):
         end_of_run(folder / f"seed={seed}", *codes)
 
     def array(*options: str) -> str:
         assert run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm", "--dry-run", "--nodes", "2", *options) == 0
         shown = capsys.readouterr()
-        assert "1 of 4 runs have been finished before" in shown.err
+        assert "1 of 4 runs are already finished" in shown.err
         assert shown.out.startswith("zerolora submit c.yaml --sweep seed=1,2,3,4 --nodes 2 ")
         return shown.out.split()[-1]
 
@@ -184,7 +184,7 @@ def test_an_array_leaves_out_what_an_earlier_one_has_finished(
     monkeypatch.setattr(sweep_module, "become_module", table_instead)
     with pytest.raises(TableShown):
         run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm")
-    assert "4 of 4 runs have been finished before" in capsys.readouterr().err
+    assert "4 of 4 runs are already finished" in capsys.readouterr().err
 
 
 class TableShown(Exception):
@@ -196,7 +196,7 @@ def table_instead(module: str, arguments: list[str]) -> None:
     raise TableShown
 
 
-def test_a_signal_is_passed_on_and_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_is_forwarded_and_the_runs_awaited(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(
         "import signal, sys, time, pathlib\n"
         "def stop(*_): time.sleep(0.5); pathlib.Path('saved').touch(); sys.exit(143)\n"
@@ -213,7 +213,7 @@ def test_a_signal_is_passed_on_and_waited_for(config: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        go_through(config, plan_runs(config, ["seed=1,2"], [], folder), [()], None, folder)
+        train_runs(config, plan_runs(config, ["seed=1,2"], [], folder), [()], None, folder)
     assert Path("saved").exists(), "it is waited until the run has saved"
     assert [run.exit_code for run in read_sweep(folder)] == [None, None]
 
@@ -227,7 +227,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         records += [{"step": 3 * at, "eval/loss": loss} for at, loss in enumerate(held_out)]
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
-    note_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
+    record_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
     assert [(run.name, run.loss, run.step, run.last) for run in outcomes(folder)] == [
         ("r=16", 2.4, 3, 2.9), ("r=8", 2.5, 3, 2.7), ("r=32", None, 0, None),
     ]  # fmt: skip

@@ -76,7 +76,7 @@ def test_an_excluded_name_stands_for_all_below_it(names: tuple[str, ...]) -> Non
     assert adapted(model_of("llama", **LLAMA), exclude_modules=names) == EXCLUDED[names]
 
 
-def test_a_rank_beyond_the_layers_is_said_and_beyond_all_of_them_refused(tmp_path: Path) -> None:
+def test_a_rank_beyond_the_layers_is_reported_and_beyond_all_of_them_refused(tmp_path: Path) -> None:
     model = model_of("llama", **LLAMA)
     with pytest.raises(UserError, match=r"lora.r=65: no adapted layer .* wider than 64, .* use 64 or less"):
         check_targets(model, LoraSection(r=65))
@@ -122,7 +122,7 @@ def lines(model: Any, **lora: Any) -> list[str]:
 HEAD = "without adapter: lm_head (1): the output head"
 
 
-def test_all_linear_says_what_it_left_out_and_why() -> None:
+def test_all_linear_reports_excluded_layers_and_why() -> None:
     assert lines(model_of("llama", **LLAMA)) == [HEAD]
     assert lines(model_of("llama", **LLAMA), exclude_modules=("mlp", "k_proj")) == [
         "without adapter: down_proj (2), gate_proj (2), k_proj (2), up_proj (2): lora.exclude_modules",
@@ -133,7 +133,7 @@ def test_all_linear_says_what_it_left_out_and_why() -> None:
     assert lines(model_of("gpt2", **LLAMA)) == [HEAD]
 
 
-def test_dense_layers_and_shared_experts_are_adapted_beside_experts() -> None:
+def test_dense_layers_and_shared_experts_are_adapted_with_experts() -> None:
     """The first layer of DeepSeek-V3 is dense, the second has a shared expert: PEFT drops both (peft#3711)."""
     model = model_of("deepseek_v3", **LLAMA, **FAMILIES["deepseek_v3"])
     names = adapted(model)
@@ -200,7 +200,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OF_EXPERTS)
-def test_what_experts_cannot_have_is_refused(case: str) -> None:
+def test_unsupported_settings_of_experts_are_refused(case: str) -> None:
     lora, line = OF_EXPERTS[case]
     with pytest.raises(UserError, match=line):
         check_targets(model_of("qwen3_moe", **LLAMA, **EXPERTS), LoraSection(**lora))

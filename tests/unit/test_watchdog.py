@@ -273,12 +273,12 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
 def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
     folder, silence = Folder(tmp_path, 0, 1), Silence(tmp_path, hang_timeout_s=0.1)
     silence._allowed_s = 0.0
-    assert not silence.is_complete(), "nobody has begun yet"
+    assert not silence.has_timed_out(), "nobody has begun yet"
     folder.publish(BEAT)
-    assert not silence.is_complete(), "a sign of life since the last look"
-    assert silence.is_complete()
+    assert not silence.has_timed_out(), "a sign of life since the last look"
+    assert silence.has_timed_out()
     folder.publish(replace(BEAT, exit_code=0))
-    assert not silence.is_complete(), "it has ended, which is no silence"
+    assert not silence.has_timed_out(), "it has ended, which is no silence"
 
 
 def test_work_is_told_from_waiting() -> None:

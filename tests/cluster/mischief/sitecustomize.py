@@ -88,7 +88,7 @@ class Mischief:
         if kind == "nan":
             self.spoils = True
             return
-        if self.once and kind in ("call", "eat"):  # somebody outside does something now, and says when it is done
+        if self.once and kind in ("call", "eat"):  # the test acts now, and signals when it is done
             started = time.monotonic()
             while not os.path.exists(f"{self.once}.done") and time.monotonic() - started < HEARD_S:
                 time.sleep(0.05)
@@ -178,7 +178,7 @@ def begin() -> None:
     mine = [mischief for mischief in mischiefs if mischief.rank == own and mischief.kind]
     for mischief in mine:
         if mischief.kind == "lose" and os.path.exists(mischief.once) and os.environ.get("RANK"):
-            os.kill(os.getpid(), signal.SIGKILL)  # its card is gone since the first time
+            os.kill(os.getpid(), signal.SIGKILL)  # its GPU has been missing since the first time
     if mine:
         sys.meta_path.insert(0, Finder(mine))  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""`python -m launcher.supervision.tied COMMAND...`: srun, mpirun or pdsh, told to end when `zerolora` is gone.
+"""`python -m launcher.supervision.end_with_launcher COMMAND...`: run srun, mpirun or pdsh, and end it with `zerolora`.
 
-They end their ranks on SIGTERM, or the connection closes, which ranks notice; by themselves they would go on.
+By itself it would outlive a killed `zerolora`. SIGTERM makes it end its ranks, or close the connection, which they see.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 import time
 from types import FrameType
 
-from launcher.supervision.stop_signals import PASSED_ON, exit_code_of
+from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.launcher_process import LauncherWatch, end_with_children
 
@@ -19,7 +19,7 @@ PATIENCE_S = 8.0
 
 
 def main(argv: list[str]) -> int:
-    """Run the command, pass signals on, and return its exit code (128 + signal if one ended it)."""
+    """Run the command, forward signals, and return its exit code (128 + N after signal N)."""
     came: list[int] = []
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: came.append(number))
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
             child.wait(PATIENCE_S)
         finally:
             end_with_children(EXIT_FAILED)
-    return exit_code_of(child.returncode)
+    return to_exit_code(child.returncode)
 
 
 if __name__ == "__main__":

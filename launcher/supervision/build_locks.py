@@ -1,7 +1,7 @@
-"""Locks of torch's extension builds, ours and DeepSpeed's: a build that was killed leaves one that all later wait for.
+"""Locks of torch's extension builds, ours and DeepSpeed's: a killed build leaves one on which all later builds wait.
 
-torch makes the file `lock` in the extension's folder, keeps it open while it builds, and removes it. A lock that no
-process has open is therefore stale, if its folder is not shared with other hosts whose processes are not seen here.
+torch creates the file `lock` in the extension's folder, keeps it open while it builds, and removes it. A lock that no
+process has open is therefore stale, unless its folder is shared with other hosts.
 """
 
 import os
@@ -14,14 +14,14 @@ import psutil
 
 from launcher.supervision.terminal import say
 
-# A build closes its lock just before it removes it.
+# A build closes its lock just before removing it.
 YOUNG_S = 5.0
 REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "afs", "wekafs", "panfs")
 
 
 @dataclass(frozen=True)
 class BuildLock:
-    """One lock that is there, and the process of this host that holds it."""
+    """A lock file, and the process of this host that holds it."""
 
     path: Path
     holder: int | None
@@ -29,12 +29,12 @@ class BuildLock:
 
 
 def extensions_folder() -> Path:
-    """Where torch builds extensions."""
+    """Return the folder in which torch builds extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def find_locks(root: Path) -> list[BuildLock]:
-    """Every lock below `root`, the folder of built extensions or of one Python's and CUDA's."""
+    """Return every lock below `root`, the folder of all extensions or of those for one Python and CUDA."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
     holders = _holders(paths)
     found = []
@@ -47,16 +47,16 @@ def find_locks(root: Path) -> list[BuildLock]:
 
 
 def remove_stale_locks() -> None:
-    """Remove the locks that only a build which was killed can have left, and say so; those on shared disks stay."""
+    """Remove the locks of killed builds and print a note for each; those on shared disks stay."""
     root = extensions_folder()
     for lock in find_locks(root):
         if lock.holder is None and lock.age_s > YOUNG_S and not _is_remote(root):
             lock.path.unlink(missing_ok=True)
-            say(f"note: removed {lock.path}, the lock of a build that was killed {lock.age_s / 60.0:.0f} minutes ago")
+            say(f"note: removed {lock.path}, the lock of a build killed {lock.age_s / 60.0:.0f} minutes ago")
 
 
-def build_waited_for() -> str:
-    """Whose build it is that a rank of this host waits for, as far as can be seen from here."""
+def describe_awaited_build() -> str:
+    """Describe the build that a rank of this host waits for."""
     held = [lock for lock in find_locks(extensions_folder()) if lock.age_s > YOUNG_S]
     seen = [f"process {lock.holder}, which compiles {lock.path.parent.name}" for lock in held if lock.holder]
     unseen = [f"whoever holds {lock.path}, a process of another host or user" for lock in held if lock.holder is None]
@@ -70,14 +70,14 @@ def _holders(paths: Iterable[Path]) -> dict[Path, int]:
         try:
             target = os.readlink(descriptor)
         except OSError:
-            continue  # ended, or somebody else's
+            continue  # ended, or another user's
         if target in wanted:
             found[wanted[target]] = int(descriptor.parts[2])
     return found
 
 
 def _is_remote(folder: Path) -> bool:
-    """Whether the folder lies on a file system that other hosts may build on as well."""
+    """Return whether the folder is on a file system that other hosts may use as well."""
     real = os.path.realpath(folder)
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     above = [mount for mount in kinds if real == mount or real.startswith(mount.rstrip("/") + "/")]

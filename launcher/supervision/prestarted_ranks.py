@@ -1,7 +1,7 @@
-"""The ranks of this machine from their start to the end of the checks, which the first of them does.
+"""Ranks of this machine that start before the checks, which rank 0 runs, and then wait for permission to train.
 
-All of them import at the same time, and nothing is imported for the checks alone. A run that is refused, or stopped by
-then, has written nothing to its folder.
+All ranks import at the same time, and no extra process imports only for the checks. A run that is refused or stopped
+before the checks pass has written nothing to its folder.
 """
 
 import select
@@ -18,7 +18,7 @@ import psutil
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions, is_stopped
-from launcher.supervision.stop_signals import PASSED_ON, exit_code_of
+from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
@@ -32,48 +32,49 @@ FAILED = "the run failed before its checks were done"
 _SIGNAL_OF = {exit_code_after(number): number for number in PASSED_ON}
 
 
-class Halted:
-    """Notices processes that have been stopped for so long; never for 0 s."""
+class HaltWatch:
+    """Detector of processes that stay stopped (SIGSTOP, debugger) for `seconds`; disabled by 0."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         self._processes = [psutil.Process(process.pid) for process in processes]
-        self._seconds, self._looked_at = seconds, time.monotonic()
+        self._seconds, self._checked_at = seconds, time.monotonic()
         self._since: dict[int, float] = {}
 
-    def too_long(self) -> int | None:
-        """The first of them; looks once a second, and a time in which this process stood still itself counts little."""
+    def find_halted(self) -> int | None:
+        """Return the first rank stopped for too long, else None; polls once a second."""
         now = time.monotonic()
-        if not self._seconds or now - self._looked_at < HALTED_POLL_S:
+        if not self._seconds or now - self._checked_at < HALTED_POLL_S:
             return None
-        passed, self._looked_at = min(now - self._looked_at, 2.0 * HALTED_POLL_S), now
+        # Capped, so that a pause of this process itself does not count.
+        passed, self._checked_at = min(now - self._checked_at, 2.0 * HALTED_POLL_S), now
         for number, process in enumerate(self._processes):
             self._since[number] = self._since.get(number, 0.0) + passed if is_stopped(process) else 0.0
         return next((number for number, since in self._since.items() if since > self._seconds), None)
 
 
-class HeldRanks:
-    """Processes that wait for `release`; those that were not released end with the `with` block."""
+class PrestartedRanks:
+    """Rank processes that wait for `release`; leaving the `with` block ends those still waiting."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
-        # The user sees what the first rank prints; what the others print goes to the launcher's log.
+        # The user sees the output of rank 0; that of the others goes to the launcher's log.
         self._said = tempfile.TemporaryFile()
         self._signals: list[tuple[int, float]] = []
         self._handlers: dict[int, Any] = {}
 
     @classmethod
     def start(cls, command: Command) -> Self:
-        """Start every rank of `command`, each as the leader of a session of its own.
+        """Start every rank of `command`, each in its own session.
 
-        Signals are noted from here on, for `until_checked`: one that raised would leave ranks that nobody ends.
+        From here on signals are only recorded, for `wait_for_checks`: a handler that raised would leave ranks behind.
         """
         held = cls()
         held._note_signals()
         # A rank unblocks Ctrl-C once it can end without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            for variables in command.of_each_rank:
+            for variables in command.rank_environments:
                 here, there = socket.socketpair()
                 with there:
                     held._channels.append(here)
@@ -87,36 +88,35 @@ class HeldRanks:
         return held
 
     @property
-    def waits(self) -> bool:
-        """Whether they have not been released yet."""
+    def is_waiting(self) -> bool:
         return bool(self._channels)
 
-    def until_checked(self, hang_timeout_minutes: float = 0.0) -> int:
-        """Wait for the first rank's checks: 0 once they pass, else the exit code of this command.
+    def wait_for_checks(self, hang_timeout_minutes: float = 0.0) -> int:
+        """Wait for the checks of rank 0: return 0 once they pass, else the exit code of this command.
 
-        Checks may take as long as they like, but not in a process that was stopped and does not go on.
+        Checks may take any time, unless a rank stays stopped for `hang_timeout_minutes`.
         """
         try:
-            code = self._wait(Halted(self.processes, hang_timeout_minutes * 60.0))
+            code = self._wait(HaltWatch(self.processes, hang_timeout_minutes * 60.0))
         finally:
             self._no_longer_note_signals()
         return self._stopped() if not code and self._signals else code
 
-    def _wait(self, halted: Halted) -> int:
+    def _wait(self, halted: HaltWatch) -> int:
         while not self._signals:
             ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
             if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
                 return 0
             if any(process.poll() is not None for process in self.processes):
                 return self._failed()
-            if (rank := halted.too_long()) is not None:
+            if (rank := halted.find_halted()) is not None:
                 say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
                 self.end()
                 return EXIT_FAILED
         return self._stopped()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
-        """Let all ranks go on with these arguments, and their output to the file `log`; their processes."""
+        """Let all ranks train with these arguments, write their output to `log`, and return their processes."""
         self._said.seek(0)
         log.write(self._said.read())
         log.flush()
@@ -126,7 +126,7 @@ class HeldRanks:
         return self.processes
 
     def end(self) -> None:
-        """End all that wait."""
+        """Kill all ranks and close their channels."""
         end_sessions([process.pid for process in self.processes])
         for process in self.processes:
             process.wait()
@@ -135,12 +135,12 @@ class HeldRanks:
         self._channels = []
 
     def _failed(self) -> int:
-        """The exit code of the first rank, whose line the user has seen, or of whichever ended before it."""
+        """Return the exit code of the first rank that ended; report it unless rank 0 has printed an error."""
         ended = {rank: status for rank, process in enumerate(self.processes) if (status := process.poll()) is not None}
         rank, status = next(iter(ended.items()))
-        code = exit_code_of(status)
+        code = to_exit_code(status)
         if code in _SIGNAL_OF:
-            return _told(_SIGNAL_OF[code])
+            return _report_stop(_SIGNAL_OF[code])
         if rank or status <= 0:
             self._said.seek(0)
             say(self._said.read().decode(errors="replace").rstrip())
@@ -148,13 +148,13 @@ class HeldRanks:
         return code or 1
 
     def _stopped(self) -> int:
-        """Let the first rank remove what it has half built, for some seconds or until the next signal."""
+        """Give rank 0 `PATIENCE_S`, or until the next signal, to clean up; end all ranks; return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
         while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < PATIENCE_S:
             time.sleep(POLL_S)
         self.end()
-        return _told(number)
+        return _report_stop(number)
 
     def _note_signals(self) -> None:
         def note(number: int, frame: FrameType | None) -> None:
@@ -176,13 +176,12 @@ class HeldRanks:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        if self.waits:
+        if self.is_waiting:
             self.end()
         self._no_longer_note_signals()
         self._said.close()
 
 
-def _told(number: int) -> int:
-    """Print one line, as every command does that a signal ends; the exit code."""
+def _report_stop(number: int) -> int:
     say("stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
     return exit_code_after(number)
