@@ -21,6 +21,7 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.config.files import read_json, read_text
 from trainer.contract.command_typed import command_typed
+from trainer.contract.home import CHECKOUT
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.versions import package_versions
 from trainer.contract.whole_files import sync_folder, write_json, write_whole
@@ -225,11 +226,12 @@ def _device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout, marked when files differ from it."""
-    folder = Path(__file__).parents[2]
+    """Return the commit of the checkout, with `-dirty` if files differ from it; None without a checkout."""
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True)
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=CHECKOUT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None  # installed without a checkout
     return head.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")

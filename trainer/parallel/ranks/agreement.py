@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import is_seen
+from trainer.contract.home import CHECKOUT
 from trainer.contract.rank_variables import host_name
 from trainer.contract.versions import installed_version, package_versions
 from trainer.parallel.ranks.group import Ranks, find_meeting_point, told_if_taken
@@ -155,10 +156,9 @@ def own_report(ranks: Ranks, config: RunConfig) -> Report:
 def code_version() -> str:
     """The package's version and a digest of the sources that are running, whatever version control knows of them."""
     digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
     for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+        for path in sorted((CHECKOUT / package).rglob("*.py")):
+            digest.update(str(path.relative_to(CHECKOUT)).encode() + b"\0" + path.read_bytes())
     return f"{installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
 
 

@@ -4,11 +4,11 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
 import trainer.parallel.ranks.allocator  # noqa: F401
 from trainer.contract.exit_codes import exit_code_after
+from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.contract.standard_streams import open_closed_descriptors
 from trainer.parallel.ranks.device_ahead import make_context_ahead
@@ -30,8 +30,7 @@ def begin() -> None:
     driver makes the CUDA context.
     """
     open_closed_descriptors()
-    root = str(Path(__file__).parents[2])
-    if not sys.flags.safe_path and root in sys.path[1:]:
+    if not sys.flags.safe_path and str(CHECKOUT) in sys.path[1:]:
         del sys.path[0]  # the working folder (`torchrun -m`), or the folder of the script
     os.environ["PYTHONSAFEPATH"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

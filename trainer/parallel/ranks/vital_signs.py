@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 
 from trainer.contract.heartbeat import BUILD_LOCK
+from trainer.contract.home import CHECKOUT
 
 GIB = 2**30
-CHECKOUT = str(Path(__file__).parents[2]) + os.sep
 # More than threads take that wait and wake up, also where waking up is dear, and than the watchdog itself reads and
 # writes between two looks.
 LEAST_CPU_SHARE, LEAST_CPU_S = 0.02, 2e-3
@@ -43,8 +43,8 @@ def place_of(frame: FrameType | None) -> str | None:
         path = frame.f_code.co_filename
         if path.endswith("torch/utils/file_baton.py"):
             return BUILD_LOCK
-        if path.startswith(CHECKOUT) and "site-packages" not in path:
-            return f"{path.removeprefix(CHECKOUT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if Path(path).is_relative_to(CHECKOUT) and "site-packages" not in path:
+            return f"{Path(path).relative_to(CHECKOUT)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return None
 
