@@ -345,19 +345,19 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
-        ("commands.estimate", []),
-        ("commands.validate", ["--colour"]),
-        ("bench.__main__", ["--steps", "many"]),
-        ("tiers.__main__", ["quick", "--json", "x", "--nope"]),
-        ("commands.export.__main__", ["run", "--format", "onnx"]),
+        ("trainer.commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
+        ("trainer.commands.estimate", []),
+        ("trainer.commands.validate", ["--colour"]),
+        ("benchmarks.bench.__main__", ["--steps", "many"]),
+        ("benchmarks.tiers.__main__", ["quick", "--json", "x", "--nope"]),
+        ("trainer.commands.export.__main__", ["run", "--format", "onnx"]),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(
     command: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    module = importlib.import_module(f"trainer.{command}")
+    module = importlib.import_module(command)
     with pytest.raises(SystemExit) as ended:
         module.main(words)
     assert ended.value.code == 2

@@ -129,11 +129,11 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "index lost": (sharded(removed("model.safetensors.index.json")), ("neither model.safetensors nor",)),
     # config.json
     "no config.json": (removed("config.json"), ("the folder has no config.json",)),
-    "config cut": (cut("config.json", 40), ("config.json is not JSON (",)),
-    "config empty": (cut("config.json", 0), ("config.json is not JSON (",)),
-    "config of bytes": (written("config.json", b"\xff\xfe\x00"), ("config.json is not JSON (",)),
-    "config nested": (written("config.json", "[" * 100_000), ("config.json is not JSON (",)),
-    "config a list": (written("config.json", "[]"), ("config.json holds no settings but a list",)),
+    "config cut": (cut("config.json", 40), ("config.json: is not JSON (line ",)),
+    "config empty": (cut("config.json", 0), ("config.json: is not JSON (line 1",)),
+    "config of bytes": (written("config.json", b"\xff\xfe\x00"), ("config.json: line 1: byte 0xff is not UTF-8",)),
+    "config nested": (written("config.json", "[" * 100_000), ("config.json: is nested too deeply",)),
+    "config a list": (written("config.json", "[]"), ("config.json: Input should be a dictionary",)),
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
     "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("config.json makes no model (",)),
@@ -161,9 +161,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("the folder has no tokenizer (tokenizer.js",),
     ),
     "half a tokenizer": (removed("tokenizer.json"), ("the folder has no tokenizer (tokenizer.json",)),
-    "tokenizer cut": (cut("tokenizer.json", 3000), ("tokenizer.json cannot be read (",)),
+    "tokenizer cut": (cut("tokenizer.json", 3000), ("tokenizer.json: is not JSON (line ",)),
     "tokenizer of nothing": (written("tokenizer.json", "{}"), ("its tokenizer cannot be read (",)),
-    "tokenizer settings": (written("tokenizer_config.json", "{"), ("tokenizer_config.json cannot be read (",)),
+    "tokenizer settings": (written("tokenizer_config.json", "{"), ("tokenizer_config.json: is not JSON (line 1",)),
 }
 
 
