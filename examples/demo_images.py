@@ -1,13 +1,14 @@
-"""Model and pictures of `make demo-images`, made once in a cache: `python -m examples.demo_images`.
+"""Model and images of `make demo-images`, made once in a cache: `python -m examples.demo_images`.
 
-Model: a Stable Diffusion pipeline small enough for a CPU, whose UNet is trained here on coloured shapes on a light
-ground. Its text encoder stays as it is drawn, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels,
-so that nothing but the UNet has to be learnt.
+Model: a Stable Diffusion pipeline small enough for a CPU, with a UNet trained here on coloured shapes on a light
+ground. Its text encoder stays random, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels, so that
+only the UNet must be trained.
 
-Pictures: the same shapes by night, on dark blue within a pale frame; one shape and colour is not among them. An adapter
-trained on them draws every prompt by night, that one as well.
+Images: the same shapes by night, on dark blue within a pale frame; one shape and colour is left out. An adapter trained
+on them draws every prompt by night, including that one.
 
-The last line on standard output is what `zerolora train configs/demo-images.yaml` needs as well, quoted for a shell:
+The last line on standard output contains the overrides for `zerolora train configs/demo-images.yaml`, quoted for a
+shell:
     base_model=... dataset.path=...
 """
 
@@ -32,30 +33,30 @@ SIDE = 64
 HALVINGS = 2
 """Of the VAE: a latent is 4 x 4 pixels."""
 FINER = 2
-"""Pictures are drawn so many times larger and made small, so that edges are smooth."""
+"""Images are drawn this many times larger and scaled down, for smooth edges."""
 
-# Increase when what is made changes, so that an older cache is not taken for the new one.
+# Increase when the output changes, so that an older cache is not reused.
 VERSION = 1
 BASE_PICTURES, NIGHT_PICTURES = 512, 64
 BASE_STEPS, BASE_BATCH, BASE_RATE, BASE_DROPOUT = 500, 16, 2e-3, 0.1
 WORDS = ("a", *COLOURS, *SHAPES)
 LONGEST_CAPTION = 8
-"""Tokens."""
+"""In tokens."""
 
 
 def draw(seed: int, count: int, *, night: bool) -> list[tuple[Any, str]]:
-    """Pictures (PIL) and their captions; by night without UNSEEN."""
+    """Return images (PIL) and their captions; by night without UNSEEN."""
     chosen = random.Random(seed)
     made: list[tuple[Any, str]] = []
     while len(made) < count:
         colour, shape = chosen.choice(list(COLOURS)), chosen.choice(SHAPES)
         caption = f"a {colour} {shape}"
         if not (night and caption == UNSEEN):
-            made.append((_picture(chosen, colour, shape, night=night), caption))
+            made.append((_draw_image(chosen, colour, shape, night=night), caption))
     return made
 
 
-def _picture(chosen: random.Random, colour: str, shape: str, *, night: bool) -> Any:
+def _draw_image(chosen: random.Random, colour: str, shape: str, *, night: bool) -> Any:
     from PIL import Image, ImageDraw
 
     whole = SIDE * FINER
@@ -75,15 +76,15 @@ def _picture(chosen: random.Random, colour: str, shape: str, *, night: bool) -> 
     return image.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
-def write_pictures(folder: Path) -> None:
-    """The pictures by night, each with its caption beside it."""
+def write_images(folder: Path) -> None:
+    """Write the images by night, each with a caption file."""
     for index, (image, caption) in enumerate(draw(1, NIGHT_PICTURES, night=True)):
         image.save(folder / f"{index:03d}.png")
         (folder / f"{index:03d}.txt").write_text(f"{caption}\n", encoding="utf-8")
 
 
 def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
-    """The pipeline, its UNet trained for so many steps on pictures by day."""
+    """Make the pipeline and train its UNet for so many steps on images by day."""
     import torch
     from diffusers import DDPMScheduler, StableDiffusionPipeline
 
@@ -91,7 +92,7 @@ def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
     scheduler = DDPMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
         rescale_betas_zero_snr=True, timestep_spacing="trailing", clip_sample=False,
-        steps_offset=1,  # what the pipeline would set it to, with a page of words
+        steps_offset=1,  # avoids the pipeline's long warning, which sets the same value
     )  # fmt: skip
     pipeline = StableDiffusionPipeline(
         vae=colour_vae(),
@@ -108,14 +109,14 @@ def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
 
 
 def _train(pipeline: Any, steps: int) -> None:
-    """Plain training of the whole UNet on pictures by day, with dropped captions."""
+    """Train the whole UNet on images by day, with dropped captions."""
     import numpy as np
     import torch
     import torch.nn.functional as F
 
     made = draw(0, BASE_PICTURES, night=False)
     pixels = torch.tensor(np.stack([np.asarray(image) for image, _ in made])).permute(0, 3, 1, 2) / 127.5 - 1.0
-    latents = F.avg_pool2d(pixels, 2**HALVINGS)  # what the VAE makes of them
+    latents = F.avg_pool2d(pixels, 2**HALVINGS)  # the VAE's latents
     captions = ["", *dict.fromkeys(caption for _, caption in made)]
     with torch.no_grad():
         texts, _ = pipeline.encode_prompt(captions, torch.device("cpu"), 1, False)
@@ -171,13 +172,12 @@ def _text_encoder() -> Any:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
-        initializer_factor=20.0,  # untrained, words would hardly differ from each other
+        initializer_factor=20.0,  # otherwise untrained words would hardly differ
     )
     return CLIPTextModel(config)
 
 
 def _merges() -> list[tuple[str, str]]:
-    """What makes each of the words one token."""
     found = []
     for word in WORDS:
         letters = [*word[:-1], f"{word[-1]}</w>"]
@@ -203,10 +203,10 @@ def _tokenizer() -> Any:
 
 
 def colour_vae() -> Any:
-    """A VAE whose latent is the mean colour of the pixels under it, and whose picture shows latents as squares.
+    """Build a VAE with the mean colour of the pixels as latent, which decodes latents to squares.
 
-    Its blocks add nothing; norm and SiLU at the end are as good as linear: other channels hold the colours' negatives
-    and large constants, so that the norm's mean is 0, its deviation that of the constants, and what SiLU reads large.
+    Its blocks add nothing; norm and SiLU at the end are practically linear: other channels hold the colours' negatives
+    and large constants, so that the norm's mean is 0, its deviation that of the constants, and SiLU's inputs are large.
     """
     import torch
     from diffusers import AutoencoderKL
@@ -246,21 +246,21 @@ def colour_vae() -> Any:
 
 
 def main() -> int:
-    """Make what is missing, say where it is, print the overrides for configs/demo-images.yaml."""
+    """Make missing files, print their locations and the overrides for configs/demo-images.yaml."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
     parser = CommandParser(prog="python -m examples.demo_images", description="Model and data of `make demo-images`.")
-    parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
-    parser.add_argument("--steps", type=int, default=BASE_STEPS, help="for which the base is trained")
+    parser.add_argument("--cache", type=Path, default=Path(default), help=f"where to store them (default: {default})")
+    parser.add_argument("--steps", type=int, default=BASE_STEPS, help="training steps of the base")
     given = parser.parse_args()
     cache = given.cache.expanduser().resolve()
     base = cache / f"shapes-v{VERSION}-{given.steps}"
-    pictures = cache / f"shapes-by-night-v{VERSION}"
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which diffusers imports, logs to standard output
-        for folder, make in ((base, partial(make_base, steps=given.steps)), (pictures, write_pictures)):
+    images = cache / f"shapes-by-night-v{VERSION}"
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, imported by diffusers, logs to standard output
+        for folder, make in ((base, partial(make_base, steps=given.steps)), (images, write_images)):
             make_once(folder, make)
-            say(f"{'model' if folder is base else 'pictures'} in {folder}")
-    print(shlex.join([f"base_model={base}", f"dataset.path={pictures}"]))
+            say(f"{'model' if folder is base else 'images'} in {folder}")
+    print(shlex.join([f"base_model={base}", f"dataset.path={images}"]))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and the same in plain torch."""
+"""Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain torch references."""
 
 from ops import groups
-from ops.backend import Backend, build_beside, expected, load, loaded
+from ops.backend import Backend, load, loaded, predict_backend, start_build
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.lora import lora_group, lora_linear
@@ -17,10 +17,8 @@ __all__ = [
     "ExpertWeights",
     "Nf4Weight",
     "ScaledWeight",
-    "build_beside",
     "eight_bit_group",
     "eight_bit_linear",
-    "expected",
     "experts_mlp",
     "groups",
     "load",
@@ -29,6 +27,8 @@ __all__ = [
     "lora_group",
     "lora_linear",
     "nf4_group",
+    "predict_backend",
     "scaled_group",
     "scaled_linear",
+    "start_build",
 ]

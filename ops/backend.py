@@ -1,4 +1,4 @@
-"""Which code runs for CUDA tensors: our kernels, or the reference. CPU tensors always run the reference."""
+"""Choice of the code for CUDA tensors: our kernels or the reference. CPU tensors always use the reference."""
 
 import logging
 import subprocess
@@ -9,8 +9,7 @@ import torch
 
 from ops import eight_bit, elementwise, experts, experts_kernels, lora, nf4, plain
 
-# Hopper: the only generation that the kernels ran on.
-TIMED = 9
+TIMED = 9  # Hopper, the only generation on which the kernels were timed
 _logger = logging.getLogger(__name__)
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "lora_forward": lora.reference_forward,
@@ -39,10 +38,10 @@ _compilers: list["subprocess.Popen[bytes]"] = []
 
 
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
-    """Makes the operators run for CUDA tensors, once a process; `auto` takes the kernels where they can be built.
+    """Register the operators for CUDA tensors, once per process; `auto` takes the kernels where they can be built.
 
     Raises:
-        ValueError: `cuda` is asked for and cannot be built or loaded; or another backend is loaded already.
+        ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
     """
     global _loaded
     if backend not in ("auto", "cuda", "reference"):
@@ -50,20 +49,20 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
     if _loaded is not None:
         if backend in ("auto", _loaded.name):
             return _loaded
-        raise ValueError(f"ops.backend={backend}: this process has loaded {_loaded.name} already ({_loaded.reason})")
+        raise ValueError(f"ops.backend={backend}: this process has already loaded {_loaded.name} ({_loaded.reason})")
     if backend == "reference":
         _loaded = _use_reference("asked for")
     else:
-        from ops.builder import LoraOpBuilder  # here: it imports deepspeed, which takes seconds
+        from ops.builder import LoraOpBuilder  # imports deepspeed, which takes seconds
         from ops.toolkit import BuildError
 
         try:
             builder = LoraOpBuilder()
             builder.load(verbose=verbose)
             _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
-            _loaded = Backend("cuda", f"kernels {builder.origin}{untimed(torch.cuda.get_device_capability())}")
+            _loaded = Backend("cuda", f"kernels {builder.origin}{describe_timing(torch.cuda.get_device_capability())}")
         except BuildError as error:
-            # A build that fails on a machine that has everything for it is a defect and must not pass as a choice.
+            # A failed build on a machine with all prerequisites is a bug: `auto` must not hide it by falling back.
             if backend == "cuda" or error.unexpected:
                 raise ValueError(f"ops.backend={backend}: {error}") from error
             _loaded = _use_reference(str(error))
@@ -71,8 +70,8 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
     return _loaded
 
 
-def expected(backend: Literal["auto", "cuda"]) -> str:
-    """The name of what `load` will choose unless a build fails, without waiting for one."""
+def predict_backend(backend: Literal["auto", "cuda"]) -> str:
+    """Return the name that `load` will choose unless a build fails, without waiting for one."""
     if _loaded is not None:
         return _loaded.name
     from ops.builder import LoraOpBuilder
@@ -80,18 +79,18 @@ def expected(backend: Literal["auto", "cuda"]) -> str:
     return "cuda" if backend == "cuda" or LoraOpBuilder().can_run() else "reference"
 
 
-def build_beside(backend: Literal["auto", "cuda"]) -> None:
-    """Begin to compile the kernels in a process of its own where none are; `load` waits for it.
+def start_build(backend: Literal["auto", "cuda"]) -> None:
+    """Start compiling the kernels in a child process unless a build exists; `load` waits for it.
 
     Raises:
-        ValueError: `cuda` is asked for and cannot be built.
+        ValueError: `cuda` was requested and cannot be built.
     """
     from ops.builder import LoraOpBuilder
 
     if _loaded is not None or _compilers:
         return
     builder = LoraOpBuilder()
-    if not builder.lies_ready():
+    if not builder.has_build():
         if builder.is_compatible():
             _compilers.append(builder.start_compiler())
         elif backend == "cuda":
@@ -99,12 +98,12 @@ def build_beside(backend: Literal["auto", "cuda"]) -> None:
 
 
 def loaded() -> Backend | None:
-    """What `load` chose in this process, None before it ran."""
+    """Return what `load` chose in this process, None before it ran."""
     return _loaded
 
 
-def untimed(capability: tuple[int, int]) -> str:
-    """What to add where the kernels were compiled and tested for a card, but not timed on one of its kind."""
+def describe_timing(capability: tuple[int, int]) -> str:
+    """Return a note for cards on which the kernels were compiled and tested but never timed."""
     return "" if capability[0] == TIMED else f", untimed on compute capability {capability[0]}.{capability[1]}"
 
 
@@ -115,6 +114,6 @@ def _use_reference(reason: str) -> Backend:
 
 def _implement(functions: Mapping[str, Callable[..., Any]]) -> None:
     global _library
-    _library = torch.library.Library("zerolora", "IMPL")  # kept: its registrations end with it
+    _library = torch.library.Library("zerolora", "IMPL")  # registrations are undone when it is collected
     for name, function in functions.items():
         _library.impl(name, function, "CUDA")

@@ -1,11 +1,11 @@
-"""Builds the CUDA operators through DeepSpeed's op builder, and lists them beside DeepSpeed's own.
+"""Build the CUDA operators through DeepSpeed's op builder, and list them with DeepSpeed's own.
 
     python -m ops.builder list                        DeepSpeed's operators and ours: compatible, installed
     python -m ops.builder build [--clean] [--verbose] compile now, so that no rank has to
-    python -m ops.builder build --arch 9.0 --into DIR the same into a folder that all users of a node, or of many, share
-    ZEROLORA_BUILD_OPS=1 pip install -e .             the same at install
+    python -m ops.builder build --arch 9.0 --into DIR compile into a folder shared by all users of one or more nodes
+    ZEROLORA_BUILD_OPS=1 pip install -e .             compile during installation
 
-DeepSpeed has no hook for operators of others (its `all_ops.py` scans its own folder): `register` adds ours to its
+DeepSpeed has no hook for third-party operators (its `all_ops.py` scans its own folder): `register` adds ours to its
 table.
 """
 
@@ -28,25 +28,25 @@ from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
 from ops import prebuilt
-from ops.build_lock import build_lock
 from ops.toolkit import (
     BuildError,
     all_architectures,
     architecture,
-    capability_of_ptx,
+    build_ptx_flags,
     check_capability,
     check_toolkit,
     gencode,
-    named_architectures,
+    parse_architectures,
     toolkit_version,
 )
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 BUILT = CSRC.parent / "built"
+MAMBA = ("mamba-ssm", "causal-conv1d")  # third-party packages of the extra `mamba`
 
 
 class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
-    """DeepSpeed's builder for `zerolora_lora`: kernels of ops/csrc, compiled for the cards of this node."""
+    """DeepSpeed builder for `zerolora_lora`: compiles the kernels of ops/csrc for the cards of this node."""
 
     BUILD_VAR = "ZEROLORA_BUILD_OPS"
     NAME = "zerolora_lora"
@@ -55,7 +55,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         super().__init__(name=self.NAME)
         self._architectures = list(architectures) if architectures is not None else None
         self.origin = "built for this card"
-        """Where the loaded module comes from, in words."""
+        """How the loaded module was obtained, for messages."""
 
     def absolute_name(self) -> str:
         return f"ops.built.{self.NAME}"
@@ -64,20 +64,20 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return sorted(str(path) for pattern in ("*.cpp", "*.cu") for path in CSRC.rglob(pattern))
 
     def include_paths(self) -> list[str]:
-        return sorted(str(path) for path in CSRC.iterdir())  # files include each other by name
+        return sorted(str(path) for path in CSRC.iterdir())  # headers are included by bare name
 
     def cxx_args(self) -> list[str]:
-        return ["-O3", self._standard(), *capability_of_ptx(self._architectures or ())]
+        return ["-O3", self._standard(), *build_ptx_flags(self._architectures or ())]
 
     def nvcc_args(self) -> list[str]:
-        # Not DeepSpeed's: it adds --use_fast_math, and never emits sm_90a.
+        # Replaces DeepSpeed's flags, which add --use_fast_math and never emit sm_90a.
         names = self._names()
         hopper = ["-DZEROLORA_HOPPER"] if "90a" in names else []
         threads = f"--threads={min(os.cpu_count() or 1, 8)}"
         return ["-O3", self._standard(), threads, *hopper, *(gencode(name) for name in names)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether nvcc, torch and (where a CUDA context exists already) the card can build and run it."""
+        """Return whether nvcc, torch and (once a CUDA context exists) the card can build and run it."""
         try:
             self.check()
         except BuildError as error:
@@ -88,7 +88,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return True
 
     def check(self) -> tuple[int, int]:
-        """The toolkit's version; BuildError with the fix where the operators cannot be built or run."""
+        """Return the version of the toolkit; raises BuildError if the operators cannot be built or run."""
         if torch.version.cuda is None:
             raise BuildError(
                 f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or set"
@@ -96,17 +96,17 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             )
         toolkit = toolkit_version()
         check_toolkit(toolkit, torch.version.cuda)
-        # Creating a context here would poison forked workers: the card is looked at only once one exists.
+        # Creating a CUDA context here would break forked workers, so check the card only if one exists.
         if torch.cuda.is_initialized():
             check_capability(torch.cuda.get_device_capability(), toolkit)
         return toolkit
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The loaded module: built ahead of time, for all or by an earlier process, or compiled now behind a lock.
+        """Return the module: prebuilt, shared, cached by an earlier process, or compiled now under the build lock.
 
-        Raises BuildError where it cannot be built, or the compiler failed.
+        Raises BuildError if it cannot be built or the compiler fails.
         """
-        known: dict[str, ModuleType] = _inside(deepspeed_builder.OpBuilder, "_loaded_ops")
+        known: dict[str, ModuleType] = get_private(deepspeed_builder.OpBuilder, "_loaded_ops")
         if self.NAME not in known:
             module = self._prebuilt() or self._shared()
             if module is None:
@@ -118,10 +118,9 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return known[self.NAME]
 
     def build(self, verbose: bool = False, clean: bool = False) -> Path:
-        """Compiles ahead of time for every architecture the toolkit knows (no GPU needed); returns the library.
+        """Compile ahead of time for every architecture the toolkit knows (no GPU needed), and return the library.
 
-        Raises:
-            BuildError: it cannot be built here, or the compiler failed.
+        Raises BuildError if it cannot be built or the compiler fails.
         """
         toolkit = self.check()
         if clean:
@@ -129,61 +128,59 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             shutil.rmtree(self.cache_dir(), ignore_errors=True)
         digest = self.digest()
         self._architectures = self._architectures or all_architectures(toolkit)
-        with build_lock(BUILT / "node.lock"):
+        with prebuilt.build_lock(BUILT / "node.lock"):
             (BUILT / "digest").unlink(missing_ok=True)
             self._compile(verbose, BUILT)
             (BUILT / "digest").write_text(digest)
         return BUILT / f"{self.NAME}.so"
 
     def build_into(self, folder: Path, verbose: bool = False, clean: bool = False) -> Path:
-        """Compiles for the architectures into a folder that others share, unless it has that build; the library.
+        """Compile into a shared folder unless it has this build, and return the library.
 
-        A build is whole or not there: it is renamed into place.
-
-        Raises:
-            BuildError: it cannot be built here, or the compiler failed.
+        The build is renamed into place, so that it is never seen incomplete. Raises BuildError if it cannot be built or
+        the compiler fails.
         """
         toolkit = self.check()
         self._architectures = self._architectures or all_architectures(toolkit)
         version = f"{toolkit[0]}.{toolkit[1]}"
         build = prebuilt.Build(self._sources_digest(), *self._versions(), version, tuple(self._architectures))
-        with build_lock(folder / f".{build.name}.lock"):
+        with prebuilt.build_lock(folder / f".{build.name}.lock"):
             if clean:
                 shutil.rmtree(folder / build.name, ignore_errors=True)
             if build.library_in(folder) is None:
-                with prebuilt.room_in(folder) as room:
+                with prebuilt.temporary_folder(folder) as room:
                     self._compile(verbose, room)
                     build.place(room / f"{self.NAME}.so", folder)
         return folder / build.name / f"{self.NAME}.so"
 
-    def lies_ready(self) -> bool:
-        """Whether a build seems to be there already; no card is looked at, so that this process may still fork."""
+    def has_build(self) -> bool:
+        """Return whether a build seems to exist, without initializing CUDA, so that this process may still fork."""
         return self.installed() or bool(os.environ.get(prebuilt.VARIABLE)) or self._flags_file().exists()
 
     def start_compiler(self) -> "subprocess.Popen[bytes]":
-        """A process that compiles for the cards of this machine; not a thread, for this process may fork meanwhile."""
+        """Start a process that compiles for the cards of this machine; a thread would make a later fork unsafe."""
         command = [sys.executable, "-m", "ops.builder", "build", "--here"]
-        quiet = subprocess.DEVNULL  # what is wrong is found again, and told, by whoever needs the operators
+        quiet = subprocess.DEVNULL  # `load` reports the errors
         return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def cache_dir(self) -> Path:
-        """Where this version's build lives: a folder per sources, torch, Python and CUDA version."""
+        """Return the folder of this build: one per version of the sources, torch, Python and CUDA."""
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
         return Path(root) / f"{self.NAME}_{self.digest()}"
 
     def digest(self) -> str:
-        """Changes with the sources, torch, Python and the CUDA version: a stale library is never loaded."""
+        """Hash the sources and the versions of torch, Python and CUDA, so that a stale library is never loaded."""
         versions = f"{torch.__version__} {torch.version.cuda} {sys.version_info[:2]} {self._architectures}"
         return hashlib.sha256(f"{versions} {self._sources_digest()}".encode()).hexdigest()[:12]
 
     def can_run(self) -> bool:
-        """Whether `load` will give a module here, as far as it can be known without building one."""
+        """Return whether `load` should succeed here, as far as can be known without building."""
         if not torch.cuda.is_available():
             return False
         return self.installed() or self.shared() is not None or self.is_compatible()
 
     def shared(self) -> Path | None:
-        """The library of a folder that ZEROLORA_OPS names which fits this Python, torch and the cards; None if none."""
+        """Return the library in a folder of ZEROLORA_OPS that fits this Python, torch and the cards, or None."""
         if not os.environ.get(prebuilt.VARIABLE):
             return None
         cards = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
@@ -194,7 +191,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return hashlib.sha256(content).hexdigest()[:12]
 
     def _versions(self) -> tuple[str, str, str]:
-        """Of torch, of its CUDA, and of Python with the machine it is for."""
+        """Versions of torch and its CUDA, and of Python with the machine type."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
         return torch.__version__, str(torch.version.cuda), python
 
@@ -218,15 +215,15 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return module
 
     def _cached(self) -> ModuleType | None:
-        """What an earlier process of this node has built for these cards, without asking ninja whether it is new."""
+        """Load what an earlier process built on this node, without asking ninja whether it is current."""
         try:
             return self._import(self.cache_dir()) if self._flags_file().read_text() == self._flags() else None
-        except (OSError, ImportError):  # not built yet, or no longer what it was
+        except (OSError, ImportError):  # not built yet, or unusable
             return None
 
     def _compile_once(self, verbose: bool) -> ModuleType:
-        """Compiles behind the node's lock, or finds that another process has done so meanwhile."""
-        with build_lock(self.cache_dir() / "node.lock"):
+        """Compile under the node's lock, or load what another process compiled in the meantime."""
+        with prebuilt.build_lock(self.cache_dir() / "node.lock"):
             module = self._cached()
             if module is None:
                 self._flags_file().unlink(missing_ok=True)
@@ -235,7 +232,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             return module
 
     def _flags_file(self) -> Path:
-        """Says, once a build is whole, what it was built with."""
+        """File with the compiler flags of the build; written last, so it marks a complete build."""
         return self.cache_dir() / "flags"
 
     def _flags(self) -> str:
@@ -249,15 +246,14 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return module
 
     def installed(self) -> bool:
-        """Whether an ahead-of-time build of exactly these sources and this torch is there."""
+        """Return whether an ahead-of-time build of exactly these sources and this torch exists."""
         digest = BUILT / "digest"
         return digest.exists() and digest.read_text() == self.digest()
 
     def _compile(self, verbose: bool, folder: Path) -> ModuleType:
-        """Compiles into `folder` and imports the result; the node's lock is held."""
+        """Compile into `folder` and import the result. The caller holds the node's lock."""
         folder.mkdir(parents=True, exist_ok=True)
-        # torch has a lock of its own in this folder, which a killed build leaves behind for ever. Ours is held, so
-        # nobody else builds here and a lock found here is stale.
+        # A killed build leaves torch's own lock file in this folder forever. We hold our lock, so it is stale.
         (folder / "lock").unlink(missing_ok=True)
         try:
             return cpp_extension.load(
@@ -286,7 +282,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
 
 
 def register() -> LoraOpBuilder:
-    """Adds our builder to DeepSpeed's tables, so that its report and its accelerator know the operator."""
+    """Add our builder to DeepSpeed's tables, so that its report and its accelerator know the operator."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -294,20 +290,40 @@ def register() -> LoraOpBuilder:
     ALL_OPS[builder.NAME] = builder
     accelerator: Any = get_accelerator()
     if accelerator.device_name() == "cuda":
-        _inside(accelerator, "_lazy_init_class_dict")()
-        _inside(accelerator, "class_dict")["LoraOpBuilder"] = LoraOpBuilder
+        get_private(accelerator, "_lazy_init_class_dict")()
+        get_private(accelerator, "class_dict")["LoraOpBuilder"] = LoraOpBuilder
     return builder
 
 
-def _inside(owner: object, name: str) -> Any:
-    """What DeepSpeed promises to nobody; BuildError where it is gone."""
+def get_private(owner: object, name: str) -> Any:
+    """Return a private attribute of DeepSpeed; raises BuildError if it is missing."""
     try:
         return getattr(owner, name)
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise BuildError(
-            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, on which the operators' builder relies", True
+            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, which the operators' builder needs", True
         ) from None
+
+
+def list_operators() -> str:
+    """Return every operator in aligned columns: name, installed, compatible."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    ours = register()
+    rows = [("operator", "installed", "compatible")]
+    for name, builder in sorted(ALL_OPS.items()):
+        installed = ours.installed() if name == ours.NAME else bool(installed_ops.get(name, False))
+        compatible = deepspeed_builder.probe_is_compatible(builder, verbose=False)
+        rows.append((name, "yes" if installed else "no", "yes" if compatible else "no"))
+    lines = [f"{name:<28}{installed:<12}{compatible}" for name, installed, compatible in rows]
+    for name in MAMBA:
+        found = importlib.util.find_spec(name.replace("-", "_")) is not None
+        lines.append(f"{name:<28}{'yes' if found else 'no':<12}third-party, for Mamba layers")
+    if not ours.is_compatible():
+        lines.append(f"{ours.NAME}: {ours.error_log}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -317,20 +333,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build = commands.add_parser("build", help="compile ahead of time")
     build.add_argument("--arch", nargs="+", metavar="9.0", help="only for cards of these compute capabilities")
     build.add_argument("--here", action="store_true", help="only for the cards of this machine, as a run would")
-    build.add_argument("--into", type=Path, metavar="DIR", help=f"a folder to share, which {prebuilt.VARIABLE} names")
+    build.add_argument("--into", type=Path, metavar="DIR", help=f"shared folder, to be named in {prebuilt.VARIABLE}")
     build.add_argument("--clean", action="store_true", help="remove earlier builds first")
     build.add_argument("--verbose", action="store_true", help="show the compiler's output")
     options = parser.parse_args(arguments)
     if options.command != "build":
-        from ops.listing import report
-
-        print(report())
+        print(list_operators())
         return 0
     if options.arch and options.into is None:
-        print("error: --arch: what is built beside the sources is for all cards; add --into DIR", file=sys.stderr)
+        print("error: --arch: builds inside the package are for all cards; add --into DIR", file=sys.stderr)
         return 2
     try:
-        builder = LoraOpBuilder(named_architectures(options.arch) if options.arch else None)
+        builder = LoraOpBuilder(parse_architectures(options.arch) if options.arch else None)
         if options.here:
             builder.load(verbose=options.verbose)
             print(builder.origin)
@@ -338,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(builder.build(verbose=options.verbose, clean=options.clean))
         else:
             print(builder.build_into(options.into.absolute(), verbose=options.verbose, clean=options.clean))
-            print(f"to be found by runs: {prebuilt.VARIABLE}={options.into.absolute()}")
+            print(f"to use it in runs, set {prebuilt.VARIABLE}={options.into.absolute()}")
     except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

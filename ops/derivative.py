@@ -1,8 +1,8 @@
-"""The derivative of an operator for adapted siblings, whatever form their frozen base is kept in.
+"""Autograd formula shared by the LoRA operators, for every storage format of the frozen base.
 
-NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and what its base needs, and gives the outputs and h.
-NAME_backward takes the same by name, without `biases`, and `grads`, `h`, `need_x`, `need_down`, `need_up`. The
-arguments of both are NamedTuples in the order of their schemas, in which autograd asks and is answered.
+NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and what its base needs, and returns the outputs and h.
+NAME_backward takes the same arguments without `biases`, and `grads`, `h`, `need_x`, `need_down`, `need_up`. The
+arguments of both are NamedTuples in the order of the operator schemas.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 def register(name: str, forward: Any, backward: Any) -> None:
-    """Let autograd call zerolora::NAME_backward for zerolora::NAME_forward; both are types of arguments.
+    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward, given the types of their arguments.
 
-    Only what the backward takes is kept in between: tensors as they were given, so that ZeRO-3 may free a Parameter.
+    Tensors are saved exactly as they were passed, so that ZeRO-3 may free a Parameter between the passes.
     """
     operator = getattr(torch.ops.zerolora, f"{name}_backward")
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         of = forward(*inputs)._asdict()
-        refuse_given(of.get("h"))
+        refuse_given_h(of.get("h"))
         kept = {field: value for field, value in (of | {"h": output[1]}).items() if field in backward._fields}
         ctx.lists = {field: len(value) for field, value in kept.items() if _is_list_of_tensors(value)}
         ctx.single = [field for field, value in kept.items() if value is None or isinstance(value, Tensor)]
@@ -39,32 +39,34 @@ def register(name: str, forward: Any, backward: Any) -> None:
         result = operator(*backward(**kept, **needs, grads=grads))
         none = dict.fromkeys(forward._fields)
         found = none | {field: [None] * length for field, length in ctx.lists.items()}
-        found["x"], found["downs"], found["ups"] = grads_of_adapters(ctx, result, len(kept["downs"]))
-        found["biases"] = grads_of_biases(grads, need.biases) if need.biases else []
+        found["x"], found["downs"], found["ups"] = select_adapter_grads(ctx, result, len(kept["downs"]))
+        found["biases"] = compute_bias_grads(grads, need.biases) if need.biases else []
         return tuple(found.values())
 
     torch.library.register_autograd(f"zerolora::{name}_forward", derivative, setup_context=keep)
     torch.library.register_autograd(f"zerolora::{name}_backward", refuse_second_derivative)
 
 
-def grads_of_adapters(ctx: Any, result: tuple[Tensor, list[Tensor], list[Tensor]], downs: int) -> tuple[Any, Any, Any]:
-    """The three gradients with None where autograd wants none; lists keep the structure of the inputs."""
+def select_adapter_grads(
+    ctx: Any, result: tuple[Tensor, list[Tensor], list[Tensor]], downs: int
+) -> tuple[Any, Any, Any]:
+    """Return the three gradients with None where autograd needs none; lists keep the structure of the inputs."""
     grad_x, grad_downs, grad_ups = result
     return grad_x if ctx.need_x else None, grad_downs or [None] * downs, grad_ups or [None] * downs
 
 
-def grads_of_biases(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+def compute_bias_grads(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     return [g.reshape(-1, g.shape[-1]).sum(0) if need else None for g, need in zip(grads, needed, strict=True)]
 
 
-def refuse_given(h: Tensor | None) -> None:
-    """ValueError where a derivative is wanted of a forward that was given h."""
+def refuse_given_h(h: Tensor | None) -> None:
+    """Raise ValueError if a gradient is needed from a forward that was given h."""
     if h is not None:
-        raise ValueError("h was given: the derivative is known for the whole forward alone")
+        raise ValueError("h was given: only the whole forward, with h=None, has a derivative")
 
 
 def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("derivative of the fused backward: there is none; take ops.backend: peft for second derivatives")
+    raise RuntimeError("the fused backward has no derivative; set ops.backend: peft for second derivatives")
 
 
 def _is_list_of_tensors(value: Any) -> bool:

@@ -1,14 +1,14 @@
-"""The LoRA operators on an 8-bit base: frozen products of 8-bit weights and 8-bit inputs, the adapter in 16 bits.
+"""LoRA operators on an 8-bit base: frozen products of 8-bit weights and 8-bit inputs, the adapter in 16 bits.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. W_q[O,I] holds e4m3 (FP8, stored as uint8, so that
-nothing converts it as if it were a float) or int8, v[O] one scale a row: W = v W_q. x is quantised per token.
+nothing converts it as if it were a float) or int8, v[O] one scale per row: W = v W_q. x is quantised per token.
 
     forward   y  = t (x_q W_q^T) v + h B^T + bias         (x_q, t)  = quantised rows of x
     backward  dX = u (g_q W_q) + m*(dh A)                 (g_q, u)  = quantised rows of v dY
 
-In dX the scale v lies along the sum, so it goes into dY before that is quantised. Siblings share u and one product,
-over all their outputs. h, dh, dA and dB are those of ops/lora.py, from x and dY as they are. Kept between forward and
-backward is what ops/lora.py keeps; x_q is made again by nobody and dies with the call.
+In dX the scale v runs along the summed dimension, so it is multiplied into dY before quantisation. The projections of a
+group share u and one product over all their outputs. h, dh, dA and dB are computed as in ops/lora.py, from unquantised
+x and dY. The same tensors are saved for the backward as in ops/lora.py; x_q is freed when the call returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from ops.seeds import draw_seed
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
-"""How the values of each kind are stored."""
+"""Storage type of each kind."""
 
 torch.library.define(
     "zerolora::quantize_rows", "(Tensor[] parts, Tensor[] factors, ScalarType storage) -> (Tensor q, Tensor scale)",
@@ -107,7 +107,7 @@ def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Te
             )
         if weight.dtype not in STORAGE.values() or weight.dtype != weights[0].dtype:
             kinds = sorted({str(each.dtype) for each in weights})
-            raise ValueError(f"8-bit weights of type {', '.join(kinds)}: all uint8 (e4m3) or all int8 are expected")
+            raise ValueError(f"8-bit weights of type {', '.join(kinds)}: expected all uint8 (e4m3) or all int8")
         if tuple(scale.shape) != (weight.shape[0],) or scale.dtype != torch.float32:
             raise ValueError(
                 f"row_scale {tuple(scale.shape)} of {scale.dtype}: expected ({weight.shape[0]},) of torch.float32"
@@ -119,7 +119,7 @@ def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Te
 def reference_quantize_rows(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` in plain torch: rows of parts [T, O_i] side by side, each times its factors [O_i] if any."""
+    """Plain-torch `quantize_rows` of the parts [T, O_i] concatenated, each times its factors [O_i] if given."""
     rows = [part.reshape(-1, part.shape[-1]).float() for part in parts]
     if factors:
         rows = [row * factor for row, factor in zip(rows, factors, strict=True)]
@@ -129,12 +129,12 @@ def reference_quantize_rows(
 def reference_product(
     q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None, fast: bool = True
 ) -> Tensor:
-    """`eight_bit_product` in plain torch: y[T,N] = scale (q right[N,K]^T) column_scale in bf16; `fast` is for cards."""
+    """Plain-torch `eight_bit_product`: y[T,N] = scale (q right[N,K]^T) column_scale in bf16; `fast` is for GPUs."""
     return reference.eight_bit_product(q, scale, right.t(), column_scale).to(torch.bfloat16)
 
 
 def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`eight_bit_linear` in plain torch: y[..., O] = t (x_q W_q^T) v + bias."""
+    """Plain-torch `eight_bit_linear`: y[..., O] = t (x_q W_q^T) v + bias."""
     _check_weights(x, [weight], [row_scale])
     q, scale = reference_quantize_rows([x], [], weight.dtype)
     y = reference.eight_bit_product(q, scale, weight.t(), row_scale)
@@ -145,14 +145,14 @@ def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor 
 def reference_linear_backward(
     grads: Sequence[Tensor], weights: Sequence[Tensor], row_scales: Sequence[Tensor]
 ) -> Tensor:
-    """`eight_bit_linear_backward` in plain torch: dX[..., I] = u (g_q W_q), summed over siblings."""
+    """Plain-torch `eight_bit_linear_backward`: dX[..., I] = u (g_q W_q), summed over the group."""
     q, scale = reference_quantize_rows(grads, row_scales, weights[0].dtype)
     grad_x = reference.eight_bit_product(q, scale, torch.cat(list(weights)), None)
     return grad_x.to(grads[0].dtype).reshape(*grads[0].shape[:-1], weights[0].shape[1])
 
 
 def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    """`eight_bit_forward` in plain torch; h comes back empty where it was given."""
+    """Plain-torch `eight_bit_forward`; the returned h is empty if it was given."""
     of = ForwardArguments(*arguments)
     _check_weights(of.x, of.weights, of.row_scales)
     lora.check_adapters(of.x, [weight.shape[0] for weight in of.weights], of.downs, of.ups, of.scales, of.p)
@@ -166,16 +166,16 @@ def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
         y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(of.x.dtype).to(y_TO.dtype).t()
         if of.biases:
             y_TO = y_TO + of.biases[i].to(y_TO.dtype)
-        # Not a view to autograd: views among several outputs may not be changed in place, as Falcon's layers do.
+        # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(of.x.dtype), [*of.x.shape[:-1], weight.shape[0]]))
         begin += lora.padded(up.shape[1])
     return ys, h if of.h is None else of.x.new_empty((0, 0))
 
 
 def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """`eight_bit_backward` in plain torch; a gradient that is not needed comes back empty."""
+    """Plain-torch `eight_bit_backward`; gradients that are not needed are empty."""
     of = BackwardArguments(*arguments)
-    mask = lora.mask_of(of.x, of.p, of.seed)
+    mask = lora.draw_mask(of.x, of.p, of.seed)
     x_TI = of.x.reshape(-1, of.x.shape[-1])
     grad_x = torch.zeros(x_TI.shape, dtype=torch.float32, device=of.x.device)
     grad_downs, grad_ups, begin = [], [], 0
@@ -264,7 +264,7 @@ _LINEAR = torch.ops.zerolora.eight_bit_linear.default
 
 
 def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """(W_q[N,K], scale[N]) of values[N,K] by the largest magnitude of each row; `kind` is fp8 or int8.
+    """Quantise values[N,K] by the largest magnitude of each row: (W_q[N,K], scale[N]); `kind` is fp8 or int8.
 
     scale = max(largest / 448, 2^-100) for fp8 (e4m3), / 127 for int8; a NaN makes the scale of its row NaN.
     """
@@ -273,12 +273,12 @@ def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(values: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """W[O,I] = v W_q, computed in float32."""
+    """Return W[O,I] = v W_q, computed in float32."""
     return (reference.eight_bit_values(values) * row_scale[:, None]).to(dtype)
 
 
 def eight_bit_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None) -> Tensor:
-    """y = t (x_q W_q^T) v + bias for a frozen weight without an adapter; dX = u (g_q W_q)."""
+    """Compute y = t (x_q W_q^T) v + bias for a frozen weight without an adapter; dX = u (g_q W_q)."""
     y: Tensor = _LINEAR(x, weight.values, weight.row_scale, bias)
     return y
 
@@ -292,10 +292,10 @@ def eight_bit_group(
     scales: Sequence[float],
     dropout: float = 0.0,
 ) -> list[Tensor]:
-    """`lora.lora_group` for 8-bit weights; the result has the type of x.
+    """Compute `lora.lora_group` for 8-bit weights; the result has the type of x.
 
     Raises:
-        ValueError: as `lora.lora_group`; a weight that is not gathered; siblings of different kinds.
+        ValueError: as `lora.lora_group`; a weight that is not gathered; weights of different kinds.
     """
     arguments = ForwardArguments(
         x=x,

@@ -1,8 +1,8 @@
-"""RMSNorm, SiLU or GELU times another matrix and rotary embedding; what is forgotten of them until the backward.
+"""RMSNorm, SiLU or GELU times another matrix, and rotary embedding, with recomputation of cheap results.
 
-A norm with a frozen weight computes no gradient of it, a sum over all tokens. A result that costs one pass over memory
-(the norm's output, f(gate) up) need not be kept for the backward of the layer that reads it: `forgetting` replaces it
-there by the recipe, whose inputs are kept anyway.
+A norm with a frozen weight skips the weight's gradient, a sum over all tokens. A result that costs one pass over memory
+(the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it: `recomputing` saves a
+function that recomputes it from inputs that are saved anyway.
 
 Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
 """
@@ -37,11 +37,12 @@ _ROPE = torch.ops.zerolora.rope.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """y = x rstd (offset + w), rstd = (mean(x^2) + eps)^(-1/2) over the last dimension, computed in fp32.
+    """Compute y = x rstd (offset + w), rstd = (mean(x^2) + eps)^(-1/2) over the last dimension, in fp32.
 
-    x [..., D], weight [D] of the same type. With offset 0 the normalised value is rounded to the type of x before the
-    weight, as in Llama; otherwise only the result is, as in Gemma. A weight that wants a gradient gets it from plain
-    torch. Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types.
+    x [..., D], weight [D] of the same type. With offset 0 the normalised value is rounded to the type of x before it is
+    multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. The gradient of a trained
+    weight is computed in plain torch. Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    Raises ValueError for shapes and types that do not fit.
     """
     y: Tensor
     if weight.requires_grad and torch.is_grad_enabled():
@@ -52,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 class _TrainedNorm(torch.autograd.Function):
-    """The operator, and the gradient of its weight: dw = sum over T of grad n, with n = x rstd."""
+    """`rms_norm` with the gradient of its weight: dw = sum over T of grad n, with n = x rstd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -74,28 +75,28 @@ class _TrainedNorm(torch.autograd.Function):
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the product; gate and up of one shape, type.
+    """Compute h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the product.
 
-    Shazeer 2020, https://arxiv.org/abs/2002.05202. Raises ValueError for shapes and types that differ.
+    gate and up of one shape and type. Shazeer 2020, https://arxiv.org/abs/2002.05202. Raises ValueError otherwise.
     """
     h: Tensor = _SILU_MUL(gate, up)
     return h
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """h = gelu(gate) up with gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before the product.
+    """Compute h = gelu(gate) up, gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before the product.
 
-    gate and up of one shape and type; the same paper. Raises ValueError for shapes and types that differ.
+    gate and up of one shape and type; the same paper. Raises ValueError otherwise.
     """
     h: Tensor = _GELU_MUL(gate, up)
     return h
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k turned by their position's angles: x cos + [-x2, x1] sin for the halves [x1, x2] of the first R elements.
+    """Rotate q and k by their positions: x cos + [-x2, x1] sin for the halves [x1, x2] of the first R elements.
 
     q [B, H, T, D] and k [B, H', T, D] of any strides, cos and sin [B or 1, T, R], all of one type; elements past R pass
-    unchanged. The results lie in memory as [B, T, H, D], for the attention to read. Su et al. 2021,
+    unchanged. The results are stored as [B, T, H, D], the layout attention reads. Su et al. 2021,
     https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not fit.
     """
     rotated: tuple[Tensor, Tensor] = _ROPE(q, k, cos, sin)
@@ -103,10 +104,10 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 @contextmanager
-def forgetting(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """While its body runs, what saves `result` for its backward keeps `recompute` instead.
+def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
+    """Save `recompute` in place of `result` for every backward that would save `result` within the context.
 
-    `recompute()` must give the same values, in any shape of as many elements, from tensors that are kept anyway.
+    `recompute()` must return the same values, in any shape of as many elements, from tensors that are saved anyway.
     """
     address, elements, dtype = result.data_ptr(), result.numel(), result.dtype
 
@@ -119,22 +120,21 @@ def forgetting(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        shape, recipe = packed
+        shape, recompute = packed
         with torch.no_grad():
-            again: Tensor = recipe().view(shape)
-        return again
+            result: Tensor = recompute().view(shape)
+        return result
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the type of the arithmetic: fp32, or fp64 for fp64."""
+    """Convert to the type of the arithmetic: fp32, or fp64 for fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """`rms_norm` in plain torch."""
     wide = _wide(x)
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if offset == 0.0:
@@ -143,7 +143,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -
 
 
 def reference_rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm_forward` in plain torch: y [..., D] and rstd [T]."""
+    """Plain-torch `rms_norm_forward`: y [..., D] and rstd [T]."""
     _check_norm(x, weight)
     rstd = torch.rsqrt(_wide(x).square().mean(-1) + eps).reshape(-1)
     return plain_rms_norm(x, weight, eps, offset).contiguous(), rstd
@@ -157,7 +157,6 @@ def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: T
 
 
 def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu_mul` in plain torch."""
     _check_alike(gate=gate, up=up)
     return (torch.nn.functional.silu(gate) * up).contiguous()
 
@@ -171,7 +170,6 @@ def reference_silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple
 
 
 def reference_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu_mul` in plain torch."""
     _check_alike(gate=gate, up=up)
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).contiguous()
 
@@ -188,12 +186,11 @@ def reference_gelu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple
 
 
 def reference_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rope` in plain torch."""
     return _rotated(q, k, cos, sin, transposed=False)
 
 
 def reference_rope_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The transpose of `rope`, which for the usual angles turns by their opposites."""
+    """Apply the transpose of `rope`, which for the usual angles rotates by their negatives."""
     return _rotated(grad_q, grad_k, cos, sin, transposed=True)
 
 
@@ -215,7 +212,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -
 
 
 def _like_projection(x: Tensor) -> Tensor:
-    """Uninitialised [B, H, T, D] whose memory is [B, T, H, D]."""
+    """Return an uninitialised [B, H, T, D] tensor stored as [B, T, H, D]."""
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -234,7 +231,7 @@ def _check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != q.shape[2] or cos.shape[0] not in (1, q.shape[0]):
         raise ValueError(f"{shapes}: expected cos and sin as [B or 1, T, R]")
     if cos.shape[2] % 2 or q.shape[3] % 2 or cos.shape[2] > q.shape[3]:
-        raise ValueError(f"{shapes}: rotary width and D must be even, the first not above the second")
+        raise ValueError(f"{shapes}: rotary width and D must be even, and D at least the rotary width")
 
 
 def _check_alike(same_shape: bool = True, **tensors: Tensor) -> None:
@@ -296,7 +293,7 @@ for _name, _function in REFERENCE.items():
     torch.library.register_fake(f"zerolora::{_name}")(_FAKE[_name])
 
 
-# The derivatives where ops/csrc/elementwise/elementwise.cpp has not put its own: on other devices than CUDA's.
+# Derivatives for devices other than CUDA, where ops/csrc/elementwise/elementwise.cpp registers its own.
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.offset = inputs
     ctx.save_for_backward(x, weight, output[1])

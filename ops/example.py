@@ -1,8 +1,8 @@
-"""Trains one adapted linear towards a random low-rank change of its weight, then times the plain backward.
+"""Train one adapted linear towards a random low-rank change of its weight, then time the plain backward.
 
     python -m ops.example [--tokens 2048] [--width 1024] [--rank 16] [--steps 60]
 
-Runs on the GPU where there is one (and builds the kernels), otherwise on the CPU with the reference.
+Runs on a GPU if one is available (and builds the kernels), otherwise on the CPU with the reference.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import ops
 
 
 def train(device: str, tokens: int, width: int, rank: int, steps: int) -> list[float]:
-    """Losses of `steps` steps of Adam on A and B; the target is a change of rank `rank`, so the loss can reach zero."""
+    """Return the losses of `steps` Adam steps on A and B; the target has rank `rank`, so the loss can reach zero."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, size: float) -> torch.Tensor:
@@ -38,7 +38,7 @@ def train(device: str, tokens: int, width: int, rank: int, steps: int) -> list[f
 
 
 def time_backward(device: str, tokens: int, width: int, rank: int, repeats: int = 20) -> float:
-    """Milliseconds of one `ops.lora_backward` (dX, dA, dB) in fp32."""
+    """Return the milliseconds of one `ops.lora_backward` (dX, dA, dB) in fp32."""
     grad_y, x = (torch.randn(tokens, width, device=device) for _ in range(2))
     down, up = torch.randn(rank, width, device=device), torch.randn(width, rank, device=device)
     begin = 0.0

@@ -1,18 +1,19 @@
-"""The experts of a mixture with LoRA in one operator: `zerolora::experts_forward` and `zerolora::experts_backward`.
+"""Operator for MoE experts with LoRA: `zerolora::experts_forward` and `zerolora::experts_backward`.
 
-Legend: T tokens, K experts a token, N = T K rows (pairs of a token and an expert, sorted by expert), E experts, H
-hidden, I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E,2I,R], A_d[E,R,I], B_d[E,H,R].
+Legend: T tokens, K experts per token, N = T K rows (token-expert pairs, sorted by expert), E experts, H hidden,
+I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E,2I,R], A_d[E,R,I], B_d[E,H,R].
 
     for a row n of token t, expert e and weight w
       h_gu = s_gu (m*x_t) A_gu^T     u = x_t gate_up^T + bias + h_gu B_gu^T     a = f(u's gate) u's up
       h_d  = s_d (m*a) A_d^T         o = a down^T + bias + h_d B_d^T            y_t += w o
 
-The gradient of w is taken without o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is
-a.g + dy.bias, and that of a is w g. Kept for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d and
-the order of the rows. a is computed again; nothing of size N x H is kept. Frozen weights have no gradient.
+The gradient of w needs no o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is
+a.g + dy.bias, and that of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d
+and the order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights have no gradient.
 
-Rows are sorted on the device and the counts stay there: no shape depends on the routing, nothing waits for the host.
-The dropout mask of gate_up is that of a matrix [N,H] whose row is t K + k, that of down one of [N,I] with another seed.
+Rows are sorted on the device and the counts stay there: no shape depends on the routing, and the host never waits.
+The dropout mask of gate_up is that of a matrix [N,H] with row index t K + k, that of down one of [N,I] with another
+seed.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,16 +49,16 @@ torch.library.define(
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One frozen matrix of every expert, [E, rows, cols], as it is stored.
+    """One frozen matrix of every expert, [E, rows, cols], in its storage format.
 
     plain       (weight[E,rows,cols],)
-    transposed  (weight[E,cols,rows],), as gpt-oss has it in 16 bits
+    transposed  (weight[E,cols,rows],), as gpt-oss stores it in 16 bits
     nf4         (packed, absmax[E,b], code[16]) or with double quantisation (packed, absmax[E,b] uint8, code[16],
-                nested absmax[E,c], nested code[256], offset[E]); packed: E x rows x cols / 2 bytes of any shape; every
-                expert is quantised by itself: b = rows cols / block, c = ceil(b / nested_block)
+                nested absmax[E,c], nested code[256], offset[E]); packed: E x rows x cols / 2 bytes of any shape; each
+                expert is quantised separately: b = rows cols / block, c = ceil(b / nested_block)
     mxfp4       (blocks[E,rows,cols/32,16], scales[E,rows,cols/32]), both uint8
-    eight_bit   (values[E,rows,cols] uint8 (e4m3) or int8, scales[E,b,c] float32): a scale for each row (b = rows,
-                c = 1, block 0) or block: b = ceil(rows / block), c = ceil(cols / nested_block)
+    eight_bit   (values[E,rows,cols] uint8 (e4m3) or int8, scales[E,b,c] float32): a scale per row (b = rows,
+                c = 1, block 0) or per block: b = ceil(rows / block), c = ceil(cols / nested_block)
     """
 
     storage: Storage
@@ -68,12 +69,13 @@ class ExpertMatrix:
     block: int = 0
     nested_block: int = 0
     source: Tensor | None = None
-    """The bytes that all of `tensors` are views of, where ZeRO-3 may free them after the forward and gather them again
-    for the backward: then this is what is kept between the two."""
+    """The buffer that all of `tensors` are views of, if ZeRO-3 may free it after the forward and gather it again for
+    the backward: then the buffer is what is saved for the backward.
+    """
 
     @staticmethod
     def plain(weight: Tensor, transposed: bool = False) -> "ExpertMatrix":
-        """Of 16 or 32 bits: [E, rows, cols], or transposed [E, cols, rows]."""
+        """Wrap weights of 16 or 32 bits: [E, rows, cols], or transposed [E, cols, rows]."""
         experts, rows, cols = weight.shape
         if transposed:
             return ExpertMatrix("transposed", (weight,), experts, cols, rows)
@@ -83,26 +85,26 @@ class ExpertMatrix:
     def nf4(
         packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int = 0
     ) -> "ExpertMatrix":
-        """bitsandbytes' NF4, the experts one after the other; ValueError where a block would cross experts."""
+        """Wrap bitsandbytes NF4 weights, one expert after the other; ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts")
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
 
     @staticmethod
     def mxfp4(blocks: Tensor, scales: Tensor) -> "ExpertMatrix":
-        """As gpt-oss's checkpoints store it: [E, rows, cols/32, 16] and [E, rows, cols/32]."""
+        """Wrap MXFP4 as stored in gpt-oss checkpoints: [E, rows, cols/32, 16] and [E, rows, cols/32]."""
         experts, rows, groups = scales.shape
         return ExpertMatrix("mxfp4", (blocks, scales), experts, rows, groups * 32)
 
     @staticmethod
     def eight_bit(values: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> "ExpertMatrix":
-        """FP8 or int8 with a scale for each row, or each block of (rows, columns)."""
+        """Wrap FP8 or int8 values with a scale for each row, or each block of (rows, columns)."""
         experts, rows, cols = values.shape
         high, wide = block or (0, 0)
         return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, high, wide)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[E, rows, cols] in `dtype`; what is stored transposed comes as a view."""
+        """Return [E, rows, cols] in `dtype`; a view if the weights are stored transposed."""
         shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
         return experts_plain.dense_weight(self.tensors, self.storage, shape, dtype)
 
@@ -111,8 +113,8 @@ class ExpertMatrix:
 class ExpertWeights:
     """The frozen part: gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H] (both or none).
 
-    interleaved: rows of gate_up are gate, up, gate, up, ... (gpt-oss), not the gates first. alpha and limit belong to
-    the activation `clamped`.
+    interleaved: rows of gate_up are gate, up, gate, up, ... (gpt-oss) instead of all gates first. alpha and limit are
+    parameters of the activation `clamped`.
     """
 
     gate_up: ExpertMatrix
@@ -127,7 +129,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """The factors; a matrix without an adapter has None for both. Rows of B_gu are in the order of gate_up's rows."""
+    """The LoRA factors, both None for a matrix without an adapter. Rows of B_gu are in the order of gate_up's rows."""
 
     gate_up_down: Tensor | None = None  # A_gu [E, R, H]
     gate_up_up: Tensor | None = None  # B_gu [E, 2I, R]
@@ -145,19 +147,19 @@ def experts_mlp(
     weights: ExpertWeights,
     adapter: ExpertAdapter | None = None,
 ) -> Tensor:
-    """y[T,H], the experts' outputs weighted and added; the formulas are at the top of this file.
+    """Return y[T,H], the weighted sum of the experts' outputs; the formulas are at the top of this file.
 
-    hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (others give nothing), top_k_weights [T,K]. Gradients for
-    hidden, top_k_weights and the adapter's factors.
+    hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (other values contribute nothing), top_k_weights [T,K].
+    Differentiable in hidden, top_k_weights and the adapter's factors.
 
     Raises:
-        ValueError: shapes, types, devices, ranks or dropout that do not fit, with their values.
+        ValueError: shapes, types, devices, ranks or dropout that do not fit.
     """
     adapter = adapter or ExpertAdapter()
     gate_up, down = weights.gate_up, weights.down
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     if len(biases) == 1:
-        raise ValueError("one bias of gate_up and down: both are expected, or none")
+        raise ValueError("bias of only one of gate_up and down: give both, or none")
     shape = [gate_up.experts, down.cols, gate_up.cols, gate_up.block, gate_up.nested_block]
     if (gate_up.rows, down.rows, down.experts) != (2 * down.cols, gate_up.cols, gate_up.experts):
         raise ValueError(
@@ -166,7 +168,7 @@ def experts_mlp(
         )
     packed = {"nf4", "eight_bit"} & {gate_up.storage, down.storage}
     if packed and (gate_up.block, gate_up.nested_block) != (down.block, down.nested_block):
-        raise ValueError("gate_up and down quantised with different block sizes: quantise them alike")
+        raise ValueError("gate_up and down quantised with different block sizes: use one size")
     form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
     numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
     y: Tensor = _FORWARD(
@@ -191,25 +193,25 @@ def experts_mlp(
 def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     if down is None or up is None:
         if down is not up:
-            raise ValueError("one factor of an adapter: A and B are expected, or neither")
+            raise ValueError("only one factor of an adapter: give A and B, or neither")
         return []
     return [down, up]
 
 
 def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
-    """One int64 for gate_up, one for down: see `draw_seed`."""
+    """Draw one int64 for gate_up and one for down: see `draw_seed`."""
     return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
 
 
 def padded(rank: int) -> int:
-    """Columns of h: the kernels multiply 16 ranks at a time."""
+    """Return the columns of h for this rank: the kernels multiply 16 ranks at a time."""
     return (rank + 15) // 16 * 16
 
 
 def check(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> None:
-    """ValueError, with the values and the fix, unless the inputs fit one another."""
+    """Raise ValueError, with the values and the fix, unless the inputs fit together."""
     E, inner, H = shape[:3]
     if x.dim() != 2 or x.shape[1] != H:
         raise ValueError(f"hidden {tuple(x.shape)} for experts of width {H}: expected [T, {H}]")
@@ -232,7 +234,7 @@ def check(  # type: ignore[no-untyped-def]
                 f"adapter of {name}: A {tuple(a.shape)}, B {tuple(b.shape)}; expected [{E}, R, {D}] and [{E}, {out}, R]"
             )
         if not 1 <= rank <= lora.MAX_RANK:
-            raise ValueError(f"r={rank}: the operator takes ranks from 1 to {lora.MAX_RANK}")
+            raise ValueError(f"r={rank}: must be 1 to {lora.MAX_RANK}")
         if {a.dtype, b.dtype} - {x.dtype, torch.float32} or a.dtype != b.dtype:
             raise ValueError(f"hidden is {x.dtype}, A {a.dtype}, B {b.dtype}: adapters need its type or float32")
         if a.device != x.device or b.device != x.device:
@@ -276,7 +278,7 @@ def _reference_forward(  # type: ignore[no-untyped-def]
 
 
 class _Views:
-    """Tensors as views of their source, which may lie elsewhere by the time they are wanted again."""
+    """Tensors as views of a source, which may be in another place when they are needed again."""
 
     def __init__(self, tensors: Sequence[Tensor], source: Tensor | None) -> None:
         self.kept = list(tensors) if source is None else [source]
@@ -287,8 +289,8 @@ class _Views:
                 (int(each.storage_offset() * each.element_size() - origin), each.dtype, each.shape) for each in tensors
             ]
 
-    def again(self, kept: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, from what was kept."""
+    def rebuild(self, kept: Sequence[Tensor]) -> list[Tensor]:
+        """Rebuild the tensors from what was saved."""
         if self._places is None:
             return list(kept)
         found = kept[0].detach().view(torch.uint8)
@@ -319,10 +321,10 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     for length in ctx.lengths:
         lists.append(rest[:length])
         rest = rest[length:]
-    lists[:2] = [views.again(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
+    lists[:2] = [views.rebuild(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
     need = ctx.needs_input_grad
     if any(any(need[i]) for i in (3, 4, 5)):
-        raise ValueError("gate_up, down or a bias requires a gradient: the operator has none of frozen weights")
+        raise ValueError("gate_up, down or a bias requires a gradient: the operator has no gradient of frozen weights")
     flags = need[0], need[2], any(need[6]) or any(need[7])
     grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
         grad, x, weights, *lists, *kept, ctx.shape, ctx.form, ctx.numbers, seed, *flags

@@ -1,8 +1,8 @@
 """The experts' operator on CUDA cards: our kernels around torch's grouped products.
 
-Symbols and formulas: ops/experts.py. Nothing waits for the host where torch's product has a kernel (bf16 on 9.0 and
-10.0) or is not used (fp16 on Hopper); elsewhere it multiplies expert by expert and asks the device for the counts. So
-does what goes in plain torch: 32 bits, widths that are no multiple of 8, cards before Ampere.
+Symbols and formulas: ops/experts.py. The host never waits where torch's grouped product has a kernel (bf16 on 9.0 and
+10.0) or is not used (fp16 on Hopper); elsewhere torch multiplies expert by expert and reads the counts from the device.
+So does the plain torch path: 32 bits, widths that are not multiples of 8, cards before Ampere.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,20 +40,20 @@ for _schema in (
 ):
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
-OWN_PRODUCTS = True  # with an adapter's term, on Hopper
-OWN_PLAIN_PRODUCTS = False  # without, torch's are as fast
+OWN_PRODUCTS = True  # with an adapter, on Hopper
+OWN_PLAIN_PRODUCTS = False  # without an adapter torch's are as fast
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
-def takes(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether the kernels take these types and widths."""
+def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether the kernels support these types and widths."""
     E, inner, H, block, _ = shape
     wide = x.dtype in (torch.bfloat16, torch.float16) and inner % 8 == 0 and H % 8 == 0 and block % 8 == 0
     return wide and 1 <= E <= MAX_EXPERTS and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """[E, rows, cols]; what is quantised comes in memory that torch's allocator hands to the next call again."""
+    """Return the weight as [E, rows, cols]; dequantised memory is freed after use and reused by the next call."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)
@@ -66,7 +66,7 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
 
 
 def _factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A[E,R,D] and B[E,O,R] in the type of x, R padded to 16 with zeros."""
+    """Return A[E,R,D] and B[E,O,R] in the type of x, R padded with zeros to a multiple of 16."""
     if not factors:
         return None, None
     down, up = (factor.to(dtype) for factor in factors)
@@ -76,18 +76,18 @@ def _factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | No
     return down.contiguous(), up.contiguous()
 
 
-def _turned(factor: Tensor | None) -> Tensor | None:
-    """[E,D,R] of [E,R,D], or the reverse: the kernels read ranks or columns side by side."""
+def _swap_dims(factor: Tensor | None) -> Tensor | None:
+    """Transpose [E,R,D] to [E,D,R] or the reverse: the kernels read ranks or columns contiguously."""
     return None if factor is None else factor.transpose(1, 2).contiguous()
 
 
 def _fused(p: Tensor | None) -> Tensor | None:
-    """P where the kernel before can project its result on it, which costs registers for every rank."""
+    """Return P if the previous kernel can project its result on it, which costs registers for every rank."""
     return p if p is not None and p.shape[1] <= MOST_FUSED else None
 
 
 class _Call:
-    """What both directions need: the shapes, the factors, the seeds and the order of the rows."""
+    """Shapes, factors, seeds and row order, as both directions need them."""
 
     def __init__(  # type: ignore[no-untyped-def]
         self, x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends
@@ -112,7 +112,7 @@ class _Call:
         return dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
     def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
-        """rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R], each row with its expert's; weight and q may be views."""
+        """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R], by each row's expert; weight and q may be views."""
         by_column = weight.stride(1) == 1
         if self.own and (h is not None or OWN_PLAIN_PRODUCTS or rows.dtype != torch.bfloat16):
             w = weight.transpose(1, 2) if by_column else weight
@@ -129,8 +129,7 @@ class _Call:
 def forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ) -> tuple[Tensor, ...]:
-    """`experts_forward`."""
-    if not takes(x, shape) or index.numel() == 0:
+    if not is_supported(x, shape) or index.numel() == 0:
         return experts_plain.forward(
             x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
         )
@@ -157,28 +156,27 @@ def backward(  # type: ignore[no-untyped-def]
     grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
     numbers, seed, need_x, need_weights, need_factors
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """`experts_backward`."""
-    if not takes(x, shape) or order.numel() == 0:
+    if not is_supported(x, shape) or order.numel() == 0:
         return experts_plain.backward(
             grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape,
             form, numbers, seed, need_x, need_weights, need_factors
         )  # fmt: skip
     K, grad, x = weights.shape[1], grad.contiguous(), x.contiguous()
     call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
-    kept = 1.0 / (1.0 - call.p)  # dh has the mask's factor, which keep * (dh A) and the gradient of A then lack
+    kept = 1.0 / (1.0 - call.p)  # the mask's factor is in dh, not in keep * (dh A) or the gradient of A
     flat = weights.float().contiguous().view(-1)
     w_rows = flat[order.long()][:, None].to(x.dtype) if down_factors and need_factors else None
-    p_d = _turned(call.b_d)
+    p_d = _swap_dims(call.b_d)
     dh_d, dy = _ops.expert_project(grad, *call.rows, K, p_d, call.s_d * kept, True, 0.0, None)
     g = call.product(dy, call.down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
-        # The tokens' own gradients: an eighth of the rows' memory, which the L2 holds.
+        # Gradients per token take 1/8 of the memory of those per row and fit the L2 cache.
         grad_b = _gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
-    p_gu = _turned(call.b_gu)
+    p_gu = _swap_dims(call.b_gu)
     act, du, dw, dh_gu = _ops.expert_gate_backward(
-        g, u0, h_gu, call.b_gu, call.bias_gu, dh_d if p_d is not None else None, _turned(call.a_d), flat, *call.rows,
+        g, u0, h_gu, call.b_gu, call.bias_gu, dh_d if p_d is not None else None, _swap_dims(call.a_d), flat, *call.rows,
         *call.gate, _fused(p_gu), call.s_gu * kept, call.p, call.seeds[1]
     )  # fmt: skip
     del g
@@ -197,11 +195,11 @@ def backward(  # type: ignore[no-untyped-def]
         ]
     grad_x = x.new_empty(0)
     if need_x:
-        inside = call.a_gu is not None and call.p == 0.0  # a mask would lie between the two products
+        inside = call.a_gu is not None and call.p == 0.0  # a mask would come between the two products
         q = call.a_gu.transpose(1, 2) if call.a_gu is not None and inside else None
         dx = call.product(du, call.gate_up(gate_up), dh_gu if inside else None, q)
         if call.a_gu is not None and not inside:
-            _ops.expert_expand_(dx, dh_gu, _turned(call.a_gu), None, *call.rows, call.p, call.seeds[0])
+            _ops.expert_expand_(dx, dh_gu, _swap_dims(call.a_gu), None, *call.rows, call.p, call.seeds[0])
         grad_x = _ops.expert_combine(dx, call.place, ends, None, K)
     grad_weights = dw.view(weights.shape).to(weights.dtype) if need_weights else weights.new_empty(0)
     return grad_x, grad_weights, grads_gu, grads_d
@@ -210,7 +208,7 @@ def backward(  # type: ignore[no-untyped-def]
 def _gradient(
     z: Tensor, v: Tensor, call: _Call, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
 ) -> Tensor:
-    """The gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
+    """Return the gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
     rank = factor.shape[2 if transposed else 1]
     p = call.p if seed is not None else 0.0
     grad: Tensor = _ops.expert_gradient(z, v, *call.rows, per_source, rank, transposed, factor.dtype, p, seed)
@@ -218,9 +216,9 @@ def _gradient(
 
 
 def _bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
-    """dy.bias of every pair: all products of tokens and experts, of which K a token are taken."""
+    """Return dy.bias of every pair: computes all token-expert products and takes K per token."""
     row = torch.arange(order.numel(), device=order.device)
-    expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs of no expert
+    expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs without an expert
     wide = torch.nn.functional.pad(grad.float() @ bias.float().t(), (0, 1))
     term = torch.empty_like(row, dtype=torch.float32)
     term[order.long()] = wide[order.long() // K, expert]

@@ -1,4 +1,4 @@
-"""The experts' operator in plain torch, expert by expert: the truth for the kernels and what runs on a CPU.
+"""The experts' operator in plain torch, expert by expert: the reference for the kernels and the CPU implementation.
 
 Symbols and formulas: ops/experts.py.
 """
@@ -12,7 +12,7 @@ from ops import reference
 
 
 def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """[E, rows, cols] of what `ExpertMatrix` holds, shape = E, rows, cols, block, nested block."""
+    """Return [E, rows, cols] from the tensors of an `ExpertMatrix`, shape = E, rows, cols, block, nested block."""
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
         weight = reference.dequantize_mxfp4(tensors[0], tensors[1], dtype)
@@ -39,7 +39,7 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
 
 
 def check_packed(packed: Tensor, E: int, rows: int, cols: int) -> None:
-    """ValueError unless the packed bytes of all experts are there."""
+    """Raise ValueError unless `packed` has the bytes of all experts."""
     size = packed.numel() * packed.element_size()
     if size * 2 < E * rows * cols:
         raise ValueError(
@@ -49,9 +49,9 @@ def check_packed(packed: Tensor, E: int, rows: int, cols: int) -> None:
 
 
 def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """order[N], the pair t K + k of each row, sorted by expert and then by pair; ends[E], where each expert's rows end.
+    """Return order[N], the pair t K + k of each row sorted by expert, then pair; and ends[E], where each expert ends.
 
-    Pairs of no expert (an index below 0 or from E on) come last, behind ends[E - 1].
+    Pairs without an expert (an index below 0, or E and above) come last, after ends[E - 1].
     """
     flat = index.reshape(-1)
     flat = torch.where((flat < 0) | (flat >= experts), experts, flat)
@@ -61,7 +61,7 @@ def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def split(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """gate and up of u[N, 2I]."""
+    """Split u[N, 2I] into gate and up."""
     half = u.shape[-1] // 2
     return (u[..., ::2], u[..., 1::2]) if interleaved else (u[..., :half], u[..., half:])
 
@@ -71,14 +71,12 @@ def join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
 
 
 class _Rows:
-    """The rows of one expert: what both directions need of them."""
-
     def __init__(self, e: int, begin: int, end: int, pairs: Tensor, K: int) -> None:
         self.e, self.span, self.pairs, self.tokens = e, slice(begin, end), pairs, pairs // K
 
 
 def _each(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
-    """The experts that have rows; the counts go to the host, which a CPU does not mind."""
+    """Return the experts that have rows. Copies the counts to the host."""
     rows, begin = [], 0
     for e, end in enumerate(ends.tolist()):
         if end > begin:
@@ -88,7 +86,6 @@ def _each(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
 
 
 def _masks(N: int, shape: Sequence[int], p: float, seed: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:
-    """m of gate_up [N,H] and of down [N,I], rows in the order of the pairs."""
     if p == 0.0 or seed is None:
         return [None, None]
     return [reference.dropout_mask(seed[i : i + 1], N, shape[2 - i], p, dtype) for i in range(2)]
@@ -99,14 +96,14 @@ def _masked(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
 
 
 def _rank(h: Tensor, rank: int) -> Tensor:
-    """h padded as the kernels have it: `experts.padded`."""
+    """Pad h to `experts.padded` columns, as the kernels do."""
     return torch.nn.functional.pad(h, (0, (rank + 15) // 16 * 16 - rank))
 
 
 def forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> tuple[Tensor, ...]:
-    """`experts_forward`: y, and u0, h_gu, h_d, order, ends for the backward."""
+    """Plain-torch `experts_forward`: y, and u0, h_gu, h_d, order, ends for the backward."""
     (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
     K, N = index.shape[1], index.numel()
     gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
@@ -154,7 +151,7 @@ def backward(  # type: ignore[no-untyped-def]
     grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
     numbers, seed, need_x, need_weights, need_factors
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """`experts_backward`; a gradient that is not needed comes back empty."""
+    """Plain-torch `experts_backward`; gradients that are not needed are empty."""
     (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
     K, N = weights.shape[1], weights.numel()
     gate_up = dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)

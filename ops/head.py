@@ -1,6 +1,6 @@
-"""The output head and its loss in one: sum over tokens of -log softmax(h W^T)[target], without all logits at once.
+"""Output head fused with its loss: sum over tokens of -log softmax(h W^T)[target], without materializing all logits.
 
-The same for the divergence between two models that share a head, an adapted one and its base.
+Also the divergence between two models that share a head, an adapted one and its base.
 
 Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk, N trained rows. The head is frozen but
 for a few rows (new tokens). The gradients dh = g W and dW = g^T h with g = softmax(h W^T) - onehot(target) are computed

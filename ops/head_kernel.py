@@ -1,6 +1,6 @@
-"""Cross-entropy and divergence of rows of logits in Triton: one program a row, two passes.
+"""Cross-entropy and divergence of rows of logits in Triton: one program per row, two passes.
 
-The gradient takes the place of the logits.
+The gradient overwrites the logits.
 """
 
 import torch
@@ -14,8 +14,10 @@ WARPS = 8
 
 @triton.jit
 def _raised(maximum, value):  # type: ignore[no-untyped-def]
-    """The new maximum of each lane, and what to take off before exp: of a lane that has seen nothing yet both are -inf,
-    and exp(-inf - -inf) is no number."""
+    """Return the new maximum of each lane and what to subtract before exp.
+
+    Before a lane has seen a value both would be -inf, and exp(-inf - -inf) is NaN.
+    """
     larger = tl.maximum(maximum, value)
     return larger, tl.where(larger == -float("inf"), 0.0, larger)
 
@@ -26,7 +28,7 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
     logits += row * stride
     target = tl.load(targets + row)
     counted = target >= 0
-    # Running maximum and sum of exponentials for each lane; the lanes meet after the pass.
+    # Running maximum and sum of exponentials for each lane; the lanes are combined after the pass.
     maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -51,9 +53,9 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
 
 
 def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """losses_c = log sum exp(logits_c) - logits_c[target_c]; scaled softmax - onehot then takes its place.
+    """Compute losses_c = log sum exp(logits_c) - logits_c[target_c] and overwrite logits by scaled softmax - onehot.
 
-    Of a row whose target is negative both are zero.
+    Both are zero for rows with a negative target.
     """
     with torch.cuda.device(logits_CV.device):
         _cross_entropy_row[(logits_CV.shape[0],)](
@@ -88,7 +90,7 @@ def _divergence_row(  # type: ignore[no-untyped-def]
     base_maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     base_total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)  # as `total`, each exponential times logit - base logit
+    weighted = tl.zeros((BLOCK,), tl.float32)  # like `total`, with each exponential times logit - base logit
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocabulary
@@ -110,7 +112,7 @@ def _divergence_row(  # type: ignore[no-untyped-def]
     mean = tl.sum(weighted * kept) / sum_of_all  # of logit - base logit, under p
     normaliser = tl.log(sum_of_all) + top
     base_sum = tl.sum(base_total * tl.exp(base_maximum - base_top))
-    # Maxima and sums apart: of two large numbers that are nearly equal the difference would have their rounding.
+    # Subtract maxima and sums separately: the difference of two large, nearly equal numbers would lose precision.
     tl.store(divergences + row, mean - (top - base_top) - tl.log(sum_of_all / base_sum))
     if GRADIENT:
         for start in range(0, vocabulary, BLOCK):
@@ -123,9 +125,9 @@ def _divergence_row(  # type: ignore[no-untyped-def]
 
 
 def divergence_rows(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    """divergences_c = KL(p_c || q_c), p and q the softmax of logits_c and base_c.
+    """Compute divergences_c = KL(p_c || q_c), p and q the softmax of logits_c and base_c.
 
-    The gradient, p (ln p - ln q - KL) times `scale`, then takes the logits' place.
+    The gradient, p (ln p - ln q - KL) times `scale`, overwrites the logits.
     """
     with torch.cuda.device(logits_CV.device):
         _divergence_row[(logits_CV.shape[0],)](

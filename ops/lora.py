@@ -1,12 +1,12 @@
-"""The fused LoRA operators `zerolora::lora_forward` and `zerolora::lora_backward`, for siblings that read one input.
+"""Fused LoRA operators `zerolora::lora_forward` and `zerolora::lora_backward` for shared-input projections.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. The formulas are in ops/reference.py. One linear
-is a group of one. The operators are functional: no input is changed, no output shares memory with an input, but for h,
-which `lora_forward` hands on where `lora_project` has computed it before.
+is a group of one. The operators are functional: they change no input, and no output shares memory with an input,
+except h, which `lora_forward` returns as given if `lora_project` computed it before.
 
-What is kept between forward and backward: x, the parameters themselves and h[T, sum of R]. Nothing of size T x O, no
-mask (it is drawn again from `seed`), no view of a weight: under ZeRO-3 a weight is freed after the forward and comes
-back before the backward, and only the saved Parameter itself follows it.
+Saved for the backward: x, the parameters themselves and h[T, sum of R]. Nothing of size T x O, no mask (it is
+regenerated from `seed`), no view of a weight: ZeRO-3 frees a weight after the forward and gathers it again before the
+backward, which only the saved Parameter itself follows.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ops import reference
-from ops.derivative import grads_of_adapters, grads_of_biases, refuse_given, refuse_second_derivative
+from ops.derivative import compute_bias_grads, refuse_given_h, refuse_second_derivative, select_adapter_grads
 from ops.seeds import draw_seed
 
 MAX_RANK = 256
-MAX_SIBLINGS = 16
+MAX_GROUP = 16
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
@@ -44,16 +44,16 @@ torch.library.define(
 
 
 def padded(rank: int) -> int:
-    """Columns of h that one sibling takes: the kernels read 16 bytes at a time."""
+    """Return the columns of h that one projection takes: the kernels read 16 bytes at a time."""
     return (rank + 7) // 8 * 8
 
 
 def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float) -> None:
-    """ValueError, with the values and the fix, unless every A fits x."""
-    if not 1 <= len(downs) == len(scales) <= MAX_SIBLINGS:
-        raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: as many of each, 1 to {MAX_SIBLINGS}")
+    """Raise ValueError, with the values and the fix, unless every A fits x."""
+    if not 1 <= len(downs) == len(scales) <= MAX_GROUP:
+        raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: need equal counts, 1 to {MAX_GROUP}")
     if x.dim() < 2:
-        raise ValueError(f"x of shape {tuple(x.shape)}: at least [tokens, features] is expected")
+        raise ValueError(f"x of shape {tuple(x.shape)}: expected at least [tokens, features]")
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout={p}: must lie in [0, 1)")
     for down in downs:
@@ -62,7 +62,7 @@ def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: 
                 f"x {tuple(x.shape)}, lora_down {tuple(down.shape)}: expected x [..., I], lora_down [R, I]"
             )
         if not 1 <= down.shape[0] <= MAX_RANK:
-            raise ValueError(f"r={down.shape[0]}: the operator takes ranks from 1 to {MAX_RANK}")
+            raise ValueError(f"r={down.shape[0]}: must be 1 to {MAX_RANK}")
         if down.device != x.device:
             raise ValueError(f"x on {x.device}, lora_down on {down.device}: move them together")
         if down.dtype not in (x.dtype, torch.float32):
@@ -72,11 +72,11 @@ def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: 
 def check_adapters(
     x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
 ) -> None:
-    """ValueError, with the values and the fix, unless the adapters fit x and one another."""
+    """Raise ValueError, with the values and the fix, unless the adapters fit x and one another."""
     if not len(outs) == len(downs) == len(ups):
         raise ValueError(
-            f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: as many of each, 1 to"
-            f" {MAX_SIBLINGS}"
+            f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: need equal counts, 1 to"
+            f" {MAX_GROUP}"
         )
     check_downs(x, downs, scales, p)
     for out, down, up in zip(outs, downs, ups, strict=True):
@@ -92,7 +92,7 @@ def check_adapters(
 
 
 def check_h(x: Tensor, downs: Sequence[Tensor], h: Tensor) -> None:
-    """ValueError unless h is what `lora_project` gives for x and these A."""
+    """Raise ValueError unless h has the shape and type of `lora_project`'s result for x and these A."""
     expected = x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)
     if tuple(h.shape) != expected or h.dtype != x.dtype or h.device != x.device:
         raise ValueError(
@@ -109,11 +109,11 @@ def _check_weights(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
                 f"weight is {weight.dtype} on {weight.device}, x is {x.dtype} on {x.device}: convert one of them"
             )
     if biases and [bias.shape[0] for bias in biases] != [weight.shape[0] for weight in weights]:
-        raise ValueError(f"{len(biases)} biases for {len(weights)} weights: one per output of each weight, or none")
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights: need one per output of each, or none")
 
 
-def mask_of(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
-    """The dropout mask m[T,I] for x, or None without dropout."""
+def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
+    """Return the dropout mask m[T,I] for x, or None without dropout."""
     if p == 0.0:
         return None
     if seed is None:
@@ -124,10 +124,10 @@ def mask_of(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
 def reference_project(
     x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
 ) -> Tensor:
-    """`lora_project` in plain torch: h of all siblings side by side, each in `padded(R)` columns."""
+    """Plain-torch `lora_project`: h of the whole group concatenated, each projection in `padded(R)` columns."""
     check_downs(x, downs, scales, p)
     x_TI = x.reshape(-1, x.shape[-1])
-    mask = mask_of(x, p, seed)
+    mask = draw_mask(x, p, seed)
     hs = []
     for down, scale in zip(downs, scales, strict=True):
         h_TR = reference.project(x_TI, down.to(x.dtype), scale, mask)
@@ -146,7 +146,7 @@ def reference_forward(
     seed: Tensor | None,
     h: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """`lora_forward` in plain torch; h comes back empty where it was given."""
+    """Plain-torch `lora_forward`; the returned h is empty if it was given."""
     check_adapters(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
     _check_weights(x, weights, biases)
     if h is not None:
@@ -157,7 +157,7 @@ def reference_forward(
     for i, (weight, up) in enumerate(zip(weights, ups, strict=True)):
         bias = biases[i].to(x.dtype) if biases else None
         y_TO = reference.output(x_TI, weight, bias, projected[:, begin : begin + up.shape[1]], up.to(x.dtype))
-        # No view in autograd's eyes: of several outputs those must not be changed in place, as Falcon's layers do.
+        # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
         ys.append(torch.ops.aten._unsafe_view(y_TO, [*x.shape[:-1], weight.shape[0]]))
         begin += padded(up.shape[1])
     return ys, projected if h is None else x.new_empty((0, 0))
@@ -177,9 +177,9 @@ def reference_backward(
     need_down: bool,
     need_up: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """`lora_backward` in plain torch; a gradient that is not needed comes back empty."""
+    """Plain-torch `lora_backward`; gradients that are not needed are empty."""
     x_TI = x.reshape(-1, x.shape[-1])
-    mask = mask_of(x, p, seed)
+    mask = draw_mask(x, p, seed)
     grad_x, grad_downs, grad_ups, begin = torch.zeros_like(x_TI), [], [], 0
     for i, weight in enumerate(weights):
         rank = downs[i].shape[0]
@@ -224,7 +224,7 @@ def fake_backward(
 
 
 def refuse_alone(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("derivative of lora_project: it is part of lora_forward's; call that")
+    raise RuntimeError("lora_project has no derivative; call lora_forward")
 
 
 def _fake_lora_forward(  # type: ignore[no-untyped-def]
@@ -242,13 +242,13 @@ def _fake_lora_backward(  # type: ignore[no-untyped-def]
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
     x, weights, biases, downs, ups, scales, p, seed, h = inputs
-    refuse_given(h)
-    ctx.scales, ctx.p, ctx.siblings, ctx.biases = scales, p, len(weights), len(biases)
+    refuse_given_h(h)
+    ctx.scales, ctx.p, ctx.group_size, ctx.biases = scales, p, len(weights), len(biases)
     ctx.save_for_backward(x, output[1], seed, *weights, *downs, *ups)
 
 
 def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
-    n = ctx.siblings
+    n = ctx.group_size
     x, h, seed, *rest = ctx.saved_tensors
     need = ctx.needs_input_grad
     ctx.need_x = need[0]
@@ -257,8 +257,8 @@ def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...
     weights, downs, ups = rest[:n], rest[n : 2 * n], rest[2 * n :]
     flags = need[0], any(need[3]), any(need[4])
     result = torch.ops.zerolora.lora_backward(grads, x, weights, downs, ups, h, ctx.scales, ctx.p, seed, *flags)
-    grad_x, grad_downs, grad_ups = grads_of_adapters(ctx, result, n)
-    bias_grads = grads_of_biases(grads, need[2]) if ctx.biases else []
+    grad_x, grad_downs, grad_ups = select_adapter_grads(ctx, result, n)
+    bias_grads = compute_bias_grads(grads, need[2]) if ctx.biases else []
     return grad_x, [None] * n, bias_grads, grad_downs, grad_ups, None, None, None, None
 
 
@@ -283,23 +283,23 @@ def lora_group(
     scales: Sequence[float],
     dropout: float = 0.0,
 ) -> list[Tensor]:
-    """y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for siblings i that read the same x.
+    """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
 
-    x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; under dropout the siblings share one mask m.
+    x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
 
     Raises:
-        ValueError: shapes, types, devices, ranks or dropout that do not fit, with their values.
+        ValueError: shapes, types, devices, ranks or dropout that do not fit.
     """
-    # Everything else is checked where the operator is computed, which costs a CUDA call nothing in Python.
+    # Everything else is checked in the operator, which costs a CUDA call no Python time.
     filled = fill_biases(x, biases, [weight.shape[0] for weight in weights])
     ys, _ = _FORWARD(x, weights, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
     return ys
 
 
 def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int]) -> list[Tensor]:
-    """No list element may be None for autograd: zeros stand in where only some siblings have a bias."""
+    """Replace missing biases by zeros if only some projections have one: autograd takes no None in a list."""
     if len(biases) not in (0, len(outs)):
-        raise ValueError(f"{len(biases)} biases for {len(outs)} weights: one for each (or None), or an empty list")
+        raise ValueError(f"{len(biases)} biases for {len(outs)} weights: need one (or None) for each, or an empty list")
     if all(bias is None for bias in biases):
         return []
     return [x.new_zeros(out) if bias is None else bias for bias, out in zip(biases, outs, strict=True)]
@@ -308,5 +308,5 @@ def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int])
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """y = x W^T + bias + s (m*x) A^T B^T for one linear; see `lora_group`."""
+    """Compute y = x W^T + bias + s (m*x) A^T B^T for one linear; see `lora_group`."""
     return lora_group(x, [weight], [bias], [down], [up], [scale], dropout)[0]

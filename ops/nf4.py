@@ -1,8 +1,9 @@
-"""The LoRA operators on a 4-bit base: packed NF4 weights go in, each is dequantised for its product alone.
+"""LoRA operators on a 4-bit base: each packed NF4 weight is dequantised only for its product.
 
 The dequantised weight is never saved: its memory returns to torch's allocator when the product is queued, and the next
-call on the stream gets the same block. In the backward siblings of at most 64 MiB together share a product. Saved for
-the backward are the packed Parameter itself and its small state, so that ZeRO-3 can free the gathered bytes in between.
+call on the stream gets the same block. In the backward, projections of at most 64 MiB together share a product. Saved
+for the backward are the packed Parameter itself and its small state, so that ZeRO-3 can free the gathered bytes in
+between.
 
 Formulas: ops/reference.py with W = dequantize_nf4(packed, state). Layout: bitsandbytes (Dettmers et al. 2023).
 """
@@ -51,12 +52,12 @@ class Nf4Weight:
     nested_block: int
 
     def layout(self) -> tuple[int, int, int]:
-        """What siblings of one call must share."""
+        """What the weights of one call must share."""
         return self.block, self.nested_block, len(self.state)
 
     @staticmethod
-    def of(parameter: Any) -> "Nf4Weight":
-        """From a bitsandbytes `Params4bit` that has been quantised; ValueError for another 4-bit format."""
+    def from_parameter(parameter: Any) -> "Nf4Weight":
+        """Wrap a quantised bitsandbytes `Params4bit`; raises ValueError for another 4-bit format."""
         state = parameter.quant_state
         if state is None or state.quant_type != "nf4":
             found = "not quantised yet" if state is None else f"quant_type={state.quant_type}"
@@ -71,12 +72,12 @@ class Nf4Weight:
 
 
 class ForwardArguments(NamedTuple):
-    """Of `nf4_forward`, in the order of its schema; autograd's questions and answers have the same places."""
+    """Arguments of `nf4_forward`, in the order of its schema and of autograd's gradients."""
 
     x: Tensor
     packed: Sequence[Tensor]
     states: Sequence[Tensor]
-    """Those of all siblings, one after the other."""
+    """States of all weights, one after the other."""
     rows: Sequence[int]
     block: int
     nested_block: int
@@ -90,7 +91,7 @@ class ForwardArguments(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """Of `nf4_backward`, in the order of its schema."""
+    """Arguments of `nf4_backward`, in the order of its schema."""
 
     grads: Sequence[Tensor]
     x: Tensor
@@ -111,7 +112,7 @@ class BackwardArguments(NamedTuple):
 
 
 def _weights(of: ForwardArguments | BackwardArguments) -> list[Tensor]:
-    """The weights of all siblings, in the type of x."""
+    """Dequantise all weights of the group to the type of x."""
     each, cols = len(of.states) // len(of.packed), of.x.shape[-1]
     split = [of.states[i * each : (i + 1) * each] for i in range(len(of.packed))]
     for weight, out in zip(of.packed, of.rows, strict=True):
@@ -125,19 +126,16 @@ def _weights(of: ForwardArguments | BackwardArguments) -> list[Tensor]:
 def reference_dequantize(
     packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
 ) -> Tensor:
-    """`dequantize_nf4` in plain torch."""
     _check_packed(packed, rows, cols)
     return reference.dequantize_nf4(packed, state, rows, cols, block, nested_block, dtype)
 
 
 def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    """`nf4_forward` in plain torch."""
     of = ForwardArguments(*arguments)
     return lora.reference_forward(of.x, _weights(of), of.biases, of.downs, of.ups, of.scales, of.p, of.seed, of.h)
 
 
 def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """`nf4_backward` in plain torch."""
     of = BackwardArguments(*arguments)
     needs = of.need_x, of.need_down, of.need_up
     return lora.reference_backward(
@@ -189,18 +187,18 @@ def nf4_group(
     scales: Sequence[float],
     dropout: float = 0.0,
 ) -> list[Tensor]:
-    """`lora.lora_group` for packed weights, computed in the type of x.
+    """Compute `lora.lora_group` for packed weights, in the type of x.
 
     Raises:
-        ValueError: as `lora.lora_group`; a packed weight that is not gathered; siblings quantised differently.
+        ValueError: as `lora.lora_group`; a packed weight that is not gathered; weights quantised differently.
     """
     first, rows = weights[0], [weight.rows for weight in weights]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:
             found = f"packed weight [{weight.rows}, {weight.cols}] on {weight.packed.device}"
-            raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] beside x")
+            raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device")
         if weight is not first and weight.layout() != first.layout():
-            raise ValueError("siblings quantised with different block sizes: call the operator for each alone")
+            raise ValueError("weights quantised with different block sizes: call the operator for each separately")
     arguments = ForwardArguments(
         x=x,
         packed=[weight.packed for weight in weights],

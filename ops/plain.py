@@ -1,6 +1,6 @@
-"""The plain call: the backward of one adapter without its frozen weight, tensors in, tensors out.
+"""Backward of one adapter without its frozen weight, as a plain function of tensors.
 
-Legend: T tokens (leading dimensions), I in, O out, R rank; h = s x A^T is computed again here.
+Legend: T tokens (leading dimensions), I in, O out, R rank; h = s x A^T is recomputed here.
 """
 
 import math
@@ -37,7 +37,7 @@ def reference_adapter_backward_(
     grad_up: Tensor,
     accumulate: bool,
 ) -> None:
-    """`adapter_backward_` in plain torch: each product adds into its target, or replaces what it holds."""
+    """Plain-torch `adapter_backward_`: each product is added to its target or overwrites it."""
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     down_RI, up_OR = down.to(x.dtype), up.to(x.dtype)
     h_TR = scale * (x_TI @ down_RI.t())
@@ -52,8 +52,8 @@ def reference_adapter_backward_(
 def reference_rank_pass(
     z: Tensor, p: Tensor | None, v: Tensor | None, dropout: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """u = (m*z) p^T for p[R,D] alone, or p[D,R] beside v: u = (m*z) p; g = v^T (m*z), or with p its transpose [D,R]."""
-    mask = lora.mask_of(z, dropout, seed)
+    """Return u = (m*z) p^T for p[R,D], or with v: u = (m*z) p for p[D,R], g = v^T (m*z), with p given as [D,R]."""
+    mask = lora.draw_mask(z, dropout, seed)
     masked = z if mask is None else z * mask
     u = z.new_empty((0, v.shape[1] if v is not None else 0)) if p is None else masked @ (p.t() if v is None else p)
     if v is None:
@@ -62,9 +62,9 @@ def reference_rank_pass(
 
 
 def reference_rank_expand(h: Tensor, q: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
-    """y[T,D] = keep * (h[T,R] q^T) for q[D,R]: dropped elements are 0, the factor 1/(1-p) is left to h."""
+    """Return y[T,D] = keep * (h[T,R] q^T) for q[D,R]: dropped elements are 0; h must contain the factor 1/(1-p)."""
     y = h @ q.t()
-    mask = lora.mask_of(y, dropout, seed)
+    mask = lora.draw_mask(y, dropout, seed)
     return y if mask is None else y * (mask != 0)
 
 
@@ -77,7 +77,7 @@ def reference_frozen_product(
     bits: Tensor | None,
     forced: bool = True,
 ) -> Tensor:
-    """y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
+    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
     y = h @ q.t()
     if bits is not None:
         y = y * reference.unpack_mask(bits, y.shape[1])
@@ -100,14 +100,14 @@ def lora_backward(
     scale: float,
     accumulate: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of y = s x A^T B^T: dX = s dY B A, dA = s (dY B)^T x, dB = s dY^T (x A^T).
+    """Return the gradients of y = s x A^T B^T: dX = s dY B A, dA = s (dY B)^T x, dB = s dY^T (x A^T).
 
     grad_output[..., O], x[..., I], lora_down A[R, I], lora_up B[O, R]; leading dimensions broadcast, and a gradient has
-    the shape of its tensor. `accumulate` = (grad_x, grad_down, grad_up) adds into those tensors in the kernels that
-    compute the gradients, and returns them.
+    the shape of its tensor. `accumulate` = (grad_x, grad_down, grad_up): the kernels add to these tensors, which are
+    returned.
 
     Raises:
-        ValueError: shapes, types, devices, rank or scale that do not fit, with their values.
+        ValueError: shapes, types, devices, rank or scale that do not fit.
     """
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
@@ -146,6 +146,6 @@ def _check_targets(targets: tuple[Tensor, Tensor, Tensor], *likes: Tensor) -> No
     for name, target, like in zip(("grad_x", "grad_down", "grad_up"), targets, likes, strict=True):
         if target.shape != like.shape or target.device != like.device or not target.is_contiguous():
             found, needed = f"{name} {tuple(target.shape)} on {target.device}", f"{tuple(like.shape)} on {like.device}"
-            raise ValueError(f"{found}: a contiguous {needed} is needed")
+            raise ValueError(f"{found}: expected a contiguous {needed}")
         if target.dtype not in (like.dtype, torch.float32) or (name == "grad_x" and target.dtype != like.dtype):
-            raise ValueError(f"{name} is {target.dtype}: {like.dtype} is needed (grad_down, grad_up: or float32)")
+            raise ValueError(f"{name} is {target.dtype}: expected {like.dtype} (grad_down, grad_up: or float32)")

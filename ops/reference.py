@@ -1,4 +1,4 @@
-"""The arithmetic of LoRA in plain torch, on any device and type: the truth that the kernels are compared with.
+"""The arithmetic of LoRA in plain torch, on any device and type: the reference for the kernels.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank; x[T,I], W[O,I] frozen, A[R,I] down, B[O,R] up,
 s = alpha / r (or alpha / sqrt(r)), m = keep / (1 - p) the dropout mask (1 where p = 0).
@@ -7,7 +7,7 @@ s = alpha / r (or alpha / sqrt(r)), m = keep / (1 - p) the dropout mask (1 where
     backward  dh = s dY B              dB = dY^T h
               dA = dh^T (m*x)          dX = dY W + m*(dh A)
 
-h and dh carry s, so that it is applied once, in the fp32 sum, and not again in any product.
+h and dh contain s, so that it is applied once, in the fp32 sum, and not again in any product.
 """
 
 import math
@@ -21,12 +21,12 @@ _WORD = 0xFFFFFFFF
 
 
 def _philox(key: int, counter: Tensor) -> list[Tensor]:
-    """Philox4x32 of 64-bit counters: four tensors of 32-bit numbers held in int64."""
+    """Compute Philox4x32 of 64-bit counters: four tensors of 32-bit numbers held in int64."""
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = key & _WORD, (key >> 32) & _WORD
     for _ in range(PHILOX_ROUNDS):
-        # A 64-bit product wraps in int64, its bits are still those of the unsigned one.
+        # A 64-bit product wraps in int64, but its bits are those of the unsigned one.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((product1 >> 32) & _WORD) ^ c1 ^ k0, product1 & _WORD
         c2, c3 = ((product0 >> 32) & _WORD) ^ c3 ^ k1, product0 & _WORD
@@ -35,7 +35,7 @@ def _philox(key: int, counter: Tensor) -> list[Tensor]:
 
 
 def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
-    """The mask m[rows, width] = keep / (1 - p) that the kernels regenerate from the same int64 seed, bit by bit.
+    """Return the mask m[rows, width] = keep / (1 - p), bit by bit as the kernels generate it from the same int64 seed.
 
     One Philox call per 8 neighbours of a row, 15 bits per element; an element is dropped below 32768 p, rounded.
     """
@@ -48,7 +48,7 @@ def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dty
 
 
 def pack_mask(keep: Tensor) -> Tensor:
-    """keep[T,D], bool, as the kernels pass it on: int32 [ceil(D/128), T, 4].
+    """Pack keep[T,D], bool, into the bits the kernels pass on: int32 [ceil(D/128), T, 4].
 
     Element 128b + 32q + 8c + 2j + e of a row is bit 16e + 4q + j of word c in block b.
     """
@@ -59,7 +59,7 @@ def pack_mask(keep: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, width: int) -> Tensor:
-    """keep[T, width], bool, of `pack_mask`."""
+    """Undo `pack_mask`: return keep[T, width], bool."""
     words = bits.permute(1, 0, 2)[:, :, None, :, None, None]
     return (words >> _places(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
 
@@ -72,19 +72,19 @@ def _places(device: torch.device) -> Tensor:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y[T,O] and h[T,R] of one adapted linear; x[T,I], mask m[T,I] or None."""
+    """Return y[T,O] and h[T,R] of one adapted linear; x[T,I], mask m[T,I] or None."""
     h_TR = project(x, down, scale, mask)
     return output(x, weight, bias, h_TR, up), h_TR
 
 
 def project(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """h[T,R] = s (m*x) A^T."""
+    """Return h[T,R] = s (m*x) A^T."""
     masked_TI = x if mask is None else x * mask
     return scale * (masked_TI @ down.t())
 
 
 def output(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, up: Tensor) -> Tensor:
-    """y[T,O] = x W^T + h B^T + bias."""
+    """Return y[T,O] = x W^T + h B^T + bias."""
     y_TO = x @ weight.t() + h @ up.t()
     return y_TO if bias is None else y_TO + bias
 
@@ -99,7 +99,7 @@ def backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX[T,I], dA[R,I], dB[O,R]; without a weight dX is the adapter's part alone."""
+    """Return dX[T,I], dA[R,I], dB[O,R]; without a weight dX is the adapter's part only."""
     grad_h_TR = scale * (grad_y @ up)
     grad_up_OR = grad_y.t() @ h
     grad_down_RI = grad_h_TR.t() @ (x if mask is None else x * mask)
@@ -114,7 +114,7 @@ def backward(
 def dequantize_nf4(
     packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
 ) -> Tensor:
-    """W[rows, cols] of a bitsandbytes NF4 weight: code[q] * absmax[i / block], two values a byte, high nibble first.
+    """Return W[rows, cols] of a bitsandbytes NF4 weight, code[q] * absmax[i / block]; two values a byte, high first.
 
     `state` is [absmax, code], or with double quantisation [uint8 absmax, code, nested absmax, nested code, offset] and
     absmax[b] = nested_code[absmax[b]] * nested_absmax[b / nested_block] + offset (Dettmers et al. 2023, section 3).
@@ -131,7 +131,7 @@ def dequantize_nf4(
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """W[..., O, I] of MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], both uint8: value 2^(scale - 127).
+    """Return W[..., O, I] of MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], uint8: value 2^(scale - 127).
 
     Two E2M1 values a byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
     """
@@ -143,18 +143,18 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 SMALLEST_SCALE = 2.0**-100
-"""Of a quantised row: rows of zeros stay zeros, and its inverse stays finite."""
+"""Lower bound of a row's scale: rows of zeros stay zeros, and the inverse stays finite."""
 
 
 def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(q[N,K], scale[N]) with values ~ scale q: the largest magnitude of a row becomes 448 (e4m3) or 127 (int8).
+    """Return (q[N,K], scale[N]) with values ~ scale q: the largest magnitude of a row becomes 448 (e4m3) or 127 (int8).
 
-    `storage` is uint8 for e4m3, which is rounded to the nearest, ties to even, as is int8. A row with a NaN or an
-    infinity comes to NaN in every product.
+    `storage` is uint8 for e4m3. Both round to nearest, ties to even. A row with a NaN or an infinity gives NaN in every
+    product.
     """
     wide = values.float()
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
-    # By a tensor: cards multiply by the inverse of a plain number, which rounds otherwise.
+    # Divide by a tensor: GPUs multiply by the inverse of a Python number, which rounds differently.
     top = torch.full_like(largest, 448.0 if storage == torch.uint8 else 127.0)
     scale = (largest / top).clamp(min=SMALLEST_SCALE)
     scaled = wide * (1.0 / scale)[:, None]
@@ -164,12 +164,12 @@ def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def eight_bit_values(q: Tensor) -> Tensor:
-    """What 8-bit values stand for, in float32: e4m3 where they are stored as uint8."""
+    """Convert 8-bit values to float32: e4m3 if they are stored as uint8."""
     return (q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q).float()
 
 
 def eight_bit_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None) -> Tensor:
-    """Y[T,N] = scale (q[T,K] right[K,N]) column_scale in float32; scale[T], column_scale[N]."""
+    """Return Y[T,N] = scale (q[T,K] right[K,N]) column_scale in float32; scale[T], column_scale[N]."""
     y = (eight_bit_values(q) @ eight_bit_values(right)) * scale[:, None]
     return y if column_scale is None else y * column_scale
 
@@ -177,10 +177,10 @@ def eight_bit_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Ten
 def dequantize_blocks(
     q: Tensor, scales: Tensor, block: Sequence[int], dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """W[..., O, I] = scale q, a scale for each block of `block` = (rows, columns), rounded to `dtype` once.
+    """Return W[..., O, I] = scale q with one scale per block of `block` = (rows, columns), rounded to `dtype` once.
 
     q[..., O, I] is uint8 (e4m3) or int8, scales[..., ceil(O/rows), ceil(I/columns)] float32; the last block of a row or
-    column may be short (DeepSeek-AI 2024, DeepSeek-V3, section 3.3). `out` takes the result.
+    column may be short (DeepSeek-AI 2024, DeepSeek-V3, section 3.3). The result is written to `out` if given.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
@@ -188,12 +188,12 @@ def dequantize_blocks(
     for rows, scale_rows, height in _spans(q.shape[-2], block[0]):
         for cols, scale_cols, width in _spans(q.shape[-1], block[1]):
             blocks = out[..., rows, cols].unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
-            blocks.mul_(scales[..., scale_rows, None, scale_cols, None])  # in 32 bits, as the scales are
+            blocks.mul_(scales[..., scale_rows, None, scale_cols, None])  # computed in 32 bits, like the scales
     return out
 
 
 def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
-    """The elements of whole blocks, and those of a short last one; which scales they have; how long a block is."""
+    """Return, for whole blocks and a short last one: the elements, their scales, and the length of a block."""
     whole = size // block
     spans = [
         (slice(0, whole * block), slice(0, whole), block),
@@ -203,7 +203,7 @@ def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
 
 
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    """f(gate) up, f one of silu and gelu; `clamped` is gpt-oss's (up + 1) gate sigmoid(alpha gate), both clamped."""
+    """Compute f(gate) up, f silu or gelu; `clamped` is gpt-oss's (up + 1) gate sigmoid(alpha gate), both clamped."""
     if kind == "clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)
@@ -215,7 +215,7 @@ def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) ->
 def activate_backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up in `activate`."""
+    """Return the gradients of gate and up in `activate`."""
     if kind == "clamped":
         inside, v, u = gate <= limit, gate.clamp(max=limit), up.clamp(-limit, limit)
         s = torch.sigmoid(alpha * v)

@@ -1,13 +1,13 @@
-"""The LoRA operators on a base that is stored in 8 bits and computes in 16: weights are dequantised for a product.
+"""LoRA operators on a base that is stored in 8 bits and computed in 16: weights are dequantised for each product.
 
 Legend: T tokens, I in, O out, R rank. q[O,I] holds e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one
-float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; no input is quantised.
+float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantised.
 
-This is the path of checkpoints whose blocks have scales of their own (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for
-which there is no 8-bit product here, and of every stored 8-bit base whose products are to be exact. Siblings are
-dequantised together up to DENSE_AT_ONCE; that memory goes back to torch's allocator behind the product, and the next
-call gets the same. Saved for the backward pass are the 8-bit Parameter itself and its scales: ZeRO-3 may free and
-gather it in between. The products are those of `zerolora::lora_forward`, on every device.
+This path serves checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
+8-bit product here, and every stored 8-bit base with exact products. Weights of a group are dequantised
+together up to DENSE_AT_ONCE; that memory returns to torch's allocator when the product is queued, and the next call
+reuses it. Saved for the backward pass are the 8-bit Parameter itself and its scales: ZeRO-3 may free and gather it in
+between. The products are those of `zerolora::lora_forward`, on every device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from ops import derivative, lora, reference
 from ops.seeds import draw_seed
 
 DENSE_AT_ONCE = 64 * 2**20
-"""Bytes of siblings' dequantised weights that share one product."""
+"""Bytes of dequantised weights that share one product."""
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _DEVICES = ("cpu", "cuda")
 
@@ -50,7 +50,7 @@ class ScaledWeight:
 
 
 class ForwardArguments(NamedTuple):
-    """Of `scaled_forward`, in the order of its schema; autograd's questions and answers have the same places."""
+    """Arguments of `scaled_forward`, in the order of its schema and of autograd's gradients."""
 
     x: Tensor
     values: Sequence[Tensor]
@@ -65,7 +65,7 @@ class ForwardArguments(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """Of `scaled_backward`, in the order of its schema."""
+    """Arguments of `scaled_backward`, in the order of its schema."""
 
     grads: Sequence[Tensor]
     x: Tensor
@@ -91,7 +91,7 @@ def _check(x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block:
                 " gather the parameter first"
             )
         if value.dtype not in (torch.uint8, torch.int8):
-            raise ValueError(f"8-bit weight of type {value.dtype}: uint8 (e4m3) or int8 is expected")
+            raise ValueError(f"8-bit weight of type {value.dtype}: expected uint8 (e4m3) or int8")
         grid = (-(-value.shape[0] // block[0]), -(-value.shape[1] // block[1]))
         if tuple(scale.shape) != grid or scale.dtype != torch.float32:
             raise ValueError(
@@ -102,8 +102,8 @@ def _check(x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block:
             raise ValueError(f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}")
 
 
-def _pieces(values: Sequence[Tensor], element: int) -> Iterator[slice]:
-    """Neighbours that are dequantised together."""
+def _split_by_memory(values: Sequence[Tensor], element: int) -> Iterator[slice]:
+    """Yield slices of neighbouring weights that are dequantised together."""
     begin = size = 0
     for index, value in enumerate(values):
         own = value.numel() * element
@@ -120,18 +120,18 @@ def _dense(of: Any, piece: slice) -> list[Tensor]:
 
 
 def _columns(downs: Sequence[Tensor], piece: slice) -> slice:
-    """Where the siblings of a piece lie in h."""
+    """Return the columns of h that belong to a piece."""
     begin = sum(lora.padded(down.shape[0]) for down in downs[: piece.start])
     return slice(begin, begin + sum(lora.padded(down.shape[0]) for down in downs[piece]))
 
 
 def forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    """`scaled_forward`: y_i = x W_i^T + bias_i + h_i B_i^T, and h for the backward pass."""
+    """Compute `scaled_forward`: y_i = x W_i^T + bias_i + h_i B_i^T, and h for the backward pass."""
     of = ForwardArguments(*arguments)
     _check(of.x, of.values, of.scales, of.block)
     h: Tensor = torch.ops.zerolora.lora_project(of.x, of.downs, of.factors, of.p, of.seed)
     ys: list[Tensor] = []
-    for piece in _pieces(of.values, of.x.element_size()):
+    for piece in _split_by_memory(of.values, of.x.element_size()):
         rank_part = h[:, _columns(of.downs, piece)].contiguous()
         found, _ = torch.ops.zerolora.lora_forward(
             of.x, _dense(of, piece), of.biases[piece], of.downs[piece], of.ups[piece], of.factors[piece], of.p, of.seed,
@@ -142,10 +142,10 @@ def forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
 
 
 def backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """`scaled_backward`; a gradient that is not needed comes back empty."""
+    """Compute `scaled_backward`; gradients that are not needed are empty."""
     of = BackwardArguments(*arguments)
     grad_x, grad_downs, grad_ups = of.x.new_empty(0), [], []
-    for piece in _pieces(of.values, of.x.element_size()):
+    for piece in _split_by_memory(of.values, of.x.element_size()):
         rank_part = of.h[:, _columns(of.downs, piece)].contiguous()
         part, downs, ups = torch.ops.zerolora.lora_backward(
             of.grads[piece], of.x, _dense(of, piece), of.downs[piece], of.ups[piece], rank_part, of.factors[piece],
@@ -195,7 +195,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def scaled_linear(x: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
-    """y = x W^T + bias for a frozen weight without an adapter; needs no operator to be loaded."""
+    """Compute y = x W^T + bias for a frozen weight without an adapter; needs no loaded operator."""
     y: Tensor = _FrozenProduct.apply(x, weight.values, weight.scales, weight.block)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -209,13 +209,13 @@ def scaled_group(
     factors: Sequence[float],
     dropout: float = 0.0,
 ) -> list[Tensor]:
-    """`lora.lora_group` for 8-bit weights that are dequantised; siblings have blocks of one size.
+    """Compute `lora.lora_group` for 8-bit weights that are dequantised; all weights need blocks of one size.
 
     Raises:
-        ValueError: as `lora.lora_group`; a weight that is not gathered; scales that are not those of the blocks.
+        ValueError: as `lora.lora_group`; a weight that is not gathered; scales that do not fit the blocks.
     """
     if any(weight.block != weights[0].block for weight in weights):
-        raise ValueError(f"siblings in blocks of {sorted({weight.block for weight in weights})}: one size is expected")
+        raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
     arguments = ForwardArguments(
         x=x,
         values=[weight.values for weight in weights],

@@ -1,4 +1,4 @@
-"""Seeds of dropout masks: drawn on the device, and drawn again by a pass that is repeated."""
+"""Seeds of dropout masks, drawn on the device and replayed when a pass is repeated."""
 
 import threading
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ _DRAWING = threading.local()
 
 
 class Seeds:
-    """The seeds that a pass has drawn, for the one that repeats it: inside a CUDA graph no generator goes back."""
+    """Seeds drawn in one pass, to be replayed in the next: a CUDA graph cannot rewind the generator."""
 
     def __init__(self) -> None:
         self._drawn: list[Tensor] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is drawn within, on this thread, is drawn afresh and kept."""
+    def record(self) -> Iterator[None]:
+        """Record every seed drawn within the context, on this thread."""
         before, _DRAWING.draw = getattr(_DRAWING, "draw", _fresh_seed), self._keep
         try:
             yield
@@ -26,8 +26,8 @@ class Seeds:
             _DRAWING.draw = before
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """What is drawn within, on this thread, is what was kept, in that order."""
+    def replay(self) -> Iterator[None]:
+        """Return the recorded seeds, in order, to every draw within the context, on this thread."""
         left = iter(self._drawn)
         before, _DRAWING.draw = getattr(_DRAWING, "draw", _fresh_seed), lambda _: next(left)
         try:
@@ -45,7 +45,7 @@ def _fresh_seed(device: torch.device) -> Tensor:
 
 
 def draw_seed(x: Tensor, p: float) -> Tensor | None:
-    """One int64 from torch's generator on the device of x: recomputation and CUDA graphs draw it again."""
+    """Draw one int64 from torch's generator on the device of x: recomputation and CUDA graphs draw it again."""
     if p == 0.0:
         return None
     seed: Tensor = getattr(_DRAWING, "draw", _fresh_seed)(x.device)

@@ -1,4 +1,4 @@
-"""Which toolkits build the CUDA operators for which cards."""
+"""Which CUDA toolkits can build the operators for which cards."""
 
 import re
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
 PTX = "compute_"
-"""How the names of what the driver compiles begin."""
+"""Prefix of architectures given as PTX, which the driver compiles."""
 OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
-# What an ahead-of-time build covers: (capability, first toolkit that knows it, last major that still does).
+# Ahead-of-time builds cover these: (capability, first toolkit that knows it, last major version that still does).
 ARCHITECTURES = (
     ("70", (11, 8), 12),
     ("75", (11, 8), None),
     ("80", (11, 8), None),
     ("86", (11, 8), None),
     ("89", (11, 8), None),
-    ("90a", (12, 0), None),  # wgmma and its kin exist in the architecture-specific target alone
+    ("90a", (12, 0), None),  # wgmma exists only in the architecture-specific target
     ("120", (12, 8), None),
 )
 
 
 class BuildError(RuntimeError):
-    """The operators cannot be built here, and why; `unexpected` where everything needed is present."""
+    """The operators cannot be built here; `unexpected` if all prerequisites are present."""
 
     def __init__(self, message: str, unexpected: bool = False) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class BuildError(RuntimeError):
 
 
 def toolkit_version() -> tuple[int, int]:
-    """(major, minor) of nvcc; BuildError without one."""
+    """Return (major, minor) of nvcc; raises BuildError without one."""
     try:
         major, minor = deepspeed_builder.installed_cuda_version()
     except deepspeed_builder.MissingCUDAException as error:
@@ -43,10 +43,10 @@ def toolkit_version() -> tuple[int, int]:
 
 
 def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
-    """BuildError where nvcc cannot build for this torch: older than 11.8, or another major version than torch's."""
+    """Raise BuildError if nvcc cannot build for this torch: older than 11.8, or another major version than torch's."""
     found = f"nvcc {toolkit[0]}.{toolkit[1]}"
     if toolkit < OLDEST_TOOLKIT:
-        raise BuildError(f"{found}: at least 11.8 is needed; install a newer toolkit and set CUDA_HOME")
+        raise BuildError(f"{found}: must be at least 11.8; install a newer toolkit and set CUDA_HOME")
     if toolkit[0] != int(torch_cuda.split(".")[0]):
         raise BuildError(
             f"{found} does not match torch {torch.__version__}, built with CUDA {torch_cuda}: set CUDA_HOME to a"
@@ -55,7 +55,7 @@ def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
 
 
 def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
-    """The nvcc name of a card's architecture, '90a' for (9, 0); BuildError for a card that is too old."""
+    """Return the nvcc name of a card's architecture, '90a' for (9, 0); raises BuildError for a card that is too old."""
     card = f"compute capability {capability[0]}.{capability[1]}"
     if capability < (7, 0):
         raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
@@ -65,13 +65,13 @@ def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> s
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The nvcc name of a card's architecture, '90a' for (9, 0)."""
+    """Return the nvcc name of a card's architecture, '90a' for (9, 0)."""
     name = f"{capability[0]}{capability[1]}"
     return name + "a" if capability == (9, 0) else name
 
 
 def all_architectures(toolkit: tuple[int, int]) -> list[str]:
-    """Every architecture of ARCHITECTURES that this toolkit can build."""
+    """Return every architecture of ARCHITECTURES that this toolkit can build."""
     return [
         name
         for name, first, last_major in ARCHITECTURES
@@ -79,21 +79,21 @@ def all_architectures(toolkit: tuple[int, int]) -> list[str]:
     ]
 
 
-def capability_of_ptx(names: Sequence[str]) -> list[str]:
-    """The flag that says for which cards a build of PTX alone is: those that run it tell no capability of theirs."""
+def build_ptx_flags(names: Sequence[str]) -> list[str]:
+    """Return the flag with the capability of a PTX-only build, which the code running it cannot query."""
     ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 
 
 def gencode(name: str) -> str:
-    """nvcc's flag for machine code of "90a", or for PTX that the driver compiles, of "compute_80"."""
+    """Return nvcc's flag for machine code of "90a", or for PTX of "compute_80"."""
     if name.startswith(PTX):
         return f"-gencode=arch={name},code={name}"
     return f"-gencode=arch=compute_{name},code=sm_{name}"
 
 
-def named_architectures(capabilities: Sequence[str]) -> list[str]:
-    """nvcc's names for "9.0", "8.0"; BuildError for what is none, or what this toolkit does not build for."""
+def parse_architectures(capabilities: Sequence[str]) -> list[str]:
+    """Return nvcc's names for capabilities such as "9.0"; raises BuildError for invalid or unsupported ones."""
     for text in capabilities:
         if not re.fullmatch(r"\d{1,2}\.\d", text):
             raise BuildError(f"--arch {text}: must be a compute capability, such as 9.0 (H100, H200) or 8.0 (A100)")

@@ -18,9 +18,7 @@ def make_pipeline(folder: Path, family: str, *, seed: int = 0, **changes: Any) -
     return folder
 
 
-def write_pictures(
-    folder: Path, count: int, *, sizes: tuple[tuple[int, int], ...] = ((64, 64),), seed: int = 0
-) -> Path:
+def write_images(folder: Path, count: int, *, sizes: tuple[tuple[int, int], ...] = ((64, 64),), seed: int = 0) -> Path:
     """Coloured shapes on grey, each with a caption beside it."""
     from PIL import Image, ImageDraw
 

@@ -1,1 +1,1 @@
-"""`zerolora bench`: the product and its peers side by side on one card, and the time by category."""
+"""`zerolora bench`: compare the product with its peers on one card, and show the time by category."""

@@ -1,8 +1,8 @@
-"""`zerolora bench`: tokens a second, step time, MFU and peak memory of the product and of others, on this machine.
+"""`zerolora bench`: tokens per second, step time, MFU and peak memory of the product and of peers on this machine.
 
-The product is `zerolora train` itself as a child process (launcher, DeepSpeed engine, SCU, TensorBoard, packing as the
-configuration has them), on random weights of a named shape and random text that fills every sequence; the others are
-benchmarks/bench/peers.py. Figures are of the steps after the warm-up, by the trainer's own metrics.jsonl.
+The product is `zerolora train` itself as a child process (launcher, DeepSpeed engine, SCU, TensorBoard and packing as
+configured), on random weights of a named shape and random text that fills every sequence; the peers are in
+benchmarks/bench/peers.py. Figures cover the steps after the warm-up, from the trainer's own metrics.jsonl.
 """
 
 import argparse
@@ -22,19 +22,19 @@ import torch
 from rich.console import Console
 
 from benchmarks.bench.assignment import Assignment, Case
-from benchmarks.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
+from benchmarks.bench.cases import AS_CONFIGURED, CASES, build_peer_case, count_texts, prepared, resolve, write_texts
 from benchmarks.bench.peers import RESULT, STACKS, missing_package
 from benchmarks.bench.report import (
     MFU_FORMULA,
     PRODUCT,
     Measurement,
-    add_peers_mfu,
-    not_measured,
-    product_of,
-    profile_table,
-    result_table,
+    build_profile_table,
+    build_result_table,
+    find_product,
+    list_failures,
+    set_peers_mfu,
 )
-from benchmarks.bench.trace import Shape, breakdown, longest, read_trace, work_of
+from benchmarks.bench.trace import Shape, breakdown, categorise_kernels, longest, read_trace
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -44,15 +44,15 @@ from trainer.model.base import load_model_config
 
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 15
-# Some of the others report each use to their makers, and wait for minutes where there is no network.
+# Some peers send usage reports, and wait for minutes without a network.
 NO_REPORTS = {"DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print one table (and the profile), write the JSON; 1 if something that was to be measured failed."""
+    """Measure, print one table (and the profile) and write the JSON; return 1 if a requested measurement failed."""
     words = sys.argv[1:] if argv is None else argv
     arguments = _parse(words)
-    # As Ctrl-C does it: the child processes must not outlive this one.
+    # Treat it as Ctrl-C: the child processes must not outlive this one.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tie_children_to_this_process()
     try:
@@ -73,18 +73,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Measure training on this machine: random weights of a named shape, no download.",
     )
     parser.add_argument("settings", nargs="*", metavar="[CONFIG] [key=value]", help="the run to measure")
-    parser.add_argument("--shape", help="instead of the shape that base_model names (default llama3.1-8b)")
+    parser.add_argument("--shape", help="shape to use instead of that of base_model (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
     parser.add_argument(
         "--skew",
         action="store_true",
-        help="let an eighth of a mixture's experts take half of the tokens (shapes of mixtures only)",
+        help="bias the routers so that 1/8 of the experts receive half of the tokens (MoE shapes only)",
     )
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
-    parser.add_argument("--peers", action="store_true", help="measure the other trainers as well")
-    parser.add_argument("--peer", action="append", choices=STACKS, help="only this one of them, may be repeated")
+    parser.add_argument("--peers", action="store_true", help="also measure the other trainers")
+    parser.add_argument(
+        "--peer", action="append", choices=STACKS, help="measure only this one of them, may be repeated"
+    )
     parser.add_argument(
         "--peer-packages",
         action="append",
@@ -92,8 +94,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PEER=FOLDER",
         help="packages that this one alone sees, before all others: those of `pip install --target FOLDER`",
     )
-    parser.add_argument("--no-product", action="store_true", help="measure the other trainers alone")
-    parser.add_argument("--profile", action="store_true", help="the time by category, and the gap to the floor")
+    parser.add_argument("--no-product", action="store_true", help="measure only the other trainers")
+    parser.add_argument("--profile", action="store_true", help="show the time by category, and the gap to the floor")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--keep", help="keep runs, logs and traces in this folder")
     arguments = parser.parse_intermixed_args(argv)
@@ -102,12 +104,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for word in arguments.peer_packages:
         stack, _, folder = word.partition("=")
         if stack not in STACKS or not Path(folder).is_dir():
-            parser.error(f"--peer-packages {word}: say PEER=FOLDER, PEER one of {', '.join(STACKS)}")
+            parser.error(f"--peer-packages {word}: must be PEER=FOLDER, with PEER one of {', '.join(STACKS)}")
     return arguments
 
 
 class Bench:
-    """One invocation: what was asked for, and what was measured so far."""
+    """One invocation: its options and the measurements so far."""
 
     def __init__(self, arguments: argparse.Namespace, words: Sequence[str], folder: Path, console: Console) -> None:
         self.arguments, self.words, self.folder, self.console = arguments, words, folder, console
@@ -119,12 +121,12 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
-        """Every case of the product, then of each other trainer; the table at the end."""
+        """Measure every case of the product, then of each peer; show the table at the end."""
         settings = list(self.arguments.settings)
         config = Path(settings.pop(0)) if settings and "=" not in settings[0] else None
         if self.arguments.json:
             check_result_file(self.arguments.json, f"--json={self.arguments.json}", {"header", "results", "profiles"})
-        # All are resolved before the first is run: a mistake in the last must not cost the others.
+        # Resolve all before the first run, so that a mistake in the last does not waste the others' time.
         self.cases = {
             name: resolve(config, name, self.arguments.shape, settings, self.folder, skewed=self.arguments.skew)
             for name in self.arguments.case or [AS_CONFIGURED]
@@ -135,17 +137,16 @@ class Bench:
                     self._product(name, run, base_model)
             for stack in self.arguments.peer or (STACKS if self.arguments.peers else ()):
                 self._peer(stack)
-        finally:  # Ctrl-C as well: what was measured so far is shown
-            add_peers_mfu(self.results)
+        finally:  # after Ctrl-C too: show the measurements so far
+            set_peers_mfu(self.results)
             self._show()
 
     def _texts(self, run: RunConfig) -> Path:
         arguments, length = self.arguments, run.dataset.max_length
-        count = text_count(run, steps=arguments.warmup + arguments.steps, ranks=arguments.num_gpus)
+        count = count_texts(run, steps=arguments.warmup + arguments.steps, ranks=arguments.num_gpus)
         return write_texts(self.folder / f"texts-{count}-{length}.jsonl", length, count)
 
     def _product(self, name: str, run: RunConfig, base_model: str) -> None:
-        """`zerolora train` on a case."""
         arguments = self.arguments
         folder = self.folder / name.replace(" ", "-")
         folder.mkdir(exist_ok=True)
@@ -160,18 +161,20 @@ class Bench:
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if "perf/step_ms" in record]
         measured = [record for record in records if arguments.warmup < record["step"] <= last]
-        self.results.append(Measurement.of_product(name, measured, package_versions()))
+        self.results.append(Measurement.from_records(name, measured, package_versions()))
         if arguments.profile:
             self._profile(name, run, base_model, folder)
 
     def _profile(self, name: str, run: RunConfig, base_model: str, folder: Path) -> None:
-        """The time of the last steps by category, and what the single operations take on this card."""
+        """Record the time of the last steps by category, and the time of the single operations on this card."""
         known = load_model_config(base_model, run.model).get_text_config()
         vocabulary, layers = known.vocab_size, known.num_hidden_layers
         try:
-            works = work_of(read_trace(folder / "run" / "profile" / "rank-0.json.gz"), Shape(vocabulary, run.lora.r))
+            works = categorise_kernels(
+                read_trace(folder / "run" / "profile" / "rank-0.json.gz"), Shape(vocabulary, run.lora.r)
+            )
             by_category, step_ms, steps = breakdown(works)
-        except (OSError, ValueError) as error:  # the other cases are still worth measuring
+        except (OSError, ValueError) as error:  # continue with the other cases
             self.results.append(Measurement(name, PRODUCT, error=f"profile: {error}"))
             return
         command = [sys.executable, "-m", "benchmarks.bench.floor", base_model, "--rank", str(run.lora.r)]
@@ -190,7 +193,7 @@ class Bench:
         }
 
     def _peer(self, stack: str) -> None:
-        """One other trainer: its cases in one process, and in a fresh one after a failure."""
+        """Measure the cases of one peer in one process, and in a fresh one after a failure."""
         packages = self.packages.get(stack)
         reason = missing_package(stack, packages) or ""
         if not reason and self.arguments.num_gpus > 1 and stack != "deepspeed":
@@ -199,7 +202,7 @@ class Bench:
             self.results += [Measurement(name, stack, note=reason) for name in self.cases]
             return
         left = [
-            peer_case(name, run, base_model, on_gpu=self.on_gpu, batch_size=self._batch_size(name))
+            build_peer_case(name, run, base_model, on_gpu=self.on_gpu, batch_size=self._batch_size(name))
             for name, (run, base_model) in self.cases.items()
         ]
         while left:
@@ -224,13 +227,13 @@ class Bench:
                 )
 
     def _batch_size(self, name: str) -> int:
-        """Sequences of a micro-batch: as configured, or what `auto` came to in the product's run."""
+        """Return the sequences of a micro-batch: as configured, or the number `auto` chose in the product's run."""
         run, _ = self.cases[name]
         if run.training.batch_size != AUTO:
             return run.training.batch_size
-        product = product_of(name, self.results)
+        product = find_product(name, self.results)
         if product is None:
-            raise UserError("training.batch_size=auto: only the product knows what it comes to; give a number")
+            raise UserError("training.batch_size=auto: only the product can resolve it; set a number")
         return round(product.tokens / run.dataset.max_length / run.training.gradient_accumulation_steps)
 
     def _peer_command(self, stack: str, cases: list[Case]) -> list[str]:
@@ -250,12 +253,14 @@ class Bench:
         ]
 
     def _call(self, title: str, command: Sequence[str], log: Path, packages: str | None = None) -> str:
-        """Run a command into a log; empty if it did well, else why not, after the end of the log was shown."""
+        """Run a command and log its output. Return an empty string on success, else the reason after showing the end of
+        the log.
+        """
         started = time.monotonic()
         print(f"{title} ...", end="", file=sys.stderr, flush=True)
         paths = os.pathsep.join(path for path in (str(ROOT), packages, os.environ.get("PYTHONPATH")) if path)
         with log.open("wb") as output:
-            # In the folder, where some leave compiled kernels behind.
+            # Some leave compiled kernels in the working directory.
             child = subprocess.Popen(
                 command,
                 stdout=output,
@@ -272,13 +277,12 @@ class Bench:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         shown = [line for line in lines if not line.startswith(RESULT)][-TAIL_LINES:]
         print("\n".join(f"  {line}" for line in shown), file=sys.stderr, flush=True)
-        # Of zerolora the line that says what was wrong, of others the last, where a traceback has its error.
-        told = [line for line in lines if line.startswith(("error:", "failed:"))]
-        reason = (told or shown or ["no output"])[-1].strip()
+        # zerolora's own error message, or the last line of a peer's traceback.
+        reported = [line for line in lines if line.startswith(("error:", "failed:"))]
+        reason = (reported or shown or ["no output"])[-1].strip()
         return f"failed with exit code {code}: {reason}"[:300]
 
     def _show(self) -> None:
-        """The table, the profiles, and the JSON file."""
         card = torch.cuda.get_device_name() if self.on_gpu else "CPU"
         versions = package_versions()
         for result in self.results:
@@ -294,12 +298,12 @@ class Bench:
         for name, value in header.items():
             text = ", ".join(f"{key} {number}" for key, number in value.items()) if isinstance(value, dict) else value
             self.console.print(f"{name:<9} {text}", soft_wrap=True, markup=False, highlight=False)
-        self.console.print(result_table(self.results))
-        for line in not_measured(self.results):
+        self.console.print(build_result_table(self.results))
+        for line in list_failures(self.results):
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
         for name, profile in self.profiles.items():
-            self.console.print(f"\n{name}: where the time of a step goes ({profile['steps']} steps under the profiler)")
-            self.console.print(profile_table(profile))
+            self.console.print(f"\n{name}: time of a step by category ({profile['steps']} steps under the profiler)")
+            self.console.print(build_profile_table(profile))
         if self.arguments.json:
             results = [result.as_json() for result in self.results]
             record = {"header": header, "results": results, "profiles": self.profiles}
@@ -307,7 +311,7 @@ class Bench:
 
 
 def _wait(child: "subprocess.Popen[bytes]") -> int:
-    """The exit code; on Ctrl-C the child is told to stop at once, which it does when told twice."""
+    """Return the exit code; on Ctrl-C signal the child twice, which makes it stop at once."""
     try:
         return child.wait()
     except KeyboardInterrupt:

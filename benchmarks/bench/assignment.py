@@ -1,4 +1,4 @@
-"""What `zerolora bench` tells each of the other trainers: the cases, and the tokens they train on."""
+"""Input of `zerolora bench` for each peer: the cases, and the tokens to train on."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """What is the same for every stack."""
+    """Settings of a case that are the same for every stack."""
 
     name: str
     base_model: str
@@ -25,7 +25,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The cases and what they are measured with."""
+    """The cases and their inputs."""
 
     cases: list[Case]
     texts: str
@@ -33,16 +33,14 @@ class Assignment:
     warmup: int
     steps: int
     folder: str
-    """Where a stack may put files."""
 
     @classmethod
     def read(cls, path: Path) -> "Assignment":
-        """From JSON."""
         values = json.loads(path.read_text())
         return cls(**(values | {"cases": [Case(**case) for case in values["cases"]]}))
 
     def batches(self, case: Case) -> Any:
-        """Token ids [steps, batch, length], those that zerolora's own tokenizer makes of the same texts."""
+        """Return token ids [steps, batch, length], made from the texts by zerolora's own tokenizer."""
         import torch
 
         from trainer.model.random_weights import byte_tokenizer

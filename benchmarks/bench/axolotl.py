@@ -1,7 +1,7 @@
-"""Axolotl's model for `benchmarks.bench.peers`: its own loader on a configuration as its examples have it.
+"""Axolotl's model for `benchmarks.bench.peers`: its own loader on a configuration like its examples.
 
 Its packages are pinned to other versions than zerolora's, so it needs a folder of its own:
-`pip install --target FOLDER axolotl`, or tests/bench/pack_axolotl.sh where there is no registry, and
+`pip install --target FOLDER axolotl`, or tests/bench/pack_axolotl.sh without a registry, and
 `zerolora bench --peer axolotl --peer-packages axolotl=FOLDER`.
 """
 
@@ -12,21 +12,21 @@ import torch
 import yaml
 
 from benchmarks.bench.assignment import Case
-from benchmarks.bench.unsloth import draw_weights, write_hollow_checkpoint
+from benchmarks.bench.unsloth import draw_weights, write_sparse_checkpoint
 from trainer.model.random_weights import is_skewed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def axolotl_model(case: Case, folder: Path) -> Any:
-    """Axolotl's model from a checkpoint of zeros that takes no room on the disk, its weights then drawn in place."""
+def load_axolotl_model(case: Case, folder: Path) -> Any:
+    """Load Axolotl's model from a sparse checkpoint of zeros and draw its weights in place."""
     from axolotl.cli.config import load_cfg
     from axolotl.loaders import ModelLoader, load_tokenizer
     from peft.tuners.lora import LoraLayer
 
     checkpoint = folder / "axolotl" / case.base_model.replace(":", "-")
     if not (checkpoint / "config.json").exists():
-        write_hollow_checkpoint(case.base_model, checkpoint)
+        write_sparse_checkpoint(case.base_model, checkpoint)
     path = folder / "axolotl" / f"{case.name.replace(' ', '-')}.yaml"
     path.write_text(yaml.safe_dump(_configuration(case, checkpoint)))
     cfg = load_cfg(str(path))
@@ -35,15 +35,15 @@ def axolotl_model(case: Case, folder: Path) -> Any:
         draw_weights(model, skewed=is_skewed(case.base_model))
         for module in model.modules():
             if isinstance(module, LoraLayer):
-                module.reset_lora_parameters("default", True)  # the adapter is in the model already, and was drawn too
+                module.reset_lora_parameters("default", True)  # the adapter exists already and was drawn too
     return model
 
 
 def _configuration(case: Case, checkpoint: Path) -> dict[str, Any]:
-    """With what its documentation advises for LoRA on one GPU and pip installs: its own kernels for LoRA, and Liger's.
+    """Return the settings its documentation recommends for LoRA on one GPU: its LoRA kernels, and Liger's others.
 
-    Liger's SwiGLU would be replaced by `lora_mlp_kernel`. Flash Attention 2 has to be compiled, and Axolotl's fork of
-    cut cross-entropy comes from git alone.
+    Only what pip installs: Flash Attention 2 must be compiled, and its fork of cut cross-entropy is only on git.
+    Liger's SwiGLU would be replaced by `lora_mlp_kernel`.
     """
     return {
         "base_model": str(checkpoint),

@@ -1,4 +1,4 @@
-"""What `zerolora bench` measures: named cases, the run that each becomes, and text that fills every sequence."""
+"""Cases of `zerolora bench`: their names, the run for each, and text that fills every sequence."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from trainer.model.published_shapes import PREFIX, SHAPES, shape_of
 from trainer.model.random_weights import ROUTER, SKEWED, random_config
 from trainer.setup.preflight import check_packing
 
-# What a configuration of its own would say; everything that costs time is on.
+# Settings of a typical configuration, with every feature on that costs time.
 DEFAULTS: dict[str, Any] = {
     "base_model": "random:llama3.1-8b",
     "output_dir": "unset",
@@ -41,11 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8-recompute-offload": {"adapter": "qlora", "quantization.quant_type": "fp8", **_OFFLOAD},
     "int8": {"adapter": "qlora", "quantization.quant_type": "int8"},
 }
-# Documents of a pack would see each other, and in plain torch a layer keeps ten times what one of attention does.
+# Packed documents would see each other, and in plain torch a layer saves ten times as much as an attention layer.
 OF_RECURRENT = ("dataset.packing=false", "training.gradient_checkpointing=non_reentrant")
-MOST_SEQUENCES = 64  # of a micro-batch, where `auto` is still to say
-IN_REACH = 1e-6  # an S that any adapter passes in its first steps
-PROFILED = 4  # steps under the profiler, the first of which is left out
+MOST_SEQUENCES = 64  # of a micro-batch, while `auto` is undecided
+IN_REACH = 1e-6  # an S that any adapter exceeds in its first steps
+PROFILED = 4  # steps under the profiler; the first is left out
 
 
 def resolve(
@@ -57,12 +57,12 @@ def resolve(
     *,
     skewed: bool = False,
 ) -> tuple[RunConfig, str]:
-    """The configuration to measure before `prepared` makes it short, and its `random:SHAPE`; `skewed`: its routers.
+    """Return the configuration to measure, before `prepared` shortens it, and its `random:SHAPE`.
 
-    Raises UserError for a case or shape that there is not, or a model whose shape is not known.
+    `skewed` is about the routers. Raises UserError for an unknown case or shape, or a model of unknown shape.
     """
     if case != AS_CONFIGURED and case not in CASES:
-        raise UserError(f"--case {case}: there is no such case; there are {', '.join(CASES)}")
+        raise UserError(f"--case {case}: unknown case; choose from {', '.join(CASES)}")
     defaults = config is None
     if config is None:
         config = folder / "defaults.yaml"
@@ -72,13 +72,13 @@ def resolve(
     name = shape or shape_of(run.base_model)
     if name is None or name.split(",")[0] not in SHAPES:
         raise UserError(
-            f"--shape {shape}: there is no such shape; there are {', '.join(SHAPES)}"
+            f"--shape {shape}: unknown shape; choose from {', '.join(SHAPES)}"
             if shape
-            else f"base_model={run.base_model}: its shape is not known; say it with --shape ({', '.join(SHAPES)})"
+            else f"base_model={run.base_model}: its shape is unknown; set it with --shape ({', '.join(SHAPES)})"
         )
     if skewed:
         if visited_experts(random_config(PREFIX + name)) == 1:
-            raise UserError(f"--skew: {name} is no mixture of experts; name one with --shape")
+            raise UserError(f"--skew: {name} is not an MoE model; choose one with --shape")
         name += f",{ROUTER}={SKEWED}"
     if defaults and is_recurrent(PREFIX + name):
         run = load_config(config, [*OF_RECURRENT, *of_case, *overrides]).config
@@ -88,7 +88,7 @@ def resolve(
 
 
 def is_recurrent(base_model: str) -> bool:
-    """Whether layers of a shape carry a state along the sequence, so that it cannot be packed."""
+    """Return whether layers of a shape carry a state along the sequence, so that it cannot be packed."""
     try:
         check_packing(random_config(base_model))
     except UserError:
@@ -97,7 +97,7 @@ def is_recurrent(base_model: str) -> bool:
 
 
 def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, steps: int, profile: bool) -> Path:
-    """The YAML file of a short run of `run` on random weights and random text; nothing else of it is changed."""
+    """Write the YAML file of a short `run` on random weights and random text, otherwise unchanged; return its path."""
     dataset = DatasetSection(
         path=str(texts),
         max_length=run.dataset.max_length,
@@ -130,7 +130,7 @@ def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, step
         "output": run.output.model_copy(update={"overwrite": "delete"}),
     }
     if run.scu.enabled and run.scu.controller == "pi":
-        # A few steps cannot reach the target of a whole run, which is refused. The controller's work is the same.
+        # A few steps cannot reach a whole run's target, which is an error. The controller's work is the same.
         near = {"target": IN_REACH} if run.scu.measure == "delta" else {"controller": "fixed"}
         changes["scu"] = run.scu.model_copy(update=near)
     path = folder / "bench.yaml"
@@ -138,15 +138,15 @@ def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, step
     return path
 
 
-def text_count(run: RunConfig, *, steps: int, ranks: int) -> int:
-    """Enough for every step, so that none is the short last one of an epoch."""
+def count_texts(run: RunConfig, *, steps: int, ranks: int) -> int:
+    """Return the number of texts for all steps, so that no step is the short last one of an epoch."""
     training = run.training
     batch_size = MOST_SEQUENCES if training.batch_size == AUTO else training.batch_size
     return (steps + PROFILED) * batch_size * training.gradient_accumulation_steps * ranks
 
 
 def write_texts(path: Path, length: int, count: int) -> Path:
-    """Random letters, each text longer than `length` tokens of a tokenizer that has one for every byte."""
+    """Write random letters, each text longer than `length` tokens of a byte tokenizer."""
     if not path.exists():
         draw = random.Random(0)
         letters = string.ascii_letters + string.digits
@@ -155,8 +155,8 @@ def write_texts(path: Path, length: int, count: int) -> Path:
     return path
 
 
-def peer_case(name: str, run: RunConfig, base_model: str, *, on_gpu: bool, batch_size: int) -> Case:
-    """What the other trainers are told of a case; they take one micro-batch a step."""
+def build_peer_case(name: str, run: RunConfig, base_model: str, *, on_gpu: bool, batch_size: int) -> Case:
+    """Return the case for a peer, which runs one micro-batch per step."""
     precision = run.training.precision
     return Case(
         name=name,

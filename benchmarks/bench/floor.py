@@ -1,18 +1,18 @@
-"""The floor of a step: what this card needs for the single operations that no LoRA trainer can do without.
+"""Lower bound of a step: the time this card needs for the operations that no LoRA trainer can avoid.
 
 `python -m benchmarks.bench.floor BASE_MODEL --batch-size B --length L --rank R [--recompute SHARE]` prints one JSON
 line of milliseconds by category. Products and attention are timed one by one on this card; norms, activations, rotary
-embedding and the adapter are the bytes that they must move over the bandwidth of a copy:
+embedding and the adapter are the bytes that they must move divided by the bandwidth of a copy:
 
-norms        2 a layer: read and write forward; read x, dY and write dX backward
+norms        2 per layer: read and write forward; read x, dY and write dX backward
 activation   SwiGLU: read 2, write 1 forward; read 3, write 2 backward; rotary: read and write q, k both ways
-adapter      X of every group of siblings and dY of every layer read once
+adapter      X of every group of shared-input projections and dY of every layer read once
 head         logits and their gradient as products, and one pass over the logits
-experts      grouped products of the K rows a token that are sorted by expert, as many for each expert; the gate as
-             above for each row; with the norms the weighted sum and that of dX, with the adapter, whose kernels make
-             them, the sorted copies of x and dY: of H each K + 1 a token
+experts      grouped products of K rows per token, sorted by expert, equally many for each expert; the gate as above
+             for each row; "norms" includes the weighted sum and that of dX, "adapter" the sorted copies of x and dY,
+             which its kernels make: K + 1 times H per token each
 
-Recomputation adds the forward pass of every layer. Dequantisation is not in it: a product may read 4 bits itself.
+Recomputation adds the forward pass of every layer. Dequantisation is not included: a product may read 4 bits directly.
 """
 
 import json
@@ -42,14 +42,14 @@ from trainer.model.expert_layers import (
 )
 from trainer.monitor.mfu import is_attention
 
-# Siblings that read one input are one product here.
+# Shared-input projections are one product here.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 COPY_BYTES = 2**30
 Product = tuple[int, int]  # in, out
 
 
 class Experts(NamedTuple):
-    """The experts of a layer: how many there are and how many a token visits, H, I, and whether they have a gate."""
+    """The experts of a layer: their number, experts per token, H, I, and whether they have a gate."""
 
     number: int
     visited: int
@@ -58,26 +58,26 @@ class Experts(NamedTuple):
     gated: bool
 
     def products(self) -> tuple[Product, Product]:
-        """Into an expert and out of it."""
+        """Shapes of the products into an expert and out of it."""
         return (self.hidden, (2 if self.gated else 1) * self.width), (self.width, self.hidden)
 
     @property
     def between(self) -> int:
-        """Elements a token that the two products write and read between them: u[.., 2I] and the activation."""
+        """Elements per token that the two products write and read between them: u[.., 2I] and the activation."""
         return self.visited * (self.products()[0][1] + self.width)
 
     @property
     def sorted(self) -> int:
-        """Elements a token for a copy of its hidden state to every visited expert, or the sum of their outputs."""
+        """Elements per token for a copy of its hidden state to every visited expert, or the sum of their outputs."""
         return (self.visited + 1) * self.hidden
 
 
 def measure_floor(
     base_model: str, *, batch_size: int, length: int, rank: int, recompute: float, device: torch.device
 ) -> dict[str, float]:
-    """Milliseconds by category for a step of batch_size x length tokens; their sum is the floor.
+    """Return the milliseconds by category for a step of batch_size x length tokens; their sum is the floor.
 
-    `recompute` is the share of the layers whose forward pass is made twice.
+    `recompute` is the fraction of layers that are recomputed.
     """
     config = load_model_config(base_model, ModelSection())
     text, model = config.get_text_config(), empty_model(config, ModelSection())
@@ -115,7 +115,7 @@ def measure_floor(
 
 
 def _products(model: nn.Module) -> Counter[Product]:
-    """Shapes of the frozen products and how many there are, siblings joined; the output head is left out."""
+    """Count the frozen products by shape, with the projections of a group joined and without the output head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     products: Counter[Product] = Counter()
     for parent in model.modules():
@@ -131,7 +131,7 @@ def _products(model: nn.Module) -> Counter[Product]:
 
 
 def _experts(model: nn.Module) -> Counter[Experts]:
-    """The layers of experts by their shape; those of Llama 4 are all given all tokens."""
+    """Count the MoE layers by shape; those of Llama 4 give all tokens to all experts."""
     found: Counter[Experts] = Counter()
     for module in expert_modules(model).values():
         number, *matrix = expert_shape(module, DOWN)
@@ -146,7 +146,7 @@ def _attention_layers(model: nn.Module) -> int:
 
 
 def _passes(model: nn.Module, text: Any, experts: Counter[Experts]) -> tuple[float, float]:
-    """Elements a token that norms, activations, experts' sums and rotary embedding must move, forward and backward."""
+    """Return the elements per token that norms, activations, experts' sums and rotary embedding move, per direction."""
     norms = sum("Norm" in type(module).__name__ for module in model.modules())
     sums = sum(count * layer.sorted for layer, count in experts.items())
     gates = [layer.visited * layer.width * count for layer, count in experts.items() if layer.gated]
@@ -160,7 +160,7 @@ def _passes(model: nn.Module, text: Any, experts: Counter[Experts]) -> tuple[flo
 def _time_product(
     tokens: int, fan_in: int, fan_out: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> tuple[float, float]:
-    """x[T,I] W^T and dY[T,O] W, milliseconds."""
+    """Return the milliseconds of x[T,I] W^T and dY[T,O] W."""
     x, grad_y = (_drawn(tokens, size, dtype=dtype, device=device) for size in (fan_in, fan_out))
     weight = _drawn(fan_out, fan_in, dtype=dtype, device=device) * 0.02
     forward = _median(lambda: torch.mm(x, weight.t()), device, repeats)
@@ -170,7 +170,7 @@ def _time_product(
 def _time_grouped(
     tokens: int, experts: Experts, product: Product, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> tuple[float, float]:
-    """The same of rows sorted by expert, each with its expert's matrix: by torch's grouped product, else one by one."""
+    """Time the same for rows sorted by expert: torch's grouped product if available, else one product per expert."""
     rows, number, (fan_in, fan_out) = tokens * experts.visited, experts.number, product
     x, grad_y = (_drawn(rows, size, dtype=dtype, device=device) for size in product)
     weight = _drawn(number, fan_out, fan_in, dtype=dtype, device=device).mul_(0.02)
@@ -194,7 +194,7 @@ def _time_grouped(
 def _time_attention(
     text: Any, batch_size: int, length: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> tuple[float, float]:
-    """Causal attention of one layer by the kernel that torch picks, forward and backward, milliseconds."""
+    """Return the milliseconds of causal attention of one layer, forward and backward, with the kernel torch picks."""
     heads, groups = text.num_attention_heads, text.num_key_value_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     shape = (batch_size, heads, length, head_dim)
@@ -215,7 +215,7 @@ def _time_attention(
 
 
 def _milliseconds_per_byte(device: torch.device, repeats: int) -> float:
-    """Of a large copy, what is read and what is written both counted."""
+    """Time a large copy, counting bytes read and bytes written."""
     count = COPY_BYTES if device.type == "cuda" else COPY_BYTES // 64
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -227,7 +227,7 @@ def _drawn(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def _median(operation: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Milliseconds of one call, the first three left out."""
+    """Return the milliseconds of one call; the first three are left out."""
     times: list[float] = []
     for _ in range(3 + repeats):
         if device.type == "cuda":
@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--recompute", type=float, default=0.0, help="share of the layers that is computed twice")
+    parser.add_argument("--recompute", type=float, default=0.0, help="fraction of the layers that are recomputed")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

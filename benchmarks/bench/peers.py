@@ -1,13 +1,13 @@
-"""One other trainer's LoRA step on this machine: the same shape, tokens and adapter as `zerolora bench` gives its own.
+"""LoRA step of one peer on this machine, with the shape, tokens and adapter that `zerolora bench` measures.
 
 `python -m benchmarks.bench.peers STACK ASSIGNMENT.json` measures every case of it in this one process and prints a line
 `RESULT {json}` for each as soon as it is known. Weights are random; each stack is used as its own documentation says:
 
-peft        PEFT on transformers as they come, bf16 adapter, torch's fused AdamW
+peft        PEFT on unmodified transformers, bf16 adapter, torch's fused AdamW
 peft-liger  the same with Liger's kernels for norms, SwiGLU, rotary embedding and the loss
-deepspeed   the same under DeepSpeed ZeRO (the stage of the assignment), with Liger where there is a GPU
+deepspeed   the same under DeepSpeed ZeRO (the stage of the assignment), with Liger on a GPU
 axolotl     its ModelLoader with its LoRA kernels (no figure of it is published here yet)
-unsloth     FastLanguageModel, its own gradient checkpointing (which offloads) where the case recomputes
+unsloth     FastLanguageModel, its own gradient checkpointing (which offloads) if the case recomputes
 """
 
 import gc
@@ -33,7 +33,7 @@ NEEDS = {
     "unsloth": ("unsloth",),
     "axolotl": ("axolotl", "triton"),
 }
-# What keeps them from zerolora's own environment.
+# Why they are not in zerolora's own environment.
 OF_THEIR_OWN = {
     "unsloth": "it wants datasets < 5, zerolora datasets >= 5.2",
     "axolotl": "it pins forty packages, transformers, peft and datasets to other versions than zerolora's",
@@ -44,7 +44,7 @@ LEFT_OVER_GIB = 0.2
 
 
 def missing_package(stack: str, folder: str | None = None) -> str | None:
-    """How to install what a stack misses, or None if all is there, looked for in `folder` first; imports nothing."""
+    """Return how to install a stack's missing packages, or None; searches `folder` first and imports nothing."""
     paths = [folder, *sys.path] if folder else sys.path
     missing = [name for name in NEEDS[stack] if PathFinder.find_spec(name, paths) is None]
     if not missing:
@@ -57,8 +57,7 @@ def missing_package(stack: str, folder: str | None = None) -> str | None:
     return f"not installed: pip install {PACKAGE_OF.get(missing[0], missing[0])}"
 
 
-def packages_of(stack: str) -> dict[str, str]:
-    """The packages that a stack uses here, and their versions."""
+def list_packages(stack: str) -> dict[str, str]:
     import torch
 
     names = list(NEEDS[stack])
@@ -68,7 +67,7 @@ def packages_of(stack: str) -> dict[str, str]:
 
 
 def measure(stack: str, case: Case, assignment: Assignment) -> dict[str, Any]:
-    """Steps of one case: milliseconds each, peak GiB, the last loss."""
+    """Run the steps of one case: milliseconds each, peak GiB, the last loss."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -79,17 +78,17 @@ def measure(stack: str, case: Case, assignment: Assignment) -> dict[str, Any]:
     batches = assignment.batches(case).to(device)
     torch.manual_seed(0)
     if stack == "unsloth":
-        from benchmarks.bench.unsloth import unsloth_model
+        from benchmarks.bench.unsloth import load_unsloth_model
 
-        model = unsloth_model(case, Path(assignment.folder))
+        model = load_unsloth_model(case, Path(assignment.folder))
     elif stack == "axolotl":
-        from benchmarks.bench.axolotl import axolotl_model
+        from benchmarks.bench.axolotl import load_axolotl_model
 
-        model = axolotl_model(case, Path(assignment.folder))
+        model = load_axolotl_model(case, Path(assignment.folder))
     else:
-        model = peft_model(case, device, with_liger="liger-kernel" in packages_of(stack))
+        model = build_peft_model(case, device, with_liger="liger-kernel" in list_packages(stack))
     model.train()
-    step = deepspeed_step(model, case) if stack == "deepspeed" else plain_step(model, stack, on_gpu)
+    step = build_deepspeed_step(model, case) if stack == "deepspeed" else build_plain_step(model, stack, on_gpu)
     times: list[float] = []
     loss = None
     for number, tokens in enumerate(batches):
@@ -114,12 +113,12 @@ def measure(stack: str, case: Case, assignment: Assignment) -> dict[str, Any]:
         "step_ms": times[assignment.warmup :],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "loss": float(loss),
-        "versions": packages_of(stack),
+        "versions": list_packages(stack),
     }
 
 
-def peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
-    """transformers' model with random weights, quantised by bitsandbytes if asked for, and PEFT's adapter on it."""
+def build_peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
+    """Build transformers' model with random weights, optionally quantised by bitsandbytes, with PEFT's adapter."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -147,7 +146,7 @@ def peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
 
 
 def _quantize(model: Any, dtype: Any) -> None:
-    """bitsandbytes' own NF4 layers, double-quantised, instead of every linear layer but the head."""
+    """Replace every linear layer but the head by bitsandbytes' own NF4 layer, double-quantised."""
     import bitsandbytes
     import torch
 
@@ -173,13 +172,12 @@ def _quantize(model: Any, dtype: Any) -> None:
     model.is_loaded_in_4bit = True
 
 
-def plain_step(model: Any, stack: str, on_gpu: bool) -> Callable[[Any], Any]:
-    """Forward, backward and AdamW in a plain loop."""
+def build_plain_step(model: Any, stack: str, on_gpu: bool) -> Callable[[Any], Any]:
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=on_gpu)
-    autocast = stack in OF_THEIR_OWN  # as their own trainers run it
+    autocast = stack in OF_THEIR_OWN  # as in their own trainers
 
     def step(tokens: Any) -> Any:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
@@ -192,8 +190,8 @@ def plain_step(model: Any, stack: str, on_gpu: bool) -> Callable[[Any], Any]:
     return step
 
 
-def deepspeed_step(model: Any, case: Case) -> Callable[[Any], Any]:
-    """The same through DeepSpeed's engine, as its tutorial has it."""
+def build_deepspeed_step(model: Any, case: Case) -> Callable[[Any], Any]:
+    """Return the same through DeepSpeed's engine, as in its tutorial."""
     import deepspeed
     import torch
 
@@ -224,7 +222,7 @@ def deepspeed_step(model: Any, case: Case) -> Callable[[Any], Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure case after case until one fails or leaves memory behind; the parent starts another process then."""
+    """Measure case after case until one fails or leaks memory; the parent then starts another process."""
     stack, path = sys.argv[1:] if argv is None else argv
     assignment = Assignment.read(Path(path))
     if stack == "unsloth":
@@ -232,21 +230,21 @@ def main(argv: list[str] | None = None) -> int:
     for case in assignment.cases:
         try:
             result = measure(stack, case, assignment)
-        except Exception as error:  # told to the parent, and in full to the log
+        except Exception as error:  # reported to the parent, and in full in the log
             traceback.print_exc()
             result = {"case": case.name, "stack": stack, "error": f"{type(error).__name__}: {error}"[:300]}
         if int(os.environ.get("RANK", 0)) == 0:
             print(RESULT + json.dumps(result), flush=True)
         if "error" in result:
             return 1
-        # Several ranks must not decide each for itself.
+        # Several ranks must not decide separately.
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 or _left_over_gib() > LEFT_OVER_GIB:
-            return 0  # the peak of the next case would not be its own; it gets a fresh process
+            return 0  # would distort the next case's peak, so it gets a fresh process
     return 0
 
 
 def _left_over_gib() -> float:
-    """GPU memory that something still holds after a case."""
+    """Return the GPU memory in GiB that is still allocated after a case."""
     import torch
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""What `zerolora bench` prints and writes: one table of all measurements, and the time of a step by category."""
+"""Output of `zerolora bench`: one table of all measurements, and the time of a step by category."""
 
 import statistics
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ MFU_FORMULA = (
 
 @dataclass
 class Measurement:
-    """One stack on one case; `note` says why nothing was measured, `error` what went wrong."""
+    """One stack on one case; `note` explains a missing measurement, `error` a failed one."""
 
     case: str
     stack: str
     step_ms: list[float] = field(default_factory=list)
     tokens: float = 0.0
-    """Of one GPU in one step."""
+    """Tokens of one GPU in one step."""
     peak_gib: float | None = None
     mfu: float | None = None
     note: str = ""
@@ -38,8 +38,8 @@ class Measurement:
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_product(cls, case: str, records: Sequence[dict[str, Any]], versions: dict[str, str]) -> "Measurement":
-        """From the records that training wrote of its measured steps; one without any is an error."""
+    def from_records(cls, case: str, records: Sequence[dict[str, Any]], versions: dict[str, str]) -> "Measurement":
+        """Build it from the records of the measured training steps; having none is an error."""
         if not records:
             return cls(case, PRODUCT, error="the run recorded no step after the warm-up")
         step_ms = [record["perf/step_ms"] for record in records]
@@ -57,35 +57,33 @@ class Measurement:
 
     @property
     def median_ms(self) -> float:
-        """Median step."""
         return statistics.median(self.step_ms)
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second and GPU; None if nothing was measured."""
+        """Tokens per second and GPU; None if nothing was measured."""
         return self.tokens / self.median_ms * 1e3 if self.step_ms else None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the derived figures."""
+        """Return all fields with the derived figures."""
         derived = {"tokens_per_second_per_gpu": self.rate, "median_ms": self.median_ms if self.step_ms else None}
         return asdict(self) | derived
 
 
-def add_peers_mfu(results: Sequence[Measurement]) -> None:
-    """The others' steps have the model FLOPs of the product's on the same case: their MFU goes with their rate."""
+def set_peers_mfu(results: Sequence[Measurement]) -> None:
+    """Set the peers' MFU from their rate: a step has the model FLOPs of the product's on the same case."""
     for result in results:
-        product = product_of(result.case, results)
+        product = find_product(result.case, results)
         if result.mfu is None and result.rate and product is not None and product.mfu and product.rate:
             result.mfu = product.mfu * result.rate / product.rate
 
 
-def product_of(case: str, results: Sequence[Measurement]) -> Measurement | None:
-    """The product's measurement of a case, if it has one."""
+def find_product(case: str, results: Sequence[Measurement]) -> Measurement | None:
     return next((one for one in results if one.case == case and one.stack == PRODUCT and one.step_ms), None)
 
 
-def result_table(results: Sequence[Measurement]) -> Table:
-    """One line a measurement, cases in the order measured; `zerolora x` is the product's rate over that of the line."""
+def build_result_table(results: Sequence[Measurement]) -> Table:
+    """Build a table with one line per measurement, in order; `zerolora x` is the product's rate over the line's."""
     table = Table(box=None, pad_edge=False)
     for heading in ("case", "stack"):
         table.add_column(heading, no_wrap=True)
@@ -95,7 +93,7 @@ def result_table(results: Sequence[Measurement]) -> Table:
     for result in sorted(results, key=lambda one: order.index(one.case)):
         if not result.step_ms:
             continue
-        product = product_of(result.case, results)
+        product = find_product(result.case, results)
         over = product.rate / result.rate if product and product.rate and result.rate else None
         table.add_row(
             result.case,
@@ -110,8 +108,8 @@ def result_table(results: Sequence[Measurement]) -> Table:
     return table
 
 
-def not_measured(results: Sequence[Measurement]) -> list[str]:
-    """A line for each stack, and each of its cases that failed, without a figure."""
+def list_failures(results: Sequence[Measurement]) -> list[str]:
+    """Return a line for each stack, and each of its failed cases, without a figure."""
     lines = [
         f"{result.case}: {LABELS[result.stack]} {result.error}"
         if result.error
@@ -126,8 +124,8 @@ def _adds_liger(result: Measurement) -> bool:
     return result.stack == "deepspeed" and "liger-kernel" in result.versions
 
 
-def profile_table(profile: dict[str, Any]) -> Table:
-    """Milliseconds of a step by category, those of the floor, and the gap between them."""
+def build_profile_table(profile: dict[str, Any]) -> Table:
+    """Build a table of the milliseconds of a step by category, those of the floor, and the gap between them."""
     floor = profile["floor_ms"] or {}
     table = Table(box=None, pad_edge=False)
     table.add_column("category", no_wrap=True)

@@ -1,9 +1,8 @@
-"""Where the time of a step goes: the kernels of a torch.profiler trace, each in a category, none counted twice.
+"""Time of a step by category, from the kernels of a torch.profiler trace; no time is counted twice.
 
 A kernel belongs to the operators on the host that launched it, and in the backward pass also to those of the forward
-pass whose node it computes. Without a GPU the operators stand for the kernels, each for the time that is its own. The
-window runs from the end of the first recorded step on the device to the end of the last: what the profiler's own start
-costs is left out.
+pass that created its node. Without a GPU the operators replace the kernels, each with its own time. The window runs
+from the end of the first recorded step on the device to the end of the last, which leaves out the profiler's start.
 """
 
 import gzip
@@ -22,8 +21,8 @@ FROZEN, DEQUANTISATION, ATTENTION, ADAPTER = "frozen products", "quantisation", 
 NORMS, HEAD, ELEMENTWISE, INFORMATION = "norms, activations", "head and loss", "element-wise", "SCU"
 ENGINE, COMMUNICATION, COPIES, IDLE = "engine, optimizer", "communication", "host copies", "idle"
 CONVOLUTIONS, GROUP_NORM = "convolutions", "group norm"
-OF_SOME = (CONVOLUTIONS, GROUP_NORM)  # named only of models that have them
-# Where two run at once the time is that of the first of them: what is hidden behind computing costs nothing.
+OF_SOME = (CONVOLUTIONS, GROUP_NORM)  # listed only for models that have them
+# Of two concurrent kernels the first gets the time: work hidden behind computing costs nothing.
 CATEGORIES = (
     FROZEN,
     CONVOLUTIONS,
@@ -46,7 +45,7 @@ _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|varlen", re.I)
 _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
 _DEQUANTISATION = re.compile(r"quantize|nf4|mxfp4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
-# torch's own: a fused layer of Mamba is named after its conv1d.
+# Only torch's: a fused Mamba layer is named after its conv1d.
 _CONVOLUTION = re.compile(r"aten::\w*conv(\dd|olution)")
 _GROUP_NORM = re.compile(r"aten::\w*group_norm")
 # gate_kernel and combine_kernel: the experts' activation and weighted sum.
@@ -59,16 +58,16 @@ _BACKWARD_NODE = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class Shape:
-    """What tells one matrix product from another: rows of the output head, and R of the adapter."""
+    """Sizes that identify matrix products: rows of the output head, and R of the adapter."""
 
     vocabulary: int
-    """-1 where there is no such head."""
+    """-1 without such a head."""
     rank: int
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel: when it ran (microseconds), in which step it was launched, and what it was for."""
+    """One kernel: when it ran (microseconds), the step that launched it, and its category."""
 
     name: str
     category: str
@@ -79,7 +78,7 @@ class Work:
 
 @dataclass
 class _Launch:
-    """A place on the host: the operators around it from outermost to innermost, and the innermost one's shapes."""
+    """A position on the host: the enclosing operators from outermost to innermost, and the innermost one's shapes."""
 
     time: float
     names: tuple[str, ...]
@@ -88,16 +87,16 @@ class _Launch:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, packed or not."""
+    """Read the events of a trace, compressed or not."""
     opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
     with opened as file:
         return list(json.load(file)["traceEvents"])
 
 
-def work_of(events: Iterable[dict[str, Any]], shape: Shape) -> list[Work]:
-    """Every kernel of the recorded steps with its category, in order of time."""
+def categorise_kernels(events: Iterable[dict[str, Any]], shape: Shape) -> list[Work]:
+    """Return every kernel of the recorded steps with its category, in order of time."""
     complete = [event for event in events if event.get("ph") == "X"]
-    # A range on the host has a shadow on the device, which begins and ends later.
+    # A range on the host has a counterpart on the device, which begins and ends later.
     ranges = (event for event in complete if event.get("cat") != "gpu_user_annotation")
     steps = sorted((e["ts"], e["ts"] + e["dur"], i) for i, e in enumerate(ranges) if e["name"].startswith(STEP + " "))
     kernels = [event for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -122,7 +121,7 @@ def work_of(events: Iterable[dict[str, Any]], shape: Shape) -> list[Work]:
 def categorise(
     name: str, context: tuple[str, ...], sizes: frozenset[int], shape: Shape, *, memcpy: bool = False
 ) -> str:
-    """The category of one kernel by its name, the operators around it, and the sizes of the innermost one's inputs.
+    """Return the category of a kernel by its name, the enclosing operators, and the innermost one's input sizes.
 
     `context` is in order from the outermost to the innermost, in a backward pass after those of the forward.
     """
@@ -152,7 +151,7 @@ def categorise(
         "aten::_int_mm",
         "aten::_grouped_mm",
         "aten::grouped_mm",
-    ):  # by cuBLAS, torch, or by our kernel with the adapter's term in it
+    ):  # by cuBLAS, torch, or our kernel that includes the adapter
         return FROZEN
     if _OUR_KERNEL.search(name):
         return NORMS if _NORMS.search(name) else ADAPTER
@@ -164,7 +163,7 @@ def categorise(
 
 
 def breakdown(works: list[Work]) -> tuple[dict[str, float], float, int]:
-    """Milliseconds of a step by category (idle included; they add up), those of the step, and how many were recorded.
+    """Return milliseconds of a step by category (with idle, they add up) and of the step, and the recorded steps.
 
     Raises ValueError if fewer than two steps were recorded.
     """
@@ -172,7 +171,7 @@ def breakdown(works: list[Work]) -> tuple[dict[str, float], float, int]:
     for work in works:
         ends[work.step] = max(ends[work.step], work.end)
     if len(ends) < 2:
-        raise ValueError(f"{len(ends)} recorded steps: at least two are needed, the first is left out")
+        raise ValueError(f"{len(ends)} recorded steps: need at least two, because the first is left out")
     begin, end, count = ends[min(ends)], ends[max(ends)], len(ends) - 1
     bounds: list[tuple[float, int, str]] = []
     for work in works:
@@ -191,7 +190,7 @@ def breakdown(works: list[Work]) -> tuple[dict[str, float], float, int]:
 
 
 def longest(works: list[Work], category: str, count: int = 5) -> list[tuple[str, int, float]]:
-    """The kernels of a category that took most: name, calls and milliseconds in all recorded steps."""
+    """Return the slowest kernels of a category: name, calls and milliseconds in all recorded steps."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for work in works:
         if work.category == category:
@@ -206,7 +205,7 @@ def _is_backward(names: tuple[str, ...]) -> bool:
 
 
 def _threads(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
-    """The events of each host thread in order; of two that start together the longer one, which is around the other."""
+    """Yield the events of each host thread in order; of two that start together the enclosing one comes first."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in kinds:
@@ -216,7 +215,7 @@ def _threads(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Iterator[l
 
 
 def _launches(events: list[dict[str, Any]]) -> dict[int, _Launch]:
-    """Where on the host each kernel was launched, by correlation."""
+    """Return the position on the host where each kernel was launched, by correlation."""
     places: dict[int, _Launch] = {}
     for thread in _threads(events, ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")):
         stack: list[dict[str, Any]] = []
@@ -231,7 +230,7 @@ def _launches(events: list[dict[str, Any]]) -> dict[int, _Launch]:
 
 
 def _operators(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, _Launch]]:
-    """Operators on a CPU as if they were kernels: the pieces of time in which none inside of them runs."""
+    """Return operators on a CPU as if they were kernels: the pieces of time in which no inner one runs."""
     pieces: list[dict[str, Any]] = []
     places: dict[int, _Launch] = {}
 

@@ -1,7 +1,7 @@
-"""Unsloth's model for `benchmarks.bench.peers`: loaded as its users load one, from a checkpoint that holds nothing.
+"""Unsloth's model for `benchmarks.bench.peers`: loaded as its users do, from a sparse checkpoint.
 
 Unsloth reads a folder. Writing and reading 16 GB of random numbers would take most of the measurement's time, so the
-weights in the file are one hole (zeros that take no room on the disk) and are drawn on the card afterwards.
+weights in the file are a hole (zeros that take no disk space) and are drawn on the card afterwards.
 """
 
 import json
@@ -17,13 +17,13 @@ from trainer.model.expert_layers import router_weights
 from trainer.model.random_weights import is_skewed, skew
 
 
-def unsloth_model(case: Case, folder: Path) -> Any:
-    """Unsloth's model from a checkpoint of zeros that takes no room on the disk, its weights then drawn in place."""
+def load_unsloth_model(case: Case, folder: Path) -> Any:
+    """Load Unsloth's model from a sparse checkpoint of zeros and draw its weights in place."""
     from unsloth import FastLanguageModel
 
     path = folder / "unsloth" / case.base_model.replace(":", "-")
     if not (path / "config.json").exists():
-        write_hollow_checkpoint(case.base_model, path)
+        write_sparse_checkpoint(case.base_model, path)
     model, _ = FastLanguageModel.from_pretrained(
         str(path), max_seq_length=case.length, dtype=torch.bfloat16, load_in_4bit=case.four_bit
     )
@@ -43,8 +43,8 @@ def unsloth_model(case: Case, folder: Path) -> Any:
     )
 
 
-def write_hollow_checkpoint(base_model: str, folder: Path) -> None:
-    """config.json, a tokenizer, and a safetensors file whose weights are one hole: it reads as zeros, in bf16."""
+def write_sparse_checkpoint(base_model: str, folder: Path) -> None:
+    """Write config.json, a tokenizer, and a sparse safetensors file that reads as bf16 zeros."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -73,10 +73,10 @@ def write_hollow_checkpoint(base_model: str, folder: Path) -> None:
 
 
 def draw_weights(model: torch.nn.Module, *, skewed: bool = False) -> None:
-    """Random values for every weight, as in trainer/model/random_weights.py; bitsandbytes quantises 4-bit ones again.
+    """Draw every weight as in trainer/model/random_weights.py; bitsandbytes quantises 4-bit ones again.
 
     The speed of a product depends on its values (the fewer bits change, the less power it draws, and the clock follows
-    the power), so the others must have weights like ours.
+    the power), so the peers must have weights like ours.
     """
     from bitsandbytes.functional import quantize_4bit
 

@@ -1,9 +1,9 @@
-"""`zerolora compare CONFIG`: controllers of the SCU side by side on one model and data set, several seeds each.
+"""`zerolora compare CONFIG`: compare controllers of the SCU on one model and data set, with several seeds each.
 
-A trial is one (measure, controller, lambda, seed). Each runs in a process of its own, benchmarks/compare/trial.py, in
-DIR/<name>: one after another, several side by side on one GPU, or spread over GPUs. There is no launcher between:
-a single rank needs none, and DeepSpeed's would cost each trial the seconds that its two processes take to start.
-Finished trials are recognised by their settings and skipped; one that was interrupted starts again.
+A trial is one (measure, controller, lambda, seed). Each runs in its own process, benchmarks/compare/trial.py, in
+DIR/<name>: one after another, several at once on one GPU, or spread over GPUs. There is no launcher: a single rank
+needs none, and DeepSpeed's would add the seconds its two processes take to start. Finished trials are recognised by
+their settings and skipped; an interrupted one starts again.
 """
 
 import argparse
@@ -39,9 +39,9 @@ class _Stopped(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 done, 1 a trial failed, 2 usage, 128 + signal when stopped."""
+    """Return exit code 0 if done, 1 if a trial failed, 2 for usage errors, 128 + signal when stopped."""
     options = parse(argv)
-    # A file has no width: what is printed there need not be cut.
+    # A file has no width: do not truncate the output there.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except _Stopped as stopped:
-        print("stopped; the same command goes on with the trials that are not finished", file=sys.stderr)
+        print("stopped; run the same command again to continue with the unfinished trials", file=sys.stderr)
         return stopped.exit_code
 
 
@@ -65,15 +65,18 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
     check(config, options)
     trials = plan(options.config, options.overrides, config, options)
     missing = [trial for trial in trials if not trial.is_finished()]
-    console.print(f"{len(trials)} trials, {len(trials) - len(missing)} finished already; in {options.output}")
+    console.print(f"{len(trials)} trials, {len(trials) - len(missing)} already finished; in {options.output}")
     failed: list[Trial] = []
     if missing:
         quiet_libraries()
-        # The data is tokenised before the trials ask for it together, and mistakes show before the first one starts.
+        # Tokenise before the trials need it at the same time, and find mistakes before the first one starts.
         stats = prepare(missing[0].config).data.stats
         if options.forgetting is not None:
             check_readable(options.forgetting)
-        for line in [*stats.lines(), *([] if "kl" in options.measures else [scale_line(config, stats.target_tokens)])]:
+        for line in [
+            *stats.lines(),
+            *([] if "kl" in options.measures else [describe_scale(config, stats.target_tokens)]),
+        ]:
             console.print(line)
         options.output.mkdir(parents=True, exist_ok=True)
         failed = run_trials(missing, options.config, slots(options), console, options.forgetting)
@@ -86,7 +89,7 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
 
 
 def show(comparison: Comparison, folder: Path, console: Console) -> None:
-    """Print table and statements, and write them with the figures behind them and the plots into `folder`."""
+    """Print table and statements, and write them with the figures and plots into `folder`."""
     for table in result_tables(comparison):
         console.print(table, "", soft_wrap=False)
     for line in [*NOTES, "", *statements(comparison)]:
@@ -95,8 +98,8 @@ def show(comparison: Comparison, folder: Path, console: Console) -> None:
     console.print("written: " + ", ".join(str(path) for path in written))
 
 
-def scale_line(config: RunConfig, target_tokens: int) -> str:
-    """How much lambda weighs: the regulariser in nats per token for a given size of the adapter."""
+def describe_scale(config: RunConfig, target_tokens: int) -> str:
+    """Describe the weight of lambda: the regulariser in nats per token for a given size of the adapter."""
     tokens = config.scu.tokens or target_tokens
     sigma = float(config.scu.sigma)
     weight = 1.0 / (2.0 * sigma**2 * tokens)
@@ -107,39 +110,41 @@ def scale_line(config: RunConfig, target_tokens: int) -> str:
 
 
 def check(config: RunConfig, options: argparse.Namespace) -> None:
-    """Refuse what no comparison can be made of."""
+    """Raise UserError for settings that cannot be compared."""
     data = config.dataset
     if data.evaluation is None and not data.val_split:
-        raise UserError("dataset.evaluation: nothing is held out to compare by; give dataset.evaluation")
+        raise UserError("dataset.evaluation: missing, but the comparison needs held-out data; set dataset.evaluation")
     if data.val_split and options.seeds > 1:
         raise UserError(
-            f"dataset.val_split={data.val_split}: each of {options.seeds} seeds would hold out other documents; give "
-            "dataset.evaluation"
+            f"dataset.val_split={data.val_split}: each of {options.seeds} seeds would hold out different documents; "
+            "set dataset.evaluation"
         )
     if data.packing or data.streaming:
         name = "packing" if data.packing else "streaming"
-        raise UserError(f"dataset.{name}=true: documents are measured one by one here; set dataset.{name}: false")
+        raise UserError(f"dataset.{name}=true: documents are measured one by one; set dataset.{name}: false")
     if not config.training.eval_steps:
-        raise UserError("training.eval_steps=0: the best held-out loss is looked for on the way; set it, to 50 say")
+        raise UserError(
+            "training.eval_steps=0: evaluations during training find the best held-out loss; set it to 50, for example"
+        )
     if options.targets and len(options.measures) > 1 and len(options.targets) != len(options.measures):
-        raise UserError(f"--targets: {len(options.targets)} for {len(options.measures)} measures; give one for each")
+        raise UserError(f"--targets: {len(options.targets)} for {len(options.measures)} measures; give one per measure")
     if "kl" in options.measures and options.measures != ["kl"]:
-        raise UserError("--measures: lambda of kl is not on the scale of the others; compare it by itself")
+        raise UserError("--measures: lambda of kl has another scale than the others; compare it separately")
 
 
 def check_readable(path: Path) -> None:
-    """Raise UserError unless `path` is a file with something in it."""
+    """Raise UserError unless `path` is a non-empty file."""
     try:
         if path.stat().st_size:
             return
         problem = "is empty"
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-    raise UserError(f"--forgetting={path}: {problem}; name a file of texts, such as .txt or .jsonl with text")
+    raise UserError(f"--forgetting={path}: {problem}; give a file of texts, such as .txt or .jsonl")
 
 
 def slots(options: argparse.Namespace) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each process that may run at a time; None leaves it as it is, where there is no GPU."""
+    """Return CUDA_VISIBLE_DEVICES of each concurrent process; None leaves it unchanged, without a GPU."""
     gpus: Sequence[str | None] = options.gpus
     if not gpus and torch.cuda.is_available():
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -150,14 +155,14 @@ def slots(options: argparse.Namespace) -> list[str | None]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, lists of lambdas sorted and each once."""
+    """Parse the options; lists of lambdas are sorted and unique."""
     parser = CommandParser(
         prog="zerolora compare",
         description="Controllers of the Shannon Control Unit side by side: one run each per lambda and seed, a table "
-        "of held-out bits per token with intervals, CSV, JSON and plots. Run it again to go on where it was stopped.",
+        "of held-out bits per token with intervals, CSV, JSON and plots. Run it again to continue after a stop.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of all runs and results (output_dir)")
     parser.add_argument(
         "--seeds", type=from_one, default=3, metavar="N", help="seeds: the file's and those after it (3)"
@@ -171,15 +176,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     listed = ",".join(f"{value:g}" for value in LAMBDAS)
     parser.add_argument("--lambdas", type=_positives, default=LAMBDAS, metavar="LIST", help=f"fixed ones ({listed})")
     parser.add_argument(
-        "--ramps", type=_positives, metavar="LIST", help="where linear and cosine end (the middle of --lambdas)"
+        "--ramps", type=_positives, metavar="LIST", help="final values of linear and cosine (the middle of --lambdas)"
     )
     parser.add_argument(
-        "--targets", type=_positives, metavar="LIST", help="what PI holds: one run for each (scu.target)"
+        "--targets", type=_positives, metavar="LIST", help="targets of PI, with one run each (scu.target)"
     )
     parser.add_argument(
-        "--forgetting", type=Path, metavar="FILE", help="text on which the distance from the base is measured too"
+        "--forgetting", type=Path, metavar="FILE", help="text on which to measure the distance from the base too"
     )
-    parser.add_argument("--parallel", type=from_one, metavar="N", help="processes side by side (1 for each GPU)")
+    parser.add_argument("--parallel", type=from_one, metavar="N", help="concurrent processes (1 per GPU)")
     parser.add_argument("--gpus", type=_words, default=(), metavar="LIST", help="GPUs to spread over (all)")
     parser.add_argument("--draws", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
     options = parser.parse_intermixed_args(argv)

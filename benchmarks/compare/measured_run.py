@@ -1,8 +1,8 @@
-"""One run of a comparison, a single rank without a launcher; benchmarks/compare/trial.py starts it.
+"""One run of a comparison: a single rank without a launcher, started by benchmarks/compare/trial.py.
 
-It trains as any other run does. Also, every evaluation keeps the loss of each held-out document, which intervals and
-paired differences need; they are written at the end, to heldout_documents.json, which marks the run as finished. What a
-comparison has no use for is left out: checkpoints (an interrupted run starts again) and the report of the run.
+It trains like any other run, but every evaluation also keeps the loss of each held-out document, for intervals and
+paired differences; they are written at the end to heldout_documents.json, which marks the run as finished. Checkpoints
+(an interrupted run starts again) and the report of the run are left out.
 """
 
 import sys
@@ -40,11 +40,11 @@ DOCUMENTS_FILE = "heldout_documents.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; exit code 0 done, 1 failed, 2 usage, 128 + signal when stopped."""
+    """Train; return exit code 0 if done, 1 if failed, 2 for usage errors, 128 + signal when stopped."""
     parser = CommandParser(prog="benchmarks.compare.measured_run", description="One run of `zerolora compare`.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    parser.add_argument("--forgetting", metavar="FILE", help="text on which the distance from the base is measured")
+    parser.add_argument("--forgetting", metavar="FILE", help="text on which to measure the distance from the base")
     arguments = parser.parse_intermixed_args(argv)
     try:
         loaded = load_config(arguments.config, arguments.overrides)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: list[Sample]) -> int:
-    """Train in a folder that is held; the exit code."""
+    """Train in a locked folder; return the exit code."""
     folder = Path(loaded.config.output_dir)
     try:
         held_out = HeldOutDocuments(loaded.config, prepared, texts)
@@ -77,7 +77,7 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: li
         run.close()
         run.say(f"error: {escape(str(error))}")
         return error.exit_code
-    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
+    except Exception as error:  # traceback in the log, one line shown, exit code 1
         traceback.print_exc()
         run.close()
         run.say(f"error: {escape(f'{type(error).__name__}: {error}')}")
@@ -92,13 +92,13 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: li
 class HeldOutDocuments:
     """The held-out documents of a run, and the sum of token losses of each, nats, at every evaluation.
 
-    `texts`: what the base's answers to are measured on as well, each time: losses, and KL(adapter || base).
+    `texts`: also measured each time, with losses and KL(adapter || base).
     """
 
     def __init__(self, config: RunConfig, prepared: Prepared, texts: list[Sample]) -> None:
         samples = prepared.data.evaluation
         if not isinstance(samples, Samples) or samples.packed:
-            raise UserError("dataset.packing=true: documents are measured one by one here; use dataset.packing: false")
+            raise UserError("dataset.packing=true: documents are measured one by one; set dataset.packing: false")
         self._config, self._prepared, self._texts = config, prepared, texts
         self._documents = [samples[index] for index in range(len(samples))]
         self._target_tokens = _target_counts(self._documents)
@@ -108,19 +108,19 @@ class HeldOutDocuments:
         self._text_divergences: list[list[float]] = []
 
     def evaluate(self, engine: Engine) -> tuple[float, int]:
-        """The mean over all target tokens, nats, and their number; the sum of each document is kept."""
+        """Return the mean over all target tokens, nats, and their number; keep the sum of each document."""
         engine.eval()
         losses = self._measure(engine, self._documents, row_losses)
         if self._texts:
             self._text_losses.append(self._measure(engine, self._texts, row_losses))
-            self._text_divergences.append(self._measure(engine, self._texts, row_divergences))
+            self._text_divergences.append(self._measure(engine, self._texts, compute_row_divergences))
         engine.train()
         self._losses.append(losses)
         tokens = sum(self._target_tokens)
         return sum(losses) / tokens, tokens
 
     def measure_scales(self, engine: Engine) -> None:
-        """What the finished adapter comes to at smaller scales, where the update is all that parts it from the base."""
+        """Measure the finished adapter at smaller scales, which only shrinks the update of the base."""
         if changes_base_weights(self._config.lora):
             return
         engine.eval()
@@ -135,7 +135,7 @@ class HeldOutDocuments:
         training, pad = self._config.training, self._prepared.tokenizer.pad_token_id
         size = training.eval_batch_size or training.batch_size
         values = [0.0] * len(documents)
-        # Documents of like length share a batch, which spares padding.
+        # Batch documents of similar length to save padding.
         order = sorted(range(len(documents)), key=lambda index: len(documents[index].input_ids))
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
@@ -168,7 +168,6 @@ class HeldOutDocuments:
 
 
 def _texts(config: RunConfig, tokenizer: Any, path: str | None) -> list[Sample]:
-    """The documents of a file of texts. Raises UserError if they cannot be read."""
     if path is None:
         return []
     samples = reference_samples(config.dataset, tokenizer, path, setting="--forgetting", seed=config.seed)
@@ -176,13 +175,13 @@ def _texts(config: RunConfig, tokenizer: Any, path: str | None) -> list[Sample]:
 
 
 def _target_counts(documents: list[Sample]) -> list[int]:
-    # Nothing comes before the first token to predict it from.
+    # The first token cannot be predicted.
     return [sum(document.trained[1:]) for document in documents]
 
 
 @torch.no_grad()
-def row_divergences(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Sum over the targets' places of KL(adapter || base) of each row of a micro-batch, nats, fp64 [B]."""
+def compute_row_divergences(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the sum over targets of KL(adapter || base) of each row of a micro-batch, nats, fp64 [B]."""
     loss = TokenLoss(model)
     adapted, targets = loss.logits(model, batch, model.device)
     with adapter_off(model):

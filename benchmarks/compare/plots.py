@@ -1,4 +1,4 @@
-"""The plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, the task over forgetting."""
+"""Plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, the task over forgetting."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ MEASURED = {"delta": "S", "factors": "S", "kl": "K, bits a token"}
 
 
 def draw_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare_bpt, _curves, _scu and, where texts were measured, _forgetting.png into `folder`; returns them."""
+    """Write compare_bpt, _curves, _scu and, if texts were measured, _forgetting.png into `folder`; return the paths."""
     height = 1.4 + 0.32 * len(comparison.by_setting)
     plots: dict[str, tuple[tuple[float, float], Callable[[Figure, Comparison], None]]] = {
         "compare_bpt": ((9.0, height), _draw_bpt),
@@ -43,7 +43,7 @@ def draw_comparison(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _draw_bpt(figure: Figure, comparison: Comparison) -> None:
-    """A row per setting: interval over documents as a bar, each seed's run as a pale dot."""
+    """Draw a row per setting: interval over documents as a bar, each seed's run as a pale dot."""
     axes = figure.add_subplot()
     axes.set_title("Held-out bits per token: intervals over documents, one pale dot per seed")
     settings = list(comparison.by_setting)
@@ -63,7 +63,7 @@ def _draw_bpt(figure: Figure, comparison: Comparison) -> None:
 
 
 def _draw_curves(figure: Figure, comparison: Comparison) -> None:
-    """Mean over the seeds; the band is from the lowest to the highest seed."""
+    """Draw the mean over the seeds, with a band from the lowest to the highest seed."""
     axes = figure.add_subplot()
     axes.set_title("Held-out bits per token over the run: mean and range of the seeds")
     lowest, highest = np.inf, 0.0
@@ -74,7 +74,7 @@ def _draw_curves(figure: Figure, comparison: Comparison) -> None:
         axes.plot(steps, curves.mean(0), label=setting.label, **style)
         axes.fill_between(steps, curves.min(0), curves.max(0), color=style["color"], alpha=0.1, linewidth=0)
         lowest, highest = min(lowest, curves.min()), max(highest, curves[:, 1:].max(initial=0.0))
-    # The untrained model is far above everything that is to be told apart.
+    # The untrained model is far above all others and would hide their differences.
     axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("bits per held-out target token")
@@ -82,7 +82,7 @@ def _draw_curves(figure: Figure, comparison: Comparison) -> None:
 
 
 def _draw_scu(figure: Figure, comparison: Comparison) -> None:
-    """S or K above, lambda below; fixed lambdas and schedules by their first seed, the controller by each seed."""
+    """Draw S or K above, lambda below; fixed lambdas and schedules by their first seed, the controller by each seed."""
     measured_axes, lambda_axes = figure.subplots(2, 1, sharex=True)
     measured_axes.set_title("What is held (smoothed), and λ, over the run")
     for setting, runs in comparison.by_setting.items():
@@ -90,7 +90,9 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
         for index, run in enumerate(runs if setting.controller == "pi" else runs[:1]):
             steps = [record["step"] for record in run.records]
             label = "" if index else setting.label
-            measured_axes.plot(steps, [record[measured_name(record)] for record in run.records], label=label, **style)
+            measured_axes.plot(
+                steps, [record[name_measurement(record)] for record in run.records], label=label, **style
+            )
             if setting.controller != "none":
                 lambda_axes.plot(steps, [record["lambda"] for record in run.records], **style)
         if setting.controller == "pi":
@@ -108,7 +110,7 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
 
 
 def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
-    """Where runs end, a line a controller through its settings; none as a path over the run. Means over the seeds."""
+    """Draw where runs end, one line per controller; `none` as a path over the run. All are means over the seeds."""
     axes = figure.add_subplot()
     axes.set_title("The task against forgetting: low and to the left is good")
     for setting in comparison.find("none"):
@@ -122,7 +124,7 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
             ends = [np.mean([_path(run)[-1] for run in comparison.by_setting[each]], axis=0) for each in settings]
             if not ends:
                 continue
-            if measure == "kl":  # does not stop overfitting: where its runs end is not where they would be stopped
+            if measure == "kl":  # does not prevent overfitting: its runs would be stopped before their end
                 color = RED
                 paths = [_mean_path(comparison.by_setting[each]) for each in settings]
                 stops = np.array([path[int(np.argmin(path[:, 1]))] for path in paths])
@@ -132,9 +134,9 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
             axes.plot(*np.array(ends).T, "o", linestyle=LINES[measure], color=color, label=words, alpha=faint)
             for end, setting in zip(stops if measure == "kl" else ends, settings, strict=True):
                 number = setting.target if controller == "pi" else setting.lambda_
-                beside = (-8, 9) if measure == "kl" else (6, -11) if controller == "pi" else (5, 5)
+                offset = (-8, 9) if measure == "kl" else (6, -11) if controller == "pi" else (5, 5)
                 text = "" if number is None else f"{number:g}"
-                axes.annotate(text, end, beside, color=color, textcoords="offset points", fontsize=8)
+                axes.annotate(text, end, offset, color=color, textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -145,12 +147,11 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
 
 
 def _path(run: Result) -> Values:
-    """(K on the texts, held-out BPT) at each evaluation."""
     return np.array([(run.forgetting(index)[0], bits) for index, bits in enumerate(run.curve)], dtype=np.float64)
 
 
 def _mean_path(runs: list[Result]) -> Values:
-    """Over the seeds, as they were trained, without the untrained model."""
+    """Average the paths over the seeds, as trained, without the untrained model."""
     mean: Values = np.mean([_path(run)[: run.trained] for run in runs], axis=0)[1:]
     return mean
 
@@ -165,13 +166,12 @@ def _words(settings: list[Setting]) -> str:
     return f"{settings[0].measure}, {what[settings[0].controller]}"
 
 
-def measured_name(record: dict[str, Any]) -> str:
-    """What a record of the controller has as the smoothed measurement."""
+def name_measurement(record: dict[str, Any]) -> str:
     return "kl_smoothed" if "kl_smoothed" in record else "s_smoothed"
 
 
 def _style(comparison: Comparison, setting: Setting) -> dict[str, Any]:
-    """Colour by controller, fixed lambdas from pale to dark, dashes for the measure `factors`."""
+    """Return the style: colour by controller, fixed lambdas from pale to dark, dashes for the measure `factors`."""
     color: Any = COLORS[setting.controller]
     if setting.controller == "fixed":
         family = comparison.find("fixed", setting.measure)

@@ -1,4 +1,4 @@
-"""The table of a comparison, what may be said of it, and its files: compare.md, compare.csv, compare.json."""
+"""Table of a comparison, its conclusions, and its files: compare.md, compare.csv, compare.json."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ def _interval(name: str, sign: str = "") -> Callable[[Row], str]:
     return lambda row: row[name].text(sign) if row[name] else ""
 
 
-# Heading -> cell. In parts, since one table of all would be too wide for most terminals.
+# Heading -> cell. Several tables, because one would be too wide for most terminals.
 LOSSES = {
     "final BPT [95 %]": _interval("final_bpt"),
     "± seeds": _number("final_bpt_over_seeds", ".4f"),
@@ -60,7 +60,7 @@ NOTES = (
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """The tables for a terminal: held-out loss, then what the controller did."""
+    """Build the tables for a terminal: held-out loss, then the controller's behaviour."""
     tables = []
     for columns in (LOSSES, CONTROL, REMEDIES):
         table = Table(box=None, pad_edge=False)
@@ -74,7 +74,7 @@ def result_tables(comparison: Comparison) -> list[Table]:
 
 
 def statements(comparison: Comparison) -> list[str]:
-    """The differences that the comparison is made for, each with its interval and what that allows to say."""
+    """Return the differences of interest, each with its interval and the conclusion it allows."""
     lines: list[str] = []
     for one, other, moment, of_other in _questions(comparison):
         difference = comparison.difference(one, other, moment, of_other)
@@ -99,7 +99,7 @@ def statements(comparison: Comparison) -> list[str]:
 
 
 def write_results(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write the table and statements as Markdown, every run as CSV, and all figures as JSON; returns the files."""
+    """Write the table and statements as Markdown, every run as CSV, and all figures as JSON; return the paths."""
     columns = {"setting": lambda row: row["setting"], **LOSSES, **CONTROL, **REMEDIES}
     text = [_markdown([*columns]), _markdown(["---"] + ["---:"] * (len(columns) - 1))]
     text += [_markdown([cell(row) for cell in columns.values()]) for row in comparison.rows()]
@@ -130,7 +130,9 @@ def write_results(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _questions(comparison: Comparison) -> Iterator[tuple[Setting, Setting, str, str]]:
-    """PI and the best fixed lambda against no regulariser, its remedies, and all others; delta against factors."""
+    """Yield the pairs: PI and the best fixed lambda against no regulariser, its remedies, and all others; delta,
+    factors.
+    """
     nothing = comparison.find("none")
     for moment in ("final", "best"):
         for pi in comparison.find("pi"):
@@ -160,7 +162,7 @@ def _verdict(difference: Interval, one: Setting) -> str:
 
 
 def _steering(comparison: Comparison, setting: Setting) -> str:
-    """Whether S or K came to its target, and stayed."""
+    """Describe whether S or K reached its target and stayed there."""
     held = "K" if setting.measure == "kl" else "S"
     runs = [run.numbers() for run in comparison.by_setting[setting]]
     reached = [run for run in runs if run["step_in_deadband"] is not None]

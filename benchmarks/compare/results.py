@@ -1,17 +1,17 @@
-"""What a comparison measured: held-out bits per token (BPT) with intervals, S and lambda, differences that are paired.
+"""Measurements of a comparison: held-out bits per token (BPT) with intervals, S and lambda, and paired differences.
 
 BPT of a run = sum of token losses (nats) / number of target tokens / ln 2, over all held-out documents, at the end and
 at the evaluation where it was lowest. A setting's BPT is the mean over its seeds.
 
-Two more moments tell what else could have been done with the same runs. *stopped*: training ended at the evaluation
-that is best on one half of the documents, measured on the other half, and the other way round: early stopping by
-held-out text that is not what is reported. *scaled*: the same choice among scales of the finished adapter.
+Two more moments show alternatives for the same runs. *stopped*: early stopping at the evaluation that is best on one
+half of the documents, measured on the other half, and vice versa, so that the stopping text is not the reported one.
+*scaled*: the same choice among scales of the finished adapter.
 
 Interval of a setting: percentile bootstrap (Efron, 1979) over documents, its seeds kept; the spread over the seeds is
-given beside it. Interval of a difference of two settings: documents and seeds are both drawn with replacement, and both
-settings are measured on the same draw (the same documents, runs of the same seed): what they have in common cancels.
-With three seeds the part of the seeds is rough, and its bootstrap too narrow, so a t interval over the seeds' own
-differences stands beside it: "lower" is said where both leave out zero.
+reported separately. Interval of a difference of two settings: documents and seeds are both drawn with replacement, and
+both settings are measured on the same draw (the same documents, runs of the same seed), so that common effects cancel.
+With three seeds the bootstrap over seeds is too narrow, so a t interval over the seeds' own differences is reported
+too: "lower" is only claimed if both exclude zero.
 """
 
 import json
@@ -57,27 +57,26 @@ class Result:
     tokens_D: Values
     records: list[dict[str, Any]]
     scaled_FD: Values | None = None
-    """The same of the finished adapter at each of SCALES."""
+    """The same for the finished adapter at each of SCALES."""
     texts: dict[str, Any] | None = None
-    """Of the texts for forgetting: tokens, and loss and KL sums at each evaluation."""
+    """For the texts that measure forgetting: tokens, and loss and KL sums at each evaluation."""
 
     @property
     def curve(self) -> Values:
-        """Held-out bits per token at each evaluation."""
         curve: Values = self.losses_ED.sum(1) / self.tokens_D.sum() / math.log(2)
         return curve
 
     @property
     def trained(self) -> int:
-        """Evaluations of the adapter as it was trained: not that of one that was scaled to its target at the end."""
+        """Number of evaluations of the adapter as trained, without one that was scaled to its target at the end."""
         return len(self.steps) - (self.steps[-2:].count(self.steps[-1]) == 2)
 
     def index(self, moment: str) -> int:
-        """The evaluation that counts: the last one, or the one with the lowest held-out loss."""
+        """Return the evaluation of a moment: the last one, or the one with the lowest held-out loss."""
         return len(self.steps) - 1 if moment == "final" else int(np.argmin(self.curve))
 
     def losses(self, moment: str) -> Values | None:
-        """Loss sum of each document, nats; None where it was not measured."""
+        """Return the loss sum of each document, nats; None if it was not measured."""
         if moment == "stopped":
             return chosen_on_the_other_half(self.losses_ED)
         if moment == "scaled":
@@ -86,19 +85,18 @@ class Result:
         return losses
 
     def bpt(self, moment: str) -> float | None:
-        """Held-out bits per token at a moment."""
         losses = self.losses(moment)
         return None if losses is None else float(losses.sum() / self.tokens_D.sum() / math.log(2))
 
     def forgetting(self, index: int) -> tuple[float, float] | tuple[None, None]:
-        """K on the texts, and by how much their loss has risen since the start; bits a token at one evaluation."""
+        """Return K on the texts and the rise of their loss since the start, in bits per token, at one evaluation."""
         if self.texts is None:
             return None, None
         kl_ED, losses_ED, nats = self.texts["kl"], self.texts["losses"], self.texts["tokens"] * math.log(2)
         return float(kl_ED[index].sum() / nats), float((losses_ED[index] - losses_ED[0]).sum() / nats)
 
     def numbers(self) -> dict[str, Any]:
-        """What the run came to, a row of compare.csv."""
+        """Return the run's row of compare.csv."""
         setting, scu, last, best = self.trial.setting, self.trial.config.scu, self.records[-1], self.index("best")
         inside = [abs(record["error"]) <= float(scu.deadband) for record in self.records]
         reached = inside.index(True) if True in inside else None
@@ -138,52 +136,52 @@ class Interval:
     low: float
     high: float
     over_seeds: tuple[float, float] | None = None
-    """Of a difference: Student's interval, the seeds' differences being the sample."""
+    """Student's interval of a difference, with the seeds' differences as the sample."""
 
     @property
     def sign(self) -> int:
-        """-1 or 1 where every interval leaves out zero, else 0."""
+        """-1 or 1 if every interval excludes zero, else 0."""
         low, high = self.over_seeds or (-math.inf, math.inf)
         if max(self.high, high) < 0:
             return -1
         return 1 if min(self.low, low) > 0 else 0
 
     def text(self, sign: str = "") -> str:
-        """`1.234 [1.200, 1.270]`"""
+        """Format as `1.234 [1.200, 1.270]`."""
         return f"{self.value:{sign}.4f} [{self.low:{sign}.4f}, {self.high:{sign}.4f}]"
 
 
 class Comparison:
-    """All results, by setting in the order of the plan; every setting's runs in the order of their seeds."""
+    """All results by setting, in the order of the plan; every setting's runs in the order of their seeds."""
 
     def __init__(self, results: Sequence[Result], *, draws: int) -> None:
         self.results = list(results)
         self.by_setting: dict[Setting, list[Result]] = {}
         for result in results:
             self.by_setting.setdefault(result.trial.setting, []).append(result)
-        # One set of draws for everything: intervals do not change with what else is asked.
+        # One set of draws, so that intervals do not depend on the order of calls.
         generator = np.random.default_rng(0)
         count = len(results[0].tokens_D)
         self.tokens_D = results[0].tokens_D
-        # How often each document is in each draw: a product with it sums the drawn documents.
+        # Counts of each document in each draw: a product with it sums the drawn documents.
         self._drawn_BD = generator.multinomial(count, [1.0 / count] * count, size=draws).astype(np.float64)
         self._seed_draws_BS = generator.random((draws, max(map(len, self.by_setting.values()))))
 
     def losses(self, setting: Setting, moment: str) -> dict[int, Values]:
-        """Seed -> loss sum of each document, nats, of the runs that measured it."""
+        """Return seed -> loss sum of each document, nats, of the runs that measured it."""
         found = {run.trial.seed: run.losses(moment) for run in self.by_setting[setting]}
         return {seed: losses for seed, losses in found.items() if losses is not None}
 
     def bpt(self, setting: Setting, moment: str) -> Interval:
-        """Mean over the seeds, with its interval over documents."""
+        """Return the mean over the seeds, with its interval over documents."""
         mean_D = np.mean(list(self.losses(setting, moment).values()), axis=0)
         value = float(mean_D.sum() / self.tokens_D.sum())
         return _interval(value, (self._drawn_BD @ mean_D) / (self._drawn_BD @ self.tokens_D))
 
     def difference(self, one: Setting, other: Setting, moment: str, of_other: str | None = None) -> Interval | None:
-        """BPT of `one` minus that of `other`, over the seeds that both have; None if there is none.
+        """Return BPT of `one` minus that of `other`, over their common seeds; None without any.
 
-        `of_other`: the moment at which the other is taken, if not the same.
+        `of_other`: the moment of the other, if different.
         """
         ones, others = self.losses(one, moment), self.losses(other, of_other or moment)
         seeds = sorted(ones.keys() & others.keys())
@@ -194,10 +192,12 @@ class Comparison:
         picked_BS = (self._seed_draws_BS[:, : len(seeds)] * len(seeds)).astype(np.int64)
         value = float(difference_SD.mean(0).sum() / self.tokens_D.sum())
         interval = _interval(value, np.take_along_axis(drawn_BS, picked_BS, axis=1).mean(1))
-        return replace(interval, over_seeds=t_interval(difference_SD.sum(1) / self.tokens_D.sum() / math.log(2)))
+        return replace(
+            interval, over_seeds=compute_t_interval(difference_SD.sum(1) / self.tokens_D.sum() / math.log(2))
+        )
 
     def find(self, controller: str, measure: str | None = None) -> list[Setting]:
-        """The settings of a controller, and of a measure."""
+        """Return the settings of a controller, and of a measure if given."""
         return [
             setting
             for setting in self.by_setting
@@ -205,18 +205,18 @@ class Comparison:
         ]
 
     def best_fixed(self, measure: str, moment: str) -> Setting | None:
-        """The fixed lambda with the lowest BPT; chosen on the very documents it is then compared on, to its favour."""
+        """Return the fixed lambda with the lowest BPT; chosen on the evaluated documents, which favours it."""
         return min(self.find("fixed", measure), key=lambda setting: self.bpt(setting, moment).value, default=None)
 
     def edge(self, measure: str, moment: str) -> tuple[Setting, str] | None:
-        """The best fixed lambda and the end of the sweep that it is at, if it is at one of several."""
+        """Return the best fixed lambda and the end of the sweep it is at, if the sweep has several and it is at one."""
         family, best = self.find("fixed", measure), self.best_fixed(measure, moment)
         if best is None or len(family) < 2 or best not in (family[0], family[-1]):
             return None
         return best, "smallest" if best == family[0] else "largest"
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What each setting came to."""
+        """Yield a summary of each setting."""
         nothing = next(iter(self.find("none")), None)
         for setting, runs in self.by_setting.items():
             numbers = [run.numbers() for run in runs]
@@ -234,7 +234,7 @@ class Comparison:
 
 
 def read_results(trials: Sequence[Trial]) -> list[Result]:
-    """Read what finished trials wrote. Raises UserError if they were not measured on the same documents."""
+    """Read the results of finished trials. Raises UserError if they were measured on different documents."""
     results = []
     data: dict[str, Trial] = {}
     for trial in trials:
@@ -261,16 +261,19 @@ def _texts(written: dict[str, Any]) -> dict[str, Any] | None:
     return {"tokens": float(sum(written["text_tokens"])), "kl": kl, "losses": losses}
 
 
-def t_interval(values: Values) -> tuple[float, float] | None:
-    """Student's 95 % interval of the mean of a sample; None for a sample of one."""
+def compute_t_interval(values: Values) -> tuple[float, float] | None:
+    """Return Student's 95 % interval of the mean of a sample; None for a sample of one."""
     if len(values) < 2:
         return None
-    half = t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = compute_t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return float(np.mean(values)) - half, float(np.mean(values)) + half
 
 
-def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t (Abramowitz and Stegun, table 26.10; beyond it their expansion 26.7.5)."""
+def compute_t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t.
+
+    Source: Abramowitz and Stegun, table 26.10, and their expansion 26.7.5 beyond it.
+    """
     table = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
     if freedom <= len(table):
         return table[freedom - 1]
@@ -280,7 +283,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def _interval(value: float, draws: Values) -> Interval:
-    """From nats to bits."""
+    """Convert from nats to bits."""
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
     return Interval(value / math.log(2), float(low) / math.log(2), float(high) / math.log(2))

@@ -1,4 +1,4 @@
-"""The program of one run of a comparison, with the arguments of a rank: `CONFIG [key=value ...]`."""
+"""Program of one run of a comparison, with the arguments of a rank: `CONFIG [key=value ...]`."""
 
 from trainer.parallel.ranks.training_process import begin
 

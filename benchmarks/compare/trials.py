@@ -1,4 +1,4 @@
-"""The trials of a comparison: which there are, which are done already, and the processes that train the others."""
+"""Trials of a comparison: their list, those already done, and the processes that train the others."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ MEASURES = ("delta", "factors", "kl")
 CHILD = "benchmarks.compare.trial"
 POLL_S = 0.2
 PATIENCE_S = 20.0
-# A trial measures and ends: nothing is kept to resume from, nothing ends it early, nothing is shown or reported.
+# A trial only measures: no checkpoints, no early stopping, no output or report.
 OF_EVERY_TRIAL = (
     "scu.enabled=true",
     "output.overwrite=delete",
@@ -33,7 +33,7 @@ OF_EVERY_TRIAL = (
     "training.resume_from_checkpoint=null",
     "logging.sample_prompts=[]",
 )
-# Settings that change no number of a trial, or of one that is not steered: none of these makes it another trial.
+# Settings that change no number of a trial (or of one without a controller) do not make it another trial.
 OF_NO_EFFECT = {"output_dir", "logging", "output"}
 OF_PI_ALONE = {
     f"scu.{name}"
@@ -45,18 +45,18 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared: everything of a trial but its seed. `lambda_` is lambda, or where a schedule ends."""
+    """Everything of a trial but its seed. `lambda_` is lambda, or the final value of a schedule."""
 
     measure: str
     controller: str
     lambda_: float | None = None
     target: float | None = None
     several: bool = False
-    """PI runs at other targets too, which the label has to tell apart."""
+    """PI also runs at other targets, so the label must include the target."""
 
     @property
     def label(self) -> str:
-        """As tables and folders have it, `delta-fixed-0.1`; without a regulariser the measure does not matter."""
+        """Return the label in tables and folders, `delta-fixed-0.1`; the measure is left out without a regulariser."""
         if self.controller == "none":
             return "none"
         number = self.target if self.controller == "pi" and self.several else self.lambda_
@@ -65,7 +65,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its setting and seed, its folder, its overrides of the configuration, and what these resolve to."""
+    """One run: its setting and seed, its folder, its overrides of the configuration, and the resolved configuration."""
 
     setting: Setting
     seed: int
@@ -74,7 +74,7 @@ class Trial:
     config: RunConfig
 
     def is_finished(self) -> bool:
-        """Whether the folder holds this very run, done. Raises UserError if it is done with other settings."""
+        """Return whether the folder holds this finished run. Raises UserError if it was made with other settings."""
         if not (self.folder / DOCUMENTS_FILE).is_file():
             return False
         text = (self.folder / "training_config.json").read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ class Trial:
 
 
 def plan(path: Path, overrides: Sequence[str], config: RunConfig, options: argparse.Namespace) -> list[Trial]:
-    """Every trial that the options ask for, with its configuration checked; one seed after the other.
+    """Return every trial for the options, with its configuration checked, seed by seed.
 
     Raises UserError for settings that no trial could run with.
     """
@@ -109,7 +109,7 @@ def plan(path: Path, overrides: Sequence[str], config: RunConfig, options: argpa
 
 
 def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:
-    """(measure, controller, lambda) in the order of the table; `none` is there once."""
+    """Return (measure, controller, lambda) in the order of the table; `none` occurs once."""
     found: list[Setting] = []
     one_measure = len(options.measures) == 1
     for index, measure in enumerate(options.measures):
@@ -131,7 +131,7 @@ def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:
 
 
 def _overrides(setting: Setting, config: RunConfig, smallest: float) -> list[str]:
-    """The overrides of one setting; the bounds of lambda give way to a fixed one, a schedule ends at its own."""
+    """Return the overrides of one setting; a fixed lambda widens the bounds, a schedule ends at its own value."""
     own = [f"scu.measure={setting.measure}", f"scu.controller={setting.controller}"]
     if setting.target is not None:
         own.append(f"scu.target={setting.target:g}")
@@ -141,7 +141,7 @@ def _overrides(setting: Setting, config: RunConfig, smallest: float) -> list[str
     if setting.controller != "fixed":
         start, end = min(smallest, setting.lambda_ / 2), setting.lambda_
     low = min(config.scu.lambda_min, start)
-    # With all their digits: a lambda that was rounded past its bound would be refused.
+    # Keep all digits: a lambda rounded past its bound would be an error.
     return [*own, *(f"scu.lambda_{name}={value!r}" for name, value in (("start", start), ("min", low), ("max", end)))]
 
 
@@ -152,9 +152,9 @@ def run_trials(
     console: Console,
     forgetting: Path | None = None,
 ) -> list[Trial]:
-    """Train them, as many at a time as there are slots (a CUDA_VISIBLE_DEVICES each); returns those that failed.
+    """Train them, as many at a time as there are slots (a CUDA_VISIBLE_DEVICES each); return those that failed.
 
-    `forgetting`: text on which they also measure how far they went from the base.
+    `forgetting`: text on which they also measure the distance from the base.
     """
     waiting, failed = list(trials), []
     free = list(slots)
@@ -200,7 +200,7 @@ def _last_words(trial: Trial) -> str:
 
 
 def _end(processes: Sequence[Process]) -> None:
-    """Stop what still runs: politely, then for good."""
+    """Stop running processes: first SIGTERM, then SIGKILL."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + PATIENCE_S
@@ -208,8 +208,8 @@ def _end(processes: Sequence[Process]) -> None:
         for process in processes:
             process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        pass  # what is patient enough for one is patient enough for all
-    finally:  # also when a second signal ends the waiting
+        pass  # the time limit is for all together
+    finally:  # also if a second signal ends the wait
         for process in processes:
             process.kill()
             process.wait()
@@ -218,7 +218,7 @@ def _end(processes: Sequence[Process]) -> None:
 def _first_difference(
     old: Mapping[str, Any], new: Mapping[str, Any], ignored: set[str], prefix: str = ""
 ) -> str | None:
-    """`setting was X and is Y` for the first setting that differs, or None."""
+    """Return `setting was X and is Y` for the first setting that differs, or None."""
     for key in sorted({*old, *new}):
         name, was, now = prefix + key, old.get(key), new.get(key)
         if name in ignored:

@@ -1,1 +1,1 @@
-"""`zerolora tier`: five runs of rising size whose thresholds are asserted."""
+"""`zerolora tier`: five runs of increasing size with asserted thresholds."""

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.tiers NAME|all|FILE`: run real trainings on one GPU and assert what must be true of each.
+"""`python -m benchmarks.tiers NAME|all|FILE`: run real trainings on one GPU and assert their results.
 
-A tier is `configs/tier_NAME.yaml`, or a file of the user's with a section `tier`, run by `zerolora train`;
-benchmarks/tiers/checks.py asserts on the files that the run wrote. Real weights are used if this machine has them.
-Otherwise the model has its true shape and random weights, and the assertions that need real ones are listed as not
-made. Exit code 0: all held; 1: an assertion or a run failed; 2: usage.
+A tier is `configs/tier_NAME.yaml`, or a user's file with a section `tier`, run by `zerolora train`;
+benchmarks/tiers/checks.py checks the files the run wrote. Real weights are used if this machine has them. Otherwise the
+model has its true shape and random weights, and the assertions that need real weights are listed as not made. Exit code
+0: all held; 1: an assertion or a run failed; 2: usage.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.tiers import checks
-from benchmarks.tiers.baselines import Baselines
 from benchmarks.tiers.checks import Check, TierRun
 from benchmarks.tiers.machine import (
     CPU,
+    Baselines,
     Machine,
     Weights,
     cache_folder,
@@ -63,38 +63,37 @@ Assertions = tuple[checks.Checker, ...]
 
 @dataclass(frozen=True)
 class Tier:
-    """One line of the table in docs/guide/tiers.md, or a configuration of the user's."""
+    """One line of the table in docs/guide/tiers.md, or a user's configuration."""
 
     name: str
     shape: str
     needs_gib: float
-    """Free memory without which it is not started (--check-vram)."""
+    """Free GPU memory required to start it (--check-vram)."""
     asserts: Callable[[RunConfig], Assertions]
     resume_at: int | None = None
-    """The checkpoint from which a second run resumes."""
+    """Checkpoint from which a second run resumes."""
     file: Path | None = None
-    """A configuration of the user's, which brings its own model and data."""
+    """A user's configuration, which brings its own model and data."""
     overrides: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
-        """The configuration file."""
         return self.file or HOME / "configs" / f"tier_{self.name}.yaml"
 
     @property
     def config(self) -> RunConfig:
-        """The configuration with its overrides. Raises UserError."""
+        """Load the configuration with its overrides. Raises UserError."""
         return load_config(self.path, self.overrides).config
 
     @property
     def checks(self) -> Assertions:
-        """What is asserted of the run. Raises UserError if a limit that it asserts is missing."""
+        """Return the assertions about the run. Raises UserError if one of their limits is missing."""
         return self.asserts(self.config)
 
 
 def _set(limit: float | None, name: str) -> float:
     if limit is None:
-        raise UserError(f"tier.{name}: missing in the tier's file, which asserts it; give a number")
+        raise UserError(f"tier.{name}: missing in the tier's file, but required; set a number")
     return limit
 
 
@@ -124,7 +123,7 @@ def _full(config: RunConfig) -> Assertions:
 
 
 def _as_limited(config: RunConfig) -> Assertions:
-    """Finite values, adapters that moved if there are any, and one assertion for each limit that the file sets."""
+    """Check for finite values and moved adapters, if any, and each limit that the file sets."""
     limits = config.tier
     found: list[checks.Checker] = [checks.finite]
     if config.adapter != "none":
@@ -154,19 +153,17 @@ TIERS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a tier."""
-
     tier: str
     model: str
     passed: bool
     seconds: float
     checks: tuple[Check, ...]
     problem: str | None = None
-    """Why there is nothing to assert, if the run failed or was not made."""
+    """Why there is nothing to assert, if the run failed or was skipped."""
 
 
 class Runner:
-    """Run tiers one after the other and print their outcomes."""
+    """Runs tiers one after the other and prints their outcomes."""
 
     def __init__(self, options: argparse.Namespace, machine: Machine, console: Console) -> None:
         self.options, self.machine, self.console = options, machine, console
@@ -236,7 +233,7 @@ class Runner:
             self.console.print(f"  on the CPU: about {minutes // 60} h {minutes % 60:02d} min", soft_wrap=True)
 
     def _train(self, tier: Tier, folder: Path, overrides: list[str]) -> int:
-        """`zerolora train` on one GPU, or one CPU rank; its exit code."""
+        """Run `zerolora train` on one GPU, or one CPU rank; return its exit code."""
         command = [sys.executable, "-m", "launcher.cli", "train", str(tier.path), *overrides, *tier.overrides]
         command += [f"output_dir={folder}", "output.overwrite=delete", "--num-gpus", "1"]
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -276,7 +273,7 @@ class Runner:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Let a run that is still there save and stop: this command was told to."""
+    """Let a run that is still alive save and stop."""
     if process.poll() is None:
         process.terminate()
         process.wait()
@@ -287,7 +284,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _last_step(folder: Path) -> str:
-    """Where a run stands, from the end of its metrics."""
+    """Return the last step of a run from the end of its metrics."""
     path = folder / METRICS_FILE
     if not path.is_file():
         return "starting"
@@ -306,14 +303,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, all, or a YAML file")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    parser.add_argument("--check-vram", action="store_true", help="look first whether the card has room for the tier")
+    parser.add_argument(
+        "--check-vram", action="store_true", help="first check that the card has enough memory for the tier"
+    )
     parser.add_argument("--verbose", action="store_true", help="show the runs themselves")
     parser.add_argument("--json", action="store_true", help="the verdicts as JSON on stdout")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, however long that takes")
-    parser.add_argument("--stop-on-failure", action="store_true", help="do not go on with the next tier")
+    parser.add_argument("--stop-on-failure", action="store_true", help="do not continue with the next tier")
     parser.add_argument("--models", type=Path, metavar="DIR", help="folder of models, by the last part of their names")
     parser.add_argument("--base-model", metavar="MODEL", help="folder of the model of this one tier, or random:SHAPE")
-    parser.add_argument("--output", type=Path, default=Path("runs/tiers"), help="where the runs lie (runs/tiers)")
+    parser.add_argument("--output", type=Path, default=Path("runs/tiers"), help="folder of the runs (runs/tiers)")
     add = parser.add_argument
     add("--without", action="append", default=[], metavar="NAME", help="leave this tier out of `all`; may be repeated")
     add("--baselines", type=Path, default=cache_folder() / "tiers", metavar="DIR", help="where throughput is kept")
@@ -326,7 +325,7 @@ def _chosen(options: argparse.Namespace) -> list[Tier]:
     overrides = tuple(options.settings)
     if options.name == "all":
         if options.base_model:
-            raise UserError(f"--base-model {options.base_model}: the tiers have models of their own; name one tier")
+            raise UserError(f"--base-model {options.base_model}: every tier has its own model; choose one tier")
         if unknown := [name for name in options.without if name not in TIERS]:
             raise UserError(f"--without {unknown[0]}: no such tier; choose from {', '.join(TIERS)}")
         tiers = [tier for name, tier in TIERS.items() if name not in options.without]
@@ -341,7 +340,7 @@ def _chosen(options: argparse.Namespace) -> list[Tier]:
         raise UserError(f"{options.name}: no such tier; choose from {', '.join(TIERS)}, all, or name a YAML file")
     tiers = [replace(tier, overrides=overrides) for tier in tiers]
     for tier in tiers:
-        _ = tier.checks  # mistakes in the last file must not cost the runs of the others
+        _ = tier.checks  # find mistakes in every file before the first run
     return tiers
 
 
@@ -351,7 +350,7 @@ def _as_json(outcomes: list[Outcome], machine: Machine) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 if every assertion that could be made held, 1 if not, 2 after a mistake, 130 after Ctrl-C."""
+    """Return 0 if every possible assertion held, 1 if not, 2 after a mistake, 130 after Ctrl-C."""
     options = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     tie_children_to_this_process()

@@ -1,4 +1,4 @@
-"""What each tier asserts of its run, read from the files that the run left; pure functions of a `TierRun`."""
+"""Assertions of the tiers about the files of a run: pure functions of a `TierRun`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from trainer.checkpoint.checkpoint_files import step_of, whole_checkpoints
 from trainer.config import TierSection
 from trainer.monitor.metrics import Record
 
-# Steps in which kernels are compiled, caches filled and the allocator grows.
+# Warm-up: kernels are compiled, caches filled, and the allocator grows.
 WARM_UP = 20
 WINDOW = 100
 SMOOTHED = 50
@@ -20,21 +20,21 @@ NO_LIMITS = TierSection()
 
 @dataclass(frozen=True)
 class TierRun:
-    """A finished run and what else is known of it."""
+    """A finished run and its measurements."""
 
     folder: Path
     records: Sequence[Record]
     steps: int
     seconds: float
-    """From the start of the command to its end, loading and saving included."""
+    """From the start of the command to its end, including loading and saving."""
     on_gpu: bool
     real_weights: bool
     limits: TierSection = NO_LIMITS
     resumed: Sequence[Record] = ()
-    """Records of the run that went on from one of the checkpoints."""
+    """Records of the run that was resumed from one of the checkpoints."""
 
     def values(self, name: str) -> list[float]:
-        """A metric at every step that has it; a value that was not finite is NaN."""
+        """Return a metric at every step that has it, with NaN for non-finite values."""
         found = (record[name] for record in self.records if name in record)
         return [math.nan if value is None else value for value in found]
 
@@ -52,7 +52,7 @@ Checker = Callable[[TierRun], Check]
 
 
 def finished_within(limit_s: float) -> Checker:
-    """The whole command took less than so many seconds."""
+    """Check that the whole command took less than this many seconds."""
 
     def check(run: TierRun) -> Check:
         text = f"{run.seconds:.0f} s, under {limit_s:.0f} s"
@@ -62,7 +62,7 @@ def finished_within(limit_s: float) -> Checker:
 
 
 def finite(run: TierRun) -> Check:
-    """Every step is there, its loss and gradient norm finite."""
+    """Check that every step was recorded with a finite loss and gradient norm."""
     losses, norms = run.values("train/loss"), run.values("train/grad_norm")
     broken = sum(not math.isfinite(value) for value in (*losses, *norms))
     text = f"{len(losses)} of {run.steps} steps, {broken} losses or gradient norms not finite"
@@ -70,7 +70,7 @@ def finite(run: TierRun) -> Check:
 
 
 def adapters_moved(run: TierRun) -> Check:
-    """No B of the saved adapter is still zero, where all of them began, and every value is finite."""
+    """Check that no B of the saved adapter is still zero, as all were initially, and every value is finite."""
     import torch
     from safetensors.torch import load_file
 
@@ -83,7 +83,7 @@ def adapters_moved(run: TierRun) -> Check:
 
 
 def peak_memory(limit_gib: float) -> Checker:
-    """torch's largest allocation on the card, loading included, is at most so many GiB."""
+    """Check that torch's largest allocation on the card, including loading, is within this many GiB."""
 
     def check(run: TierRun) -> Check:
         def compare() -> Check:
@@ -97,7 +97,7 @@ def peak_memory(limit_gib: float) -> Checker:
 
 
 def memory_is_flat(run: TierRun) -> Check:
-    """The peak grows by less than `tier.memory_growth` after the warm-up."""
+    """Check that the peak grows by less than `tier.memory_growth` after the warm-up."""
     limit = run.limits.memory_growth
 
     def compare() -> Check:
@@ -110,7 +110,7 @@ def memory_is_flat(run: TierRun) -> Check:
 
 
 def throughput_holds(run: TierRun) -> Check:
-    """Median tokens a second of the last 100 steps and of the first 100 after the warm-up: `tier.throughput_change`."""
+    """Check the median tokens/s of the last 100 steps against the first 100 after warm-up: `tier.throughput_change`."""
     limit = run.limits.throughput_change
 
     def compare() -> Check:
@@ -123,13 +123,13 @@ def throughput_holds(run: TierRun) -> Check:
 
 
 def tokens_per_second(run: TierRun) -> float | None:
-    """The median after the warm-up; None of a run on a CPU, or one that was over by then."""
+    """Return the median after the warm-up; None on a CPU, or if the run ended during warm-up."""
     rates = run.values("perf/tokens_per_second")[WARM_UP:]
     return median(rates) if run.on_gpu and rates else None
 
 
 def against_baseline(run: TierRun, baseline: float | None) -> Check:
-    """Tokens a second are at most `tier.baseline_loss` below those that were kept for this card."""
+    """Check that tokens per second are at most `tier.baseline_loss` below the record of this card."""
     rate, limit = tokens_per_second(run), run.limits.baseline_loss
     if rate is None:
         return Check("baseline", None, "too few steps, or no card, to compare throughput on")
@@ -140,7 +140,7 @@ def against_baseline(run: TierRun, baseline: float | None) -> Check:
 
 
 def smoothed_loss_falls(run: TierRun) -> Check:
-    """The mean loss of every 50 steps lies below that of the 50 before."""
+    """Check that the mean loss of every 50 steps is below that of the 50 before."""
     losses = run.values("train/loss")
     means = [fmean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1, SMOOTHED)]
     rises = sum(after >= before for before, after in pairwise(means))
@@ -150,7 +150,7 @@ def smoothed_loss_falls(run: TierRun) -> Check:
 
 
 def loss_fell(fraction: float) -> Checker:
-    """The mean of the last 10 training losses is lower by at least this fraction than that of the first 10."""
+    """Check that the mean of the last 10 training losses is lower than that of the first 10 by this fraction."""
 
     def check(run: TierRun) -> Check:
         def compare() -> Check:
@@ -165,7 +165,7 @@ def loss_fell(fraction: float) -> Checker:
 
 
 def held_out_loss_fell(run: TierRun) -> Check:
-    """The held-out loss after training is below that before."""
+    """Check that the held-out loss after training is below that before."""
 
     def compare() -> Check:
         losses = run.values("eval/loss")
@@ -176,7 +176,7 @@ def held_out_loss_fell(run: TierRun) -> Check:
 
 
 def checkpoints_are_whole(*steps: int) -> Checker:
-    """A checkpoint at each of the steps was written to the end, is finite, and the last one's adapter is the result."""
+    """Check that complete, finite checkpoints exist at these steps, and the last one's adapter is the result."""
 
     def check(run: TierRun) -> Check:
         import torch
@@ -198,7 +198,7 @@ def checkpoints_are_whole(*steps: int) -> Checker:
 
 
 def resumes(run: TierRun) -> Check:
-    """A run that went on from a checkpoint has the losses of the one that never stopped, within 1 %."""
+    """Check that a resumed run has the losses of the uninterrupted one, within 1 %."""
     first = {record["step"]: record["train/loss"] for record in run.records if "train/loss" in record}
     again = {record["step"]: record["train/loss"] for record in run.resumed if "train/loss" in record}
     shared = sorted(step for step in first.keys() & again.keys() if step is not None)

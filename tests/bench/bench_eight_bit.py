@@ -39,7 +39,7 @@ def time_of(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def line(name: str, T: int, width: int, outs: tuple[int, ...]) -> dict[str, float]:
-    """All times of one group of siblings."""
+    """Return all times of one group of shared-input projections."""
     operators: Any = torch.ops.zerolora
     x = torch.randn(T, width, device="cuda", dtype=torch.bfloat16)
     grads = [torch.randn(T, out, device="cuda", dtype=torch.bfloat16) for out in outs]

@@ -1,4 +1,4 @@
-"""Times the experts' operator on one layer of Qwen3-30B-A3B's shape beside its frozen products alone, kernel by kernel.
+"""Time the experts' operator on one layer of Qwen3-30B-A3B's shape and its frozen products only, kernel by kernel.
 
 python -m tests.bench.bench_experts [--tokens 8192] [--rank 16] [--routing ragged|skewed|even]
 """

@@ -1,4 +1,4 @@
-"""Peak memory and pictures a second of image models of true shape with random weights, beside diffusers with PEFT.
+"""Peak memory and images per second of image models of true shape with random weights, versus diffusers with PEFT.
 
 python -m tests.bench.bench_images OUT ours|diffusers CASE ... [--profile]
 A line of JSON for each case, also in OUT/images.jsonl; `--profile` (ours): the time of a few more steps by category, as
@@ -66,12 +66,12 @@ def settings(case: dict[str, Any], out: Path, name: str, profiled: int) -> dict[
 def ours(out: Path, name: str, *, profile: bool = False) -> dict[str, Any]:
     """A whole run in a process of its own."""
     from benchmarks.bench.cases import PROFILED
-    from tests.pipelines import make_pipeline, write_pictures
+    from tests.pipelines import make_pipeline, write_images
 
     case = CASES[name]
     side = case["resolution"]
     if not (out / f"pictures-{side}").exists():
-        write_pictures(out / f"pictures-{side}", 4, sizes=((side, side),))
+        write_images(out / f"pictures-{side}", 4, sizes=((side, side),))
     if "family" in case:
         make_pipeline(out / "pipelines" / case["family"], case["family"])
     config = out / f"{name}.yaml"
@@ -90,9 +90,9 @@ def ours(out: Path, name: str, *, profile: bool = False) -> dict[str, Any]:
 
 def profile_of(run: Path) -> dict[str, Any]:
     """Milliseconds of a step by category, and the kernels that take most of each."""
-    from benchmarks.bench.trace import Shape, breakdown, longest, read_trace, work_of
+    from benchmarks.bench.trace import Shape, breakdown, categorise_kernels, longest, read_trace
 
-    works = work_of(read_trace(run / "profile" / "rank-0.json.gz"), Shape(vocabulary=-1, rank=16))
+    works = categorise_kernels(read_trace(run / "profile" / "rank-0.json.gz"), Shape(vocabulary=-1, rank=16))
     by_category, step_ms, steps = breakdown(works)
     most = {category: longest(works, category) for category in by_category}
     return {"steps": steps, "step_ms": step_ms, "by_category_ms": by_category, "floor_ms": None, "longest": most}
@@ -169,7 +169,7 @@ def random_denoiser(pipeline: Any, device: Any, *, nf4: bool) -> Any:
                 module.bias is not None,
                 torch.bfloat16,
                 quant_type="nf4",
-                device="meta",  # whose first values cost nothing
+                device="meta",  # no cost for initial values
             )
             packed.weight = bnb.nn.Params4bit(module.weight.data.cpu(), requires_grad=False, quant_type="nf4")
             packed.bias = module.bias
@@ -196,7 +196,7 @@ def summary(peak: float, seconds: list[float], wall: float) -> dict[str, Any]:
 def main() -> None:
     from rich.console import Console
 
-    from benchmarks.bench.report import profile_table
+    from benchmarks.bench.report import build_profile_table
 
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -218,7 +218,7 @@ def main() -> None:
         profile = found.pop("profile", None)
         print(json.dumps({"case": name, "who": arguments.who, **found}), flush=True)
         if profile is not None:
-            Console(width=100).print(profile_table(profile))
+            Console(width=100).print(build_profile_table(profile))
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def line_of_passes(name: str, c: Case, copy: float) -> str:
 
 
 def table_passes(tokens: Sequence[int], ranks: Sequence[int], copy: float) -> None:
-    """The three passes alone beside torch's products; dX; and the adapter's part of the backward as a whole.
+    """Time the three passes versus torch's products; dX; and the adapter's part of the backward as a whole.
 
     That part is dh, dB, dA and what the adapter adds to dX: dX with it less the frozen product (cuBLAS's, alone), three
     products in turns, for torch likewise. A frozen product of ours that is slower than cuBLAS's counts against it.
@@ -185,7 +185,7 @@ def line_of_layer(name: str, c: Case) -> str:
 
 
 def table_layer(tokens: Sequence[int], ranks: Sequence[int]) -> None:
-    """Forward and backward of one adapted linear, beside the frozen products alone and torch's separate products."""
+    """Time forward and backward of one adapted linear, versus its frozen products and torch's separate products."""
     print(f"{'shape':<9}{'T':>6}{'R':>4} | {'frozen':>8}{'ours':>8}{'+%':>6}{'torch':>8}{'+%':>6} |", end="")
     print(f" {'p=0.1':>8}{'+%':>6} | {'TFLOP/s':>8}")
     for T in tokens:
@@ -242,7 +242,7 @@ def line_of_frozen(name: str, T: int, outs: Sequence[int], width: int, ranks: Se
 def table_frozen(tokens: Sequence[int], ranks: Sequence[int]) -> None:
     """The frozen product: cuBLAS alone, ours alone, and for each rank cuBLAS onto the adapter's term, and ours with it.
 
-    "+%" is over cuBLAS alone, "saved" what ours spares in us. Forward one sibling, backward all of them.
+    "+%" is relative to cuBLAS only, "saved" is in us. Forward of one projection, backward of the whole group.
     """
     if torch.cuda.get_device_capability() != (9, 0):
         print("frozen: our kernel needs compute capability 9.0")
@@ -300,7 +300,7 @@ def line_of_nf4(name: str, out: int, width: int, copy: float) -> str:
         weight = torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
         packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
         packed.quant_state = state
-        sets.append((ops.Nf4Weight.of(packed), packed, state))
+        sets.append((ops.Nf4Weight.from_parameter(packed), packed, state))
     block, nested = sets[0][0].block, sets[0][0].nested_block
     run = torch.ops.zerolora.dequantize_nf4
     mine, theirs = device_us(
@@ -315,7 +315,7 @@ def line_of_nf4(name: str, out: int, width: int, copy: float) -> str:
 
 
 def table_nf4(copy: float) -> None:
-    """Dequantisation of double-quantised NF4 weights to bf16, beside bitsandbytes."""
+    """Time dequantisation of double-quantised NF4 weights to bf16, versus bitsandbytes."""
     print(f"{'shape':<9}{'nf4':>8}{'GB/s':>6}{'%copy':>6}{'bnb':>8}{'ratio':>6}")
     for name, (out, width) in LLAMA_8B.items():
         print(line_of_nf4(name, out, width, copy), flush=True)

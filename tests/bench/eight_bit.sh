@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is to be measured of bases in 8 bits, on one GPU; tables are printed last, files lie in $OUT.
+# Measurements of 8-bit bases on one GPU; tables are printed last, files are in $OUT.
 #   tests/bench/eight_bit.sh parts      the operators against float64; the times of their parts (about 120 s)
 #   tests/bench/eight_bit.sh speed      zerolora bench: bf16, fp8, int8, with the time by category (about 200 s)
 #   tests/bench/eight_bit.sh quality    SmolLM2, 300 steps, three seeds each of bf16, fp8, int8, NF4 and two checkpoints that

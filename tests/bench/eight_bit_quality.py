@@ -34,9 +34,9 @@ def main(folder: Path) -> None:
     print(f"{'base':6} {'seeds':>5} {'held-out loss':>14}   against bf16, nats")
     for kind, runs in found.items():
         losses = {name.removeprefix(f"{kind}-"): loss for name, loss in runs.items()}
-        beside = [loss - base[seed] for seed, loss in losses.items() if seed in base]
-        if beside:
-            print(f"{kind:6} {len(losses):5} {statistics.mean(losses.values()):14.4f}   {interval(beside)}")
+        differences = [loss - base[seed] for seed, loss in losses.items() if seed in base]
+        if differences:
+            print(f"{kind:6} {len(losses):5} {statistics.mean(losses.values()):14.4f}   {interval(differences)}")
     both = [name.removeprefix("fp8-") for name in found["fp8"] if f"nf4-{name.removeprefix('fp8-')}" in found["nf4"]]
     if both:
         print(f"fp8 - nf4: {interval([found['fp8'][f'fp8-{seed}'] - found['nf4'][f'nf4-{seed}'] for seed in both])}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The figures of docs/lab/performance.md on the GPUs of this machine; one short table comes last.
-#   tests/bench/gpu_performance.sh figures    1 GPU: bf16 and NF4, without and with recomputation, beside the others
+#   tests/bench/gpu_performance.sh figures    1 GPU: bf16 and NF4, without and with recomputation, next to the peers
 #   tests/bench/gpu_performance.sh scaling    2 or 4 GPUs: ZeRO-2 against 1 GPU, ZeRO-3 against ZeRO-2
 #   tests/bench/gpu_performance.sh profile    1 GPU: the time of a step by category, and the gap to the floor
 #   tests/bench/gpu_performance.sh curve      1 GPU: no, selective and full recomputation; AdamW in 32 and 8 bits

@@ -5,7 +5,7 @@
 MODEL is a folder with real weights, TEXTS a .jsonl of conversations (tests/bench/scu_texts.py makes both). The adapter
 takes --steps of AdamW in 32 bits first, since dA is 0 while B is. Then the same texts go once through the same adapter
 on the base in bf16, fp8, int8 and NF4: the cosine, layer by layer, of dA and of dB with those in 32 bits. Of fp8 it is
-taken apart: `weights` is the base whose weights are those of fp8, in 32-bit arithmetic, and `fp8 to weights` compares
+taken apart: `weights` is the base with the weights of fp8, in 32-bit arithmetic, and `fp8 to weights` compares
 with that, which leaves what the arithmetic does. Operators are the card's, on a CPU those of plain torch.
 """
 

@@ -7,7 +7,7 @@
 #        zerolora bench --peer axolotl --peer-packages axolotl=/tmp/axolotl
 # PYTHON_VERSION (default 3.12) is the Python of that machine (x86-64 Linux).
 #
-# Versions are Axolotl 0.19.0's own pins and what pip resolves beside them for torch 2.11. Left out is what
+# Versions are Axolotl 0.19.0's own pins and what pip resolves with them for torch 2.11. Left out is what
 # benchmarks/bench/axolotl.py imports nothing of: gradio, modal, trackio, optimum, lm_eval, mistral-common, openenv, xformers,
 # flash-linear-attention, the storage of four clouds and what they need, about 180 packages. wandb must import but sends
 # nothing: its programs are cut, and with them four fifths of it.

@@ -7,7 +7,7 @@
 # PYTHON_VERSION (default 3.12) is the Python of that machine (x86-64 Linux).
 #
 # Left out of what Unsloth 2026.10.9 declares:
-#   xformers                          0.0.35, the newest, is linked against libcudart.so.12: it does not load beside a torch
+#   xformers                          0.0.35, the newest, is linked against libcudart.so.12: it does not load with a torch
 #                                     for CUDA 13, and Unsloth then takes torch's SDPA, as it does where there is none
 #   diffusers, hf_transfer            nothing that trains a language model imports the one, nothing offline the other
 #   json5, nest-asyncio, structlog    for Unsloth's own command line and web pages, which are cut from its wheel as well
@@ -48,6 +48,6 @@ tar czf "$out" .
 size=$(($(stat -c %s "$out") / 1048576 + 1))
 echo "$out: $size MiB, $(find . -name '*.dist-info' | wc -l) packages"
 if ((size > most_mib)); then
-  echo "more than $most_mib MiB: it has to travel beside the checkout and zerolora's own packages" >&2
+  echo "more than $most_mib MiB: it has to travel with the checkout and zerolora's own packages" >&2
   exit 1
 fi

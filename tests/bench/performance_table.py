@@ -1,4 +1,4 @@
-"""The last table of gpu_performance.sh: each figure beside the best other trainer and what it has to reach.
+"""The last table of gpu_performance.sh: each figure next to the best other trainer and its goal.
 
 python -m tests.bench.performance_table MODE FOLDER     MODE: figures, scaling, profile or curve
 """

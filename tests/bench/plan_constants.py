@@ -62,7 +62,7 @@ Shape = tuple[int, int, tuple[int, ...], int]
 
 
 class Model:
-    """A compiled planner whose constants can be set."""
+    """A compiled planner with adjustable constants."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         text = source.read_text()

@@ -1,6 +1,7 @@
 """What the parts of a rank's start are spent on, into the file `profile`: modules imported, functions called.
 
-`python -m tests.bench.start --functions` lets ranks import this before anything else. A profile slows what it looks at.
+`python -m tests.bench.start --functions` lets ranks import this before anything else. Profiling slows down
+the measured code.
 """
 
 import _frozen_importlib  # where the import statement finds its functions

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M, three seeds: trained for int8 and int4 (training.qat) beside a plain run that is rounded afterwards; the
+# SmolLM2-135M, three seeds: trained for int8 and int4 (training.qat) versus a plain run that is rounded afterwards; the
 # held-out loss of the merged models as transformers loads them is printed last. Seeds run side by side.
 #   OUT=runs/qat STEPS=300 SEEDS="1 2 3" KINDS="plain int8 int4" DOCUMENTS=224 tests/bench/qat_experiment.sh [key=value ...]
 # PYTHON (default python3) and MODEL_AND_DATA (what `python -m examples.demo` prints) may be set. Further settings go to

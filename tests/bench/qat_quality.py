@@ -51,8 +51,8 @@ def main() -> None:
             continue
         after = [held_out_loss(plain[seed], f"merged-{kind}", arguments.documents) for seed in seeds]
         with_it = [held_out_loss(trained[seed], f"merged-{kind}", arguments.documents) for seed in seeds]
-        beside = interval([b - a for a, b in zip(after, with_it, strict=True)])
-        print(f"{kind:6} {statistics.mean(after):18.4f} {statistics.mean(with_it):14.4f}   {beside}", flush=True)
+        difference = interval([b - a for a, b in zip(after, with_it, strict=True)])
+        print(f"{kind:6} {statistics.mean(after):18.4f} {statistics.mean(with_it):14.4f}   {difference}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long a checkpoint that is being written keeps training waiting: `python -m tests.bench.save_ticks OUT`.
 
 On a CPU: a real engine with an adapter of as many factors and elements as that of llama3.1-8b at rank 16 (448, 42 M),
-on a narrow base. While the checkpoint is written, the main thread does what launching kernels looks like to Python,
+on a narrow base. While the checkpoint is written, the main thread does what launching kernels is to Python,
 small operations of torch one after another, and counts the time in which it gave up its core to wait for something:
 Python's lock, or the memory map. Time that another process took is not counted, but for what it took from the writer
 while that held the lock: run it where little else does.
@@ -48,7 +48,7 @@ def engine_of_8b_adapter() -> Any:
 
 
 def waited_until(there: Path) -> tuple[float, float]:
-    """Tick until a path is there: seconds that were waited, and the longest wait."""
+    """Tick until a path exists; return the seconds waited and the longest wait."""
     small, waited, longest = torch.zeros(16), 0.0, 0.0
     last, gave_up = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     while not there.exists():

@@ -3,11 +3,11 @@
 #   tests/bench/scu_experiment.sh trial     two runs side by side: does it work, how fast is a step
 #   tests/bench/scu_experiment.sh hold SEEDS      384 records: every controller; 64 records of another text
 #   tests/bench/scu_experiment.sh ramps SEEDS     384 records: linear and cosine to 4, PI under a floor of the rate
-#   tests/bench/scu_experiment.sh kl SEEDS        what is forgotten: kl at three targets, none, the norm term, three rates
+#   tests/bench/scu_experiment.sh kl SEEDS        forgetting: kl at three targets, none, the norm term, three rates
 # Runs are written as they end, seed after seed: what a limit cuts off leaves whole seeds. What every run measured comes
 # back in $OUT/scu-MODE-SEEDS.tgz; unpacked into one folder, several calls' runs are one experiment (scu_figures.py).
 # PYTHON (default python3), OUT (default runs/scu), GGUF (default /tmp/smollm2.gguf), SECONDS_LIMIT (500), GPUS (all),
-# PARALLEL (runs side by side on each GPU, 9), WORK (a folder that stays: the same command goes on there), TEXTS (a folder of
+# PARALLEL (runs side by side on each GPU, 9), WORK (a folder that stays: the same command resumes there), TEXTS (a folder of
 # scu_texts.py, made elsewhere) and MORE ("key=value ..." for every run) may be set.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -85,7 +85,7 @@ CURVE
     done
     ;;
   hold)
-    # Both texts in one pool of processes; the second, of short runs, goes on with PI under a floor of the rate.
+    # Both texts in one pool of processes; the second, of short runs, continues with PI under a floor of the rate.
     slots=$((slots * 3 / 4)) compare stdlib "$first" "$count" "${stdlib[@]}" training.eval_steps=30 \
       --controllers none,fixed,linear,cosine,pi --lambdas $lambdas --ramps 3 --targets $targets &
     (

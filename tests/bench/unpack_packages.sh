@@ -1,6 +1,6 @@
 # Packages for a GPU machine without registry access: unpack them under /tmp and let this shell's commands find them.
 # . tests/bench/unpack_packages.sh SITE.tgz [PEERS.tgz]
-# SITE.tgz holds unpacked wheels, which have their commands beside them (zerolora starts `deepspeed` by name); PEERS.tgz
+# SITE.tgz holds unpacked wheels, which include their commands (zerolora starts `deepspeed` by name); PEERS.tgz
 # is that of pack_peers.sh, which gpu_performance.sh shows to Unsloth alone. PYTHON (default python3) runs the commands.
 mkdir -p /tmp/site /tmp/peers
 tar xzf "$1" -C /tmp/site

@@ -1,10 +1,10 @@
 """`python -m tests.chaos [FOLDER] [--place WORDS] [--only WORDS] [--part] [--series N] [--page]`: faults by phase.
 
 Every case is a real run of two ranks, on CPUs or GPUs, into which one fault is put. What is recorded: seconds until
-the user was told, whether the right rank and host were named, steps that were made twice, checkpoints lost or
+the error was reported, whether the right rank and host were named, steps that were made twice, checkpoints lost or
 damaged, processes left behind, and whether the adapter is, to the bit, that of a run without a fault: by itself, or
-where the run ended, when the same command goes on. Faults that a run is to go through undisturbed share one. A case
-that is in the records of FOLDER and went as it should is not run again: a command that was ended goes on where it
+where the run ended, when the same command resumes it. Faults that a run is to go through undisturbed share one. A case
+that is in the records of FOLDER and went as it should is not run again: an interrupted command continues where it
 was. `--series` kills a rank N times in one run. A FOLDER without records begins with the published ones,
 docs/lab/data/faults; they and the page, docs/lab/faults.md, are written from it. `--again` tries all cases anew.
 """
@@ -37,7 +37,7 @@ from tests.chaos.together import try_together
 from tests.chaos.workplace import adapter, commit, prepare, start
 
 # Some eight minutes on two cores, one of each kind: a rank that dies, stands still, raises or has lost its numbers, a
-# stop, a launcher that is gone, what happens to files and disks, and what a run does not notice.
+# stop, a launcher that was killed, what happens to files and disks, and what a run does not notice.
 PART = (
     ("SIGKILL of rank 1", "step"),
     ("SIGSTOP of rank 1", "step"),
@@ -94,9 +94,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("folder", nargs="?", type=Path, help="where the runs and their records lie")
     parser.add_argument(
-        "--place", default="", help="only that whose name holds this: this machine, two GPUs, ssh, SLURM"
+        "--place", default="", help="only the place with this in its name: this machine, two GPUs, ssh, SLURM"
     )
-    parser.add_argument("--only", default="", help="cases in whose `name, phase` this regular expression is found")
+    parser.add_argument("--only", default="", help="only cases in which `name, phase` matches this regular expression")
     parser.add_argument("--again", action="store_true", help="also those that went as they should before")
     parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many cases of this machine at a time")
     parser.add_argument("--part", action="store_true", help="8 minutes: one fault of each kind on this machine")
@@ -107,7 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _places(words: str) -> list[str]:
-    """Those whose names hold the words; the GPUs where there are two, or where they are asked for."""
+    """Return the places with the words in their names; GPUs if there are two, or if they are requested."""
     chosen = [name for name in PLACES if words in name]
     return [name for name in chosen if name != OnGpus.name or words or torch.cuda.device_count() > 1]
 
@@ -144,7 +144,7 @@ def _try(folder: Path, place: Place, expected: bytes, until: float, case: tuple[
         return True
     try:
         result = try_case(folder, fault, phase, place, expected)
-    except Exception:  # a case may break anywhere; it counts as not well, and the others go on
+    except Exception:  # a case may fail anywhere; record it and continue with the others
         traceback.print_exc()
         return False
     _note(folder, result)

@@ -19,7 +19,7 @@ class Result:
     phase: str
     happened: bool
     seconds: float | None
-    """Until the user was told."""
+    """Until the error was reported."""
     limit: float
     """Within which that must be."""
     told: bool
@@ -40,14 +40,14 @@ class Result:
 
     @property
     def is_well(self) -> bool:
-        """No wrong name, told in time, no checkpoint lost, the same adapter; after SIGTERM the exit code of a stop."""
+        """Whether the report was right and in time, no checkpoint was lost, the adapter and the exit code are right."""
         named = self.happened and self.told and not self.misnamed and (self.seconds or 0.0) <= self.limit
         ended = self.code in (0, 143) if self.fault.startswith("SIGTERM") else self.code is not None
         return named and ended and self.equal and not self.damaged and not self.left
 
 
 def try_case(folder: Path, fault: Fault, phase: str, place: Place, expected: bytes) -> Result:
-    """Run one case, and let what ended go on."""
+    """Run one case, and resume a run that ended."""
     name = "".join(letter if letter.isalnum() else "-" for letter in f"{place.name} {fault.name} {phase}")
     disk = fault.own_disk(folder, f"{name}-disk", place)
     out = (disk.folder if disk else folder) / name

@@ -1,4 +1,4 @@
-"""The losses of a run whose rank was killed again and again, on those of the run without."""
+"""Plot the losses of a run with a repeatedly killed rank over those of an undisturbed run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ def draw_losses(series: Mapping[str, Any], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 4.0), dpi=DOTS_PER_INCH, layout="constrained")
         axes = figure.add_subplot()
-        axes.set_title(f"One run whose rank 1 was killed {series['kills']} times, on the undisturbed")
+        axes.set_title(f"One run with rank 1 killed {series['kills']} times, and the undisturbed one")
         wide: dict[str, Any] = {"color": GREY, "alpha": 0.5, "linewidth": 6.0, "label": "undisturbed"}
         axes.plot(range(1, len(undisturbed) + 1), undisturbed, **wide)
         thin: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "label": "killed and restarted"}

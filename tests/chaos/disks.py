@@ -100,7 +100,7 @@ class FileServer:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Whoever asks is told that nobody is there."""
+        """Unmount: every access fails."""
         self._process.kill()
         self._process.wait()
 

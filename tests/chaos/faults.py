@@ -1,4 +1,4 @@
-"""The faults: what goes wrong, where and in which phases, and what the user must have been told."""
+"""The faults: what goes wrong, where and in which phases, and the message that must be reported."""
 
 import re
 import subprocess
@@ -43,7 +43,7 @@ class Fault:
 
     name: str
     phases: tuple[str, ...]
-    told: str
+    message: str
     """A regular expression that the user's terminal must show, {0} and {1} for the ranks' hosts; empty for nothing."""
     also: str = ""
     """Another one, that must be shown as well."""
@@ -63,9 +63,9 @@ class Fault:
     clock: bool = False
     """Whether the run sees a clock that can be set."""
     hangs: bool = False
-    """Whether a timeout alone tells of it."""
-    told_by_start: bool = False
-    """Whether it is the start of a run that tells, the next one or another."""
+    """Whether only a timeout reports it."""
+    reported_by_start: bool = False
+    """Whether the start of a run reports it, the next one or another."""
     passes: bool = False
     """Whether a run goes through it undisturbed, so that there can be several in one."""
 
@@ -102,7 +102,7 @@ class Fault:
         return when
 
     def detected(self, run: Chaos, when: float) -> float | None:
-        """Seconds until the user was told; None if never, not all of it, or if there is nothing to tell."""
+        """Return the seconds until it was reported; None if never, not fully, or if there is nothing to report."""
         words = self.words(run.place)
         if not re.search(self.also, run.text):
             return None
@@ -112,14 +112,14 @@ class Fault:
         return None
 
     def limit(self, phase: str) -> float:
-        """Seconds within which the user must be told: a hang by its timeout, which is longer until a step is made."""
+        """Return the seconds allowed until the report: a hang by its timeout, which is longer before the first step."""
         hang = 60.0 * HANG_MINUTES * (FIRST_STEP_FACTOR if self.hangs and phase in BEFORE_A_STEP else 1.0)
-        return hang + MARGIN_S + (START_S if self.told_by_start else 0.0)
+        return hang + MARGIN_S + (START_S if self.reported_by_start else 0.0)
 
     def words(self, place: Place) -> str:
-        """The regular expression of what must be told."""
+        """Return the regular expression of the message that must be reported."""
         first, second = map(re.escape, place.hosts)
-        return self.told.replace("{0}", first).replace("{1}", second)
+        return self.message.replace("{0}", first).replace("{1}", second)
 
     def misnamed(self, run: Chaos) -> str:
         """The line that blames another rank than that which is to blame; empty if there is none."""
@@ -132,7 +132,7 @@ class Fault:
 
 
 def clock_variables(folder: Path, out: Path) -> dict[str, str]:
-    """For the environment of a run whose clock is to be set: the file says by how many seconds it is ahead.
+    """Return the environment of a run with a shifted clock; the file contains the seconds it is ahead.
 
     Not libfaketime: with its 0.9.10 time.sleep of Python 3.11 fails (EINVAL).
     """
@@ -205,11 +205,11 @@ FAULTS = (
           disk=FileServer, places=RANKS_OF_CPU),
     *[
         Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",
-              outside=acts.damage_checkpoint(how), told_by_start=True, places=ANYWHERE)
+              outside=acts.damage_checkpoint(how), reported_by_start=True, places=ANYWHERE)
         for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
     ],
-    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True, told_by_start=True,
-          settings=("training.hang_timeout=5",), places=ANYWHERE),
+    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True,
+          reported_by_start=True, settings=("training.hang_timeout=5",), places=ANYWHERE),
     Fault("clock 2 h ahead", EVERY, "", outside=acts.jump(7200), clock=True, passes=True),
     Fault("clock 2 h back", EVERY, "", outside=acts.jump(-7200), clock=True, passes=True),
     Fault("all halted for 35 s", EVERY, "", outside=acts.halt_all),
@@ -222,9 +222,9 @@ FAULTS = (
           places=(SLURM,), passes=True),
     # Ranks that are to be started just then are not.
     Fault("SIGKILL of n2's sshd until told", ("tokenise",), LOST,
-          outside=acts.kill_daemon("n2", "sshd_config", until_told=True), places=(SSH,)),
+          outside=acts.kill_daemon("n2", "sshd_config", until_reported=True), places=(SSH,)),
     Fault("SIGKILL of slurmctld until told", ("tokenise",), FAILED,
-          outside=acts.kill_daemon("login", "slurmctld -D", until_told=True), places=(SLURM,)),
+          outside=acts.kill_daemon("login", "slurmctld -D", until_reported=True), places=(SLURM,)),
     # Where all wait for each other there is no host to blame.
     Fault("network cut until told", EVERY, rf"({FAILED}|error: ).*(n2|the network between them)",
           outside=acts.cut_network(240.0), hangs=True, places=HOSTS),
@@ -235,13 +235,13 @@ FAULTS = (
           outside=acts.kill_on_node("deepspeed.launcher.launch"), places=(SSH,)),
     Fault("SIGKILL of n2's sshd connections", EVERY[1:], f"{FAILED}.*n2",
           outside=acts.kill_on_node("sshd: root"), places=(SSH,)),
-    # When the rank there has ended already there is none to blame, and srun alone goes on.
+    # If the rank there has ended already there is none to blame, and only srun continues.
     Fault("SIGKILL of n2's slurmstepd", EVERY[1:], f"{FAILED}.*n2|their launcher still waits",
           outside=acts.kill_on_node("slurmstepd: ["), places=(SLURM,)),
     Fault("SIGKILL of n2's slurmd until told", EVERY[:1], f"({FAILED}|lost nodes|srun: error).*n2",
-          outside=acts.kill_daemon("n2", "slurmd -D", until_told=True), places=(SLURM,)),
+          outside=acts.kill_daemon("n2", "slurmd -D", until_reported=True), places=(SLURM,)),
     # Ranks wait in their calls for longer than a run would let them.
     Fault("SIGKILL of n2's slurmd until told", EVERY[1:], f"({FAILED}|lost nodes|error: Node failure).*n2",
-          outside=acts.kill_daemon("n2", "slurmd -D", until_told=True, holds=True), places=(SLURM,),
+          outside=acts.kill_daemon("n2", "slurmd -D", until_reported=True, holds=True), places=(SLURM,),
           settings=("training.hang_timeout=5",)),
 )  # fmt: skip

@@ -78,22 +78,22 @@ def terminate_twice(run: Chaos) -> None:
 
 
 def fill_disk(run: Chaos) -> None:
-    """Until the run has told of it; then there is room again."""
+    """Fill the disk until the run reports it; then there is room again."""
     disk = run.disk
     assert isinstance(disk, SmallDisk)
     disk.fill()
     run.heard()
-    run.wait_until_told("No space left on device")
+    run.wait_until_reported("No space left on device")
     disk.empty()
 
 
 def protect_disk(run: Chaos) -> None:
-    """Until the run has told of it; then it is repaired."""
+    """Break it until the run reports it; then repair it."""
     disk = run.disk
     assert isinstance(disk, SmallDisk)
     disk.protect()
     run.heard()
-    run.wait_until_told("Read-only file system")
+    run.wait_until_reported("Read-only file system")
     disk.repair()
 
 
@@ -116,12 +116,12 @@ def halt_file_server_for_long(run: Chaos) -> None:
 
 
 def kill_file_server(run: Chaos) -> None:
-    """It is mounted again GONE_S after the run has told of it."""
+    """Unmount it, and mount it again GONE_S after the run reports it."""
     disk = run.disk
     assert isinstance(disk, FileServer)
     disk.kill()
     run.heard()
-    run.wait_until_told("Transport endpoint is not connected")
+    run.wait_until_reported("Transport endpoint is not connected")
     time.sleep(GONE_S)
     disk.mount_again()
 
@@ -163,7 +163,7 @@ def jump(seconds: int) -> Outside:
 
 
 def halt_all(run: Chaos) -> None:
-    """As a laptop's lid or a hypervisor does it: everything stands still, and goes on."""
+    """Suspend and resume everything, as a laptop's lid or a hypervisor does."""
     below = psutil.Process(run.process.pid).children(recursive=True)
     for process in below:
         with suppress(psutil.NoSuchProcess):  # one that has just ended
@@ -200,7 +200,7 @@ def _small_group(name: str) -> Path:
 
 
 def kill_on_node(words: str) -> Outside:
-    """SIGKILL to the processes of node n2 whose command lines hold the words."""
+    """Send SIGKILL to the processes of node n2 with the words in their command lines."""
 
     def act(run: Chaos) -> None:
         _kill_on(run, "n2", words)
@@ -228,19 +228,19 @@ def kill_starter(name: str) -> Outside:
     return act
 
 
-def kill_daemon(host: str, words: str, *, until_told: bool = False, holds: bool = False) -> Outside:
-    """SIGKILL to a daemon alone; it is back UNHEARD_S later, or once the run has told of it, and may wait for that."""
+def kill_daemon(host: str, words: str, *, until_reported: bool = False, holds: bool = False) -> Outside:
+    """Send SIGKILL to a daemon only; restart it UNHEARD_S later, or once the run has reported it."""
 
     def act(run: Chaos) -> None:
         assert isinstance(run.place, ThroughSsh | ThroughSlurm)
         _kill_on(run, host, words)
         if not holds:
             run.heard()
-        if until_told:
-            run.wait_for(lambda: _has_told(run), 180.0)
+        if until_reported:
+            run.wait_for(lambda: _has_reported(run), 180.0)
         else:
             time.sleep(UNHEARD_S)
-        run.place.mend(host)
+        run.place.repair(host)
 
     return act
 
@@ -252,20 +252,20 @@ def cut_network(seconds: float) -> Outside:
         assert isinstance(run.place, ThroughSsh | ThroughSlurm)
         run.place.network.plug("n2", "down")
         run.heard()
-        run.wait_for(lambda: _has_told(run), seconds)
+        run.wait_for(lambda: _has_reported(run), seconds)
         run.place.network.plug("n2", "up")
 
     return act
 
 
 def switch_off(run: Chaos) -> None:
-    """Node n2 loses its power; it is back once the run has told of it."""
+    """Cut the power of node n2 until the run reports it."""
     assert isinstance(run.place, ThroughSsh | ThroughSlurm)
     run.place.network.switch_off("n2")
     run.heard()
-    run.wait_for(lambda: _has_told(run), 240.0)
-    run.place.mend("n2")
+    run.wait_for(lambda: _has_reported(run), 240.0)
+    run.place.repair("n2")
 
 
-def _has_told(run: Chaos) -> bool:
+def _has_reported(run: Chaos) -> bool:
     return "the run failed" in run.text or "error: " in run.text

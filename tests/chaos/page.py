@@ -29,7 +29,7 @@ compared. Faults that a run is to go through undisturbed were put into one run, 
 
 """
 COLUMNS = (
-    "| fault | phase | told after | restarts | steps lost | ended | adapter | commit | |",
+    "| fault | phase | reported after | restarts | steps lost | ended | adapter | commit | |",
     "|---|---|---|---|---|---|---|---|---|",
 )
 TITLES = {
@@ -42,12 +42,13 @@ NOT_RUN = """
 ## Not injected here
 
 - Faults of a card itself (Xid, ECC, a card that falls off the bus) cannot be made here. `training.on_oom: halve`, by
-  which a run goes on where a card is out of memory, is in `tests/gpu/test_oom.py` and `tests/distributed/test_oom.py`.
+  which a run continues after a card is out of memory, is in `tests/gpu/test_oom.py` and
+  `tests/distributed/test_oom.py`.
 - Not every fault is tried at every place (`Fault.places` in `tests/chaos/faults.py`): a file server that is mute for
   longer than the timeout, clocks and memory of the host on this machine alone; a file server and a loader that raises
   on no GPUs; damaged checkpoints in steps.
-- A file server that is gone is mounted again 10 s after the run has told of it, a disk that is full or read-only put in
-  order at once.
+- A file server that was unmounted is mounted again 10 s after the run has reported it, a disk that is full or read-only
+  is repaired at once.
 - Where several faults share a run, or two runs a folder, `training.hang_timeout` was 10 and 5 minutes: ranks wait there
   for what is done to them.
 - Clocks are moved by a library of our own (`tests/chaos/clock.c`): with libfaketime 0.9.10 time.sleep of Python 3.11
@@ -66,7 +67,7 @@ def copy_records(source: Path, folder: Path) -> None:
 
 
 def publish(folder: Path) -> None:
-    """Write the page, and the records that it is made of beside it."""
+    """Write the page, and its records next to it."""
     PAGE.write_text(page(folder))
     for number, series in enumerate(read_series(folder)):
         if _is_drawn(series):
@@ -75,7 +76,7 @@ def publish(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Every case that was run, in the order in which they ended; not as it should be if it was told too late."""
+    """Every case that was run, in the order in which they ended; not as it should be if it was reported too late."""
     file = folder / RECORDS
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     return [record | {"well": record["well"] and not _is_late(record)} for record in records]
@@ -93,7 +94,7 @@ def page(folder: Path) -> str:
     latest = {(record["place"], record["fault"], record["phase"]): record for record in records}
     series = read_series(folder)
     kills = sum(one["kills"] for one in series)
-    # A record without a commit stands for a first try of which nothing but the failure is known.
+    # A record without a commit is a first try; only its failure is known.
     happened = kills + sum(record["happened"] for record in records if record["commit"])
     slowest = max(latest.values(), key=lambda record: float(record["seconds"] or 0.0))
     timeout = 60.0 * HANG_MINUTES
@@ -105,9 +106,9 @@ def page(folder: Path) -> str:
         f"none, {sum(record['code'] is None for record in latest.values())} that did not end, "
         f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind, all by the last try of "
         f"each case. A hang is recognised after `training.hang_timeout`, here {timeout:.0f} s, three times that until "
-        f"the first step is made. It must be told within that and {MARGIN_S:.0f} s more, any other fault within "
-        f"{timeout + MARGIN_S:.0f} s in every phase, and {START_S:.0f} s later where the start of a run tells it: "
-        f"{sum(_is_late(record) for record in latest.values())} were told later. What took longest: "
+        f"the first step is made. It must be reported within that and {MARGIN_S:.0f} s more, any other fault within "
+        f"{timeout + MARGIN_S:.0f} s in every phase, and {START_S:.0f} s later where the start of a run reports it: "
+        f"{sum(_is_late(record) for record in latest.values())} were reported later. What took longest: "
         f"{_name(slowest)}, {slowest['seconds']:g} s. "
         f"The CPU ranks had {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
@@ -115,7 +116,7 @@ def page(folder: Path) -> str:
     parts = [
         *tables,
         *(_series(number, one) for number, one in enumerate(series)),
-        _mended(records),
+        _list_fixed(records),
         _missing(set(latest)),
     ]
     return HEAD + counted + "".join(parts) + NOT_RUN
@@ -129,15 +130,15 @@ def _table(place: str, records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([f"\n## {TITLES[place]}\n", *COLUMNS, *rows]) + "\n"
 
 
-def _mended(records: Sequence[Mapping[str, Any]]) -> str:
+def _list_fixed(records: Sequence[Mapping[str, Any]]) -> str:
     """Cases that went otherwise than they should at first, and as they should in the end."""
     last = {_name(record): record for record in records}
-    mended: dict[tuple[str, str], dict[str, None]] = {}
+    fixed: dict[tuple[str, str], dict[str, None]] = {}
     for record in records:
         if not record["well"] and last[_name(record)]["well"]:
-            mended.setdefault((record["fault"], record["place"]), {})[record["phase"]] = None
-    rows = [f"- {fault}, {place}: {', '.join(phases)}\n" for (fault, place), phases in sorted(mended.items())]
-    return f"\n## As it should be since it was mended, or tried again\n\n{''.join(rows)}" if rows else ""
+            fixed.setdefault((record["fault"], record["place"]), {})[record["phase"]] = None
+    rows = [f"- {fault}, {place}: {', '.join(phases)}\n" for (fault, place), phases in sorted(fixed.items())]
+    return f"\n## As it should be since it was fixed, or tried again\n\n{''.join(rows)}" if rows else ""
 
 
 def _name(record: Mapping[str, Any]) -> str:
@@ -164,12 +165,12 @@ def _missing(tried: set[tuple[str, str, str]]) -> str:
 
 
 def _row(record: Mapping[str, Any]) -> str:
-    told = "—" if record["seconds"] is None else f"{record['seconds']:g} s"
-    ended = "by itself" if record["by_itself"] else f"with {record['code']}, went on when told"
+    reported = "—" if record["seconds"] is None else f"{record['seconds']:g} s"
+    ended = "by itself" if record["by_itself"] else f"with {record['code']}, continued when resumed"
     ended += ", with others in one run" * record.get("together", False)
     equal = "equal" if record["equal"] else "DIFFERENT"
     verdict = "" if record["well"] else ": ".join(filter(None, ("not as it should be", record.get("note"))))
-    words = (record["fault"], record["phase"], told, record["restarts"], record["steps_lost"], ended, equal)
+    words = (record["fault"], record["phase"], reported, record["restarts"], record["steps_lost"], ended, equal)
     return f"| {' | '.join(map(str, words))} | {record['commit']} | {verdict} |"
 
 

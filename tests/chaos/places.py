@@ -82,7 +82,7 @@ class ThroughSsh:
     def environment(self) -> dict[str, str]:
         return dict(self._env)
 
-    def mend(self, host: str) -> None:
+    def repair(self, host: str) -> None:
         """A node that lost its power, or its daemon, is back."""
         self.network.plug(host, "up")
         start_sshd(self.network, host, self._hostfile.parent)
@@ -104,7 +104,7 @@ class ThroughSlurm:
     def environment(self) -> dict[str, str]:
         return self.cluster.environment()
 
-    def mend(self, host: str) -> None:
+    def repair(self, host: str) -> None:
         """A node that lost its power, or its daemon, is back; the next `salloc` waits until SLURM has seen it."""
         if host == LOGIN:
             self.cluster.start_controller()
@@ -133,5 +133,5 @@ def open_place(name: str, stack: ExitStack) -> Place:
 
 
 HERE = (Local.name, OnGpus.name)
-"""Those of one machine, whose cases may run side by side."""
+"""Places on one machine, with cases that may run in parallel."""
 PLACES = (*HERE, ThroughSsh.name, ThroughSlurm.name)

@@ -1,4 +1,4 @@
-"""One run whose rank 1 is killed again and again, 1 to 5 s after the first new step; its losses are compared."""
+"""Kill rank 1 of a run repeatedly, 1 to 5 s after the first new step, and compare its losses."""
 
 import json
 import random
@@ -26,7 +26,7 @@ STEPS_PER_KILL = 30
 def run_series(folder: Path, kills: int, until: float) -> bool:
     """True if the run ended with the losses and the adapter of the undisturbed one; writes series.json.
 
-    One whose time is up is stopped, and its losses are compared as far as it came.
+    A run that exceeds its time is stopped, and its losses are compared up to there.
     """
     steps = f"training.max_steps={STEPS_PER_KILL * kills}"
     calm = start(folder, folder / "series-calm", *SETTINGS, steps)

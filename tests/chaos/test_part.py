@@ -8,14 +8,14 @@ import pytest
 from tests.chaos.__main__ import main, part
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-# What is told to stop, or cannot go on before somebody has done something; the others must start again by themselves,
+# Runs that are told to stop, or need somebody's help to continue; the others must restart by themselves,
 # once they have made a step.
 MAY_END = {"SIGTERM", "SIGTERM twice at once", "disk full"}
 BEFORE_A_STEP = {"begin", "tokenise", "load", "first step"}
 
 
 def test_one_fault_of_each_kind_costs_steps_and_nothing_else(tmp_path: Path) -> None:
-    """Each is told with the right rank, and the adapter is that of the run without a fault."""
+    """Each is reported with the right rank, and the adapter is that of the run without a fault."""
     assert main([str(tmp_path), "--part"]) == 0
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert sorted((record["fault"], record["phase"]) for record in records) == sorted(part())

@@ -33,7 +33,7 @@ TO_VANISH_S = 20.0
 
 
 def prepare(folder: Path) -> Path:
-    """A model, chats and config.yaml, if they are not there; what all runs have in common."""
+    """Make a model, chats and config.yaml for all runs, if they are missing."""
     if (folder / "config.yaml").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +62,11 @@ class Chaos:
     disk: Disk | None = None
     """The one that its folder lies on, if it has one of its own."""
     answers: int | None = None
-    """Which of several mischiefs `heard` lets go on."""
+    """Which of several mischiefs `heard` lets continue."""
     holds: bool = False
     """Whether it is to wait for what comes next."""
     is_killed: bool = False
-    """Whether the launcher was, of which salloc makes exit code 0: it takes SIGKILL for the user's wish."""
+    """Whether the launcher was killed; salloc then exits with 0, as if SIGKILL was the user's wish."""
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Chaos:
         return float(self.mark.read_text().split()[0]) if self.wait_for(self.has_called) else None
 
     def heard(self) -> None:
-        """Let the rank that called go on."""
+        """Let the rank that called continue."""
         if not self.holds:
             mark = self._mark_of(self.answers)
             mark.with_name(f"{mark.name}.done").touch()
@@ -114,17 +114,17 @@ class Chaos:
             time.sleep(0.02)
         return found or bool(condition())
 
-    def wait_until_told(self, words: str) -> None:
+    def wait_until_reported(self, words: str) -> None:
         """Until the user has seen the words, or for a minute."""
         self.wait_for(lambda: words in self.text, TO_TELL_S)
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Its metrics as they were when it ended, which a run that goes on cuts back."""
+        """Its metrics as they were when it ended; a resumed run truncates them."""
         return self._records
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Those of this run whose command lines hold all of the words."""
+        """Processes of this run with all of the words in their command lines."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             line = process.info["cmdline"] or []
@@ -135,7 +135,7 @@ class Chaos:
         return found
 
     def rank(self, number: int) -> psutil.Process | None:
-        """The process of a rank, if it is there."""
+        """The process of a rank, if it exists."""
         for process in self.processes("trainer.train"):
             with suppress(psutil.Error):
                 variables = process.environ()

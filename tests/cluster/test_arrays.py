@@ -135,7 +135,7 @@ def test_seeds_of_a_comparison_are_an_array_and_the_login_node_makes_the_tables(
     for path in output.glob("compare*.*"):
         path.unlink()
     shown = slurm.run(*ZEROLORA, "compare", str(comparison), "--output", str(output), "--seeds", "2", *controllers)
-    assert "4 trials, 4 finished already" in shown and "final BPT, delta-pi - none" in shown
+    assert "4 trials, 4 already finished" in shown and "final BPT, delta-pi - none" in shown
     assert {path.parent.name: path.stat().st_mtime_ns for path in output.glob("*/metrics.jsonl")} == trained
     figures = json.loads((output / "compare.json").read_text())
     assert [row["setting"] for row in figures["settings"]] == ["none", "delta-pi"]

@@ -109,7 +109,7 @@ def main() -> int:
     found = {}
     for name, (kind, adapted, gather, recomputed) in CASES.items():
         found[name] = measured(folder, kind, adapted, gather, recomputed=recomputed)
-        # DeepSpeed looks for garbage several times a case, which takes as long as there are objects.
+        # DeepSpeed collects garbage several times per case, which takes longer the more objects exist.
         gc.collect()
         gc.freeze()
     (folder / f"alive-{ranks.rank}.json").write_text(json.dumps(found))

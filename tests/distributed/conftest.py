@@ -53,8 +53,8 @@ class Matrix:
     def __getitem__(self, name: str) -> Case:
         plan = {case["name"]: case for case in self._cases}
         if not (self._folder / f"{name}-done-0").exists():
-            told = [*self._folder.glob(f"{name}-*ed-0.txt")] or [*self._folder.glob("launch-*.log")]
-            lines = "\n".join(file.read_text()[-3000:] for file in told)
+            logs = [*self._folder.glob(f"{name}-*ed-0.txt")] or [*self._folder.glob("launch-*.log")]
+            lines = "\n".join(file.read_text()[-3000:] for file in logs)
             pytest.fail(f"case {name} did not come to its end:\n{lines}")
         folder = Path(plan[name]["overrides"].get("output_dir", name))
         return Case(self._folder / folder, (self._folder / f"{name}-console-0.txt").read_text())
@@ -100,7 +100,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Every case of plan.py, trained for real: two gloo ranks first, then one that goes on from there."""
+    """Every case of plan.py, trained for real: two gloo ranks first, then one that resumes from there."""
     folder = tmp_path_factory.mktemp("matrix")
     for ranks, plan in ((2, TWO_RANKS), (1, ONE_RANK)):
         launch(folder, ranks, plan, environment())
@@ -108,7 +108,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, str]) -> None:
-    """Train the plan's cases on so many ranks; what fails is told by the case that is asked for."""
+    """Train the plan's cases on so many ranks; a failure is reported by the requested case."""
     if not (folder / "base.yaml").exists():
         make_model(folder / "model")
         make_model(folder / "biased", attention_bias=True, tie_word_embeddings=True)

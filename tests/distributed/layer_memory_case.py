@@ -44,7 +44,7 @@ class Peak:
 
 
 def measure(path: Path, kind: str, device: torch.device) -> dict[str, int]:
-    """Peaks of loading and of two passes both ways, and what they should be made of; bytes."""
+    """Peaks of loading and of two passes both ways, and their expected parts; bytes."""
     dtype, quantization = KINDS[kind]
     shards = LayerShards(device)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": "sdpa", "quantization": quantization}

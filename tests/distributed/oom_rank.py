@@ -1,9 +1,9 @@
-"""Ranks of which one runs out of memory in the middle of backward passes; see test_oom.py.
+"""Ranks, one of them running out of memory in the middle of backward passes; see test_oom.py.
 
 python -m tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
 python -m tests.distributed.oom_rank PLAN.json                                several, one after the other
 SHORTAGE.json: {"rank", "above": largest micro-batch that it can hold, "after": optimizer steps that go well before}
-               and, where it is over again: {"until": optimizer steps by then, "grow_after": steps between two looks}
+               and, where it is over again: {"until": optimizer steps by then, "grow_after": steps between two checks}
 PLAN.json: {"folder", "cases": [{"name", "overrides", "shortage"}, ...]}, as matrix.py takes them
 """
 

@@ -134,7 +134,7 @@ TWO_RANKS: list[dict[str, Any]] = [
     case("never-evaluated", zero__stage=2, lora__dropout=0.3, dataset__evaluation=None),
     case("separate-tensors", zero__stage=2, ops__flat=False),
     case("pissa-2", zero__stage=2, lora__init="pissa"),
-    # Cut at step 3 on two ranks; one rank and another stage go on below.
+    # Cut at step 3 on two ranks; one rank and another stage resume below.
     case("cut", zero__stage=2, training__max_steps=6, training__save_steps=3),
     case("cut-adam8", zero__stage=2, training__max_steps=6, training__save_steps=3, **ADAM8),
     case(

@@ -1,4 +1,4 @@
-"""One rank that loads every model in FOLDER module by module and writes what it was told to FOLDER/rank<N>.json."""
+"""One rank that loads every model in FOLDER module by module and writes its errors to FOLDER/rank<N>.json."""
 
 import json
 from pathlib import Path
@@ -29,8 +29,8 @@ def loaded(model: Path) -> str:
 
 def main() -> None:
     folder, ranks = join(timeout_minutes=2)
-    told = {path.name: loaded(path) for path in sorted(folder.iterdir()) if path.is_dir()}
-    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(told))
+    errors = {path.name: loaded(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(errors))
     leave_process_group()
 
 

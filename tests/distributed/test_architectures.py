@@ -149,7 +149,7 @@ def test_it_trains(runs: Matrix, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_peft_reads_the_adapter_and_gives_the_loss_that_training_ended_with(runs: Matrix, name: str) -> None:
+def test_peft_reads_the_adapter_and_gives_the_final_training_loss(runs: Matrix, name: str) -> None:
     run = runs[name]
     assert held_out_loss(run) == pytest.approx(run.records("eval/loss")[-1], rel=1e-5)
 
@@ -181,7 +181,7 @@ def test_a_hybrid_learns_the_same_at_every_stage_and_with_recomputation(runs: Ma
     assert runs[other].losses == pytest.approx(runs["granite"].losses, rel=1e-5)
 
 
-def test_a_kernel_for_a_whole_mamba_layer_does_not_pass_its_adapter_by(
+def test_a_kernel_for_a_whole_mamba_layer_does_not_bypass_its_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mamba-ssm's kernel reads out_proj's weight and never calls the layer; the stand-in does the same."""

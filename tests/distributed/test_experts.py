@@ -1,6 +1,6 @@
 """Adapted experts on two ranks: the losses of plain PEFT at every stage, recomputed, packed, in 4 bits, and resumed.
 
-Eight families, each with another form of checkpoint, router, or layers beside the experts.
+Eight families, each with another form of checkpoint, router, or layers next to the experts.
 """
 
 from pathlib import Path
@@ -160,5 +160,5 @@ def test_a_resumed_run_continues_to_the_bit(runs: Matrix) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(runs: Matrix) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(runs: Matrix) -> None:
     assert runs["on-one-rank"].losses[-3:] == pytest.approx(runs["calm"].losses[-3:], rel=1e-5)

@@ -10,7 +10,7 @@ import yaml
 
 from tests.distributed.conftest import Matrix, environment, run_ranks
 from tests.distributed.plan import case
-from tests.pipelines import make_pipeline, write_pictures
+from tests.pipelines import make_pipeline, write_images
 from tests.plain_diffusers import plain_losses
 from trainer.config import RunConfig, load_config
 
@@ -74,8 +74,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     for family in DRAWS:
         make_pipeline(folder / family, family)
     make_pipeline(folder / "flux-wide", "flux", **SIZES)
-    write_pictures(folder / "pictures", 10, sizes=((64, 64), (96, 64), (64, 96)))
-    write_pictures(folder / "class", 3, seed=9)
+    write_images(folder / "pictures", 10, sizes=((64, 64), (96, 64), (64, 96)))
+    write_images(folder / "class", 3, seed=9)
     (folder / "base.yaml").write_text(yaml.safe_dump(base(folder)))
     cases = plan(folder)
     for each in cases:
@@ -161,7 +161,7 @@ def test_losses_with_trained_text_encoders_are_those_of_plain_diffusers(
     assert runs[names[0]].losses[-1] != runs[frozen].losses[-1], "the text encoders learnt nothing"
 
 
-def test_ranks_with_pictures_of_several_sizes_wait_for_each_other(runs: Matrix) -> None:
+def test_ranks_with_images_of_several_sizes_wait_for_each_other(runs: Matrix) -> None:
     expected, _ = plain(runs, "training.batch_size=2")
     for name in ("mixed-2", "mixed-3"):
         assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
@@ -188,7 +188,7 @@ def test_losses_on_a_four_bit_base_are_those_of_plain_diffusers_with_bitsandbyte
     expected, _ = plain(runs, wide, "adapter=qlora")
     whole, _ = plain(runs, wide)
     assert runs[f"flux-nf4-{stage}"].losses == pytest.approx(expected, rel=RELATIVE)
-    assert expected != pytest.approx(whole, rel=100 * RELATIVE), "4 bits are too near to the whole base to tell"
+    assert expected != pytest.approx(whole, rel=100 * RELATIVE), "4 bits are too close to the whole base to distinguish"
     assert expected == pytest.approx(whole, rel=0.05)
 
 
@@ -238,7 +238,7 @@ def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matri
     pipeline.load_lora_weights(folder)
     image = _drawn(pipeline)
     ours = Image.open(folder / "samples" / "00-after.png")
-    assert _farthest(image, ours) <= 1, "the adapter loaded by diffusers draws another picture"
+    assert _farthest(image, ours) <= 1, "the adapter loaded by diffusers draws another image"
     assert _farthest(without, Image.open(folder / "samples" / "00-before.png")) <= 1
     assert _farthest(without, image) > 1, "the adapter changes nothing that could differ"
 

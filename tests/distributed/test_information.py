@@ -79,7 +79,7 @@ def test_three_steps_move_the_weights_as_the_single_process_does(results: dict[s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_lambda_takes_the_same_course(results: dict[str, Any], case: str) -> None:
+def test_lambda_takes_the_same_values(results: dict[str, Any], case: str) -> None:
     got, want = results[case]["lambda"]
     assert len(set(want)) == 3
     assert got == pytest.approx(want, rel=1e-5)

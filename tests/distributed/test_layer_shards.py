@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "answers": {"logging__sample_prompts": ["red cat", "blue dog"], "logging__sample_tokens": 6},
 }
 CUT = {"training__max_steps": 6, "training__save_steps": 3, "lora__dropout": 0.1}
-# Where a run was cut, and where it goes on to the bit: layers and stage 2 have the same engine.
+# Where a run was stopped, and where it resumes bit by bit: layers and stage 2 have the same engine.
 MOVES: dict[str, tuple[str, dict[str, Any]]] = {
     "layer-again": ("cut-layer", {"zero__stage": 3}),
     "module-again": ("cut-module", {"zero__stage": 3, "zero__gather": "module"}),
@@ -82,7 +82,7 @@ ONE_RANK = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Every case, on two ranks; then the one that goes on alone. Embedding and head are wide enough to be cut."""
+    """Every case, on two ranks; then the one that resumes on one rank. Embedding and head are wide enough to be cut."""
     folder = tmp_path_factory.mktemp("layers")
     make_model(folder / "wide", vocab_size=4096)
     make_model(folder / "tied", vocab_size=4096, tie_word_embeddings=True, attention_bias=True)
@@ -107,18 +107,18 @@ def test_losses_are_those_of_stage_2(runs: Matrix, adapter: str, backend: str, c
 
 @pytest.mark.parametrize("kind", ["none", "recomputed"])
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_deepspeeds_own_stage_3_is_there_to_ask_for(runs: Matrix, adapter: str, kind: str) -> None:
+def test_deepspeeds_own_stage_3_can_be_requested(runs: Matrix, adapter: str, kind: str) -> None:
     case = runs[f"{adapter}-module-{kind}"]
     assert case.losses == pytest.approx(runs[f"{adapter}-2"].losses, rel=1e-6)
     assert "base: gathered by DeepSpeed (zero.gather: module, asked for)" in case.console
 
 
-def test_what_layers_cannot_do_goes_to_deepspeed_and_says_why(runs: Matrix) -> None:
+def test_unsupported_settings_fall_back_to_deepspeed_with_a_reason(runs: Matrix) -> None:
     assert "(zero.gather: module, DoRA reads every weight whole when it begins)" in runs["dora"].console
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_shares_in_host_memory_change_nothing(runs: Matrix, adapter: str) -> None:
+def test_shards_in_host_memory_change_nothing(runs: Matrix, adapter: str) -> None:
     assert runs[f"{adapter}-offloaded"].losses == pytest.approx(runs[f"{adapter}-2"].losses, rel=1e-6)
     assert "in its host memory" in runs[f"{adapter}-offloaded"].console
 
@@ -138,7 +138,7 @@ def test_every_kind_of_run_is_that_of_stage_2(runs: Matrix, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_run_goes_on_to_the_bit(runs: Matrix, name: str) -> None:
+def test_a_run_resumes_bit_by_bit(runs: Matrix, name: str) -> None:
     origin, _ = MOVES[name]
     assert len(runs[name].losses) == 3
     assert runs[name].losses == runs[origin].losses[3:]
@@ -147,7 +147,7 @@ def test_a_run_goes_on_to_the_bit(runs: Matrix, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["from-module", "alone"])
-def test_a_run_goes_on_from_another_engine_and_number_of_ranks(runs: Matrix, name: str) -> None:
+def test_a_run_resumes_from_another_engine_and_number_of_ranks(runs: Matrix, name: str) -> None:
     """Dropout draws again there, and moves the loss of these few tokens by about 1e-3."""
     assert len(runs[name].losses) == 3
     assert runs[name].losses == pytest.approx(runs["cut-layer"].losses[3:], abs=1e-2)
@@ -170,7 +170,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "nf4"])
 @pytest.mark.parametrize("phase", ["load", "train"])
-def test_a_rank_never_has_more_than_its_share_and_two_layers(
+def test_a_rank_never_has_more_than_its_shard_and_two_layers(
     peaks: list[dict[str, dict[str, int]]], kind: str, phase: str
 ) -> None:
     """Weights: the share and two units. Beside them the adapter, what a transport and a product copy, and noise."""
@@ -180,4 +180,4 @@ def test_a_rank_never_has_more_than_its_share_and_two_layers(
         assert figures["gathered"] <= figures["two_units"] < 0.1 * figures["whole"]
         bound = sum(figures[name] for name in ("share", "two_units", "slack", "rest"))
         assert figures[phase] < bound, figures
-        assert bound < 0.85 * figures["whole"], "the bound must tell a rank that holds the whole base"
+        assert bound < 0.85 * figures["whole"], "the bound must detect a rank that holds the whole base"

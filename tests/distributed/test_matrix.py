@@ -77,12 +77,12 @@ def test_a_resumed_run_continues_to_the_bit(matrix: Matrix, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cut-to-stage3", "cut-to-one-rank"])
-def test_a_run_goes_on_elsewhere(matrix: Matrix, name: str) -> None:
+def test_a_run_resumes_elsewhere(matrix: Matrix, name: str) -> None:
     """From ZeRO-2 to ZeRO-3, and from two ranks to one."""
     assert matrix[name].losses == pytest.approx(matrix["cut"].losses[3:], abs=1e-5)
 
 
-def test_moments_of_8_bits_go_on_elsewhere(matrix: Matrix) -> None:
+def test_8_bit_moments_resume_elsewhere(matrix: Matrix) -> None:
     """From ZeRO-2 on two ranks to ZeRO-0 on one: the same blocks, so that nothing is rounded again."""
     again, whole = matrix["cut-adam8-to-one-rank"], matrix["cut-adam8"]
     assert again.losses == pytest.approx(whole.losses[3:], abs=1e-6)
@@ -92,7 +92,7 @@ def test_moments_of_8_bits_go_on_elsewhere(matrix: Matrix) -> None:
         torch.testing.assert_close(again.adapter()[name], value, atol=1e-5, rtol=0)
 
 
-def test_a_finished_run_goes_on_to_more_steps(matrix: Matrix) -> None:
+def test_a_finished_run_continues_to_more_steps(matrix: Matrix) -> None:
     assert len(matrix["longer"].losses) == 2
     state = json.loads((matrix["longer"].folder / "checkpoint-8" / "state.json").read_text())
     assert state["step"] == 8

@@ -44,7 +44,7 @@ def test_the_measure_sees_a_whole_model(folder: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "model"), [("lora", "model"), ("experts-lora", "model-experts")])
 def test_a_rank_holds_its_half_and_one_module(folder: Path, kind: str, model: str) -> None:
-    """Of a mixture, whose experts are stored one by one, the tensor of one layer's experts."""
+    """Size of one layer's experts in an MoE model that stores experts one by one."""
     assert max(peaks_of(folder, kind)) < 0.65 * size_of(folder / model)
 
 

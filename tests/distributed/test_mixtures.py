@@ -49,7 +49,7 @@ def _plan() -> list[dict[str, Any]]:
 
 
 def make_models(folder: Path) -> None:
-    """Three layers, of which two are gathered at a time."""
+    """Three layers; two are gathered at a time."""
     make_mixture(folder / "mixtral", "mixtral", num_hidden_layers=3)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     make_mixture(folder / "relu", "mixtral", num_hidden_layers=3, hidden_act="relu")  # which the operator does not know

@@ -1,4 +1,4 @@
-"""One of two ranks runs out of memory in the middle of a backward pass: the run goes on with the same losses."""
+"""One of two ranks runs out of memory in the middle of a backward pass: the run continues with the same losses."""
 
 import json
 import subprocess
@@ -79,7 +79,7 @@ def launch(folder: Path, name: str, *overrides: str, **values: int) -> tuple[int
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Matrix:
-    """Every case whose ranks need not start again."""
+    """Every case in which ranks need not restart."""
     plan, log = folder / "plan.json", folder / "log"
     plan.write_text(json.dumps({"folder": str(folder), "cases": _plan()}))
     code = run_ranks(2, "tests.distributed.oom_rank", str(plan), env=environment(), log=log, timeout_s=600)
@@ -104,7 +104,7 @@ def test_stages_0_and_1_repeat_the_step_in_the_process(runs: Matrix, stage: int)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_so_they_do_with_master_weights(runs: Matrix, stage: int) -> None:
+def test_stages_0_and_1_repeat_it_with_master_weights(runs: Matrix, stage: int) -> None:
     case = runs[f"stage-{stage}-bf16"]
     assert len(halvings(case.folder)) == 1
     # bf16 gradients are summed in another order: 1e-4 was measured. A run that is never updated is 2e-2 away.
@@ -187,7 +187,7 @@ def test_without_a_checkpoint_they_begin_again(runs: Matrix, folder: Path) -> No
     assert [json.loads(line)["train/loss"] for line in lines] == pytest.approx(runs["whole"].losses, abs=1e-5)
 
 
-def test_a_run_that_shall_stop_says_what_would_help(folder: Path) -> None:
+def test_a_run_with_on_oom_stop_says_what_would_help(folder: Path) -> None:
     code, seen = launch(folder, "stops", "zero.stage=2", rank=1, above=2, after=AFTER)
     assert code == 1
     assert "step 4: out of memory with batch_size 4; use training.on_oom=halve" in seen

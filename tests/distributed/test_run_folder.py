@@ -1,4 +1,4 @@
-"""What becomes of an earlier run, of the user's files beside it, and of a run that loses its folder: real training."""
+"""What becomes of an earlier run, of the user's files next to it, and of a run that loses its folder: real training."""
 
 import json
 import subprocess

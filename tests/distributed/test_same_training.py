@@ -1,7 +1,7 @@
 """The same training at every stage: losses, gradient norms, learning rates, counts, held-out losses and the adapter.
 
 With what makes a silent difference visible: weight decay, a norm that is clipped, LoRA+, a warm-up, three micro-batches
-a step, and two epochs whose last steps are short, so that a rank runs rows that only fill up.
+a step, and two epochs with short last steps, so that a rank runs padding rows.
 """
 
 from pathlib import Path

@@ -18,7 +18,7 @@ PART = "model-00001-of-00001.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two damaged models, and what both ranks were told of them."""
+    """Two damaged models, and the errors of both ranks."""
     folder = tmp_path_factory.mktemp("shapes")
     make_model(folder / "reshaped")
     tensors = load_file(folder / "reshaped" / "model.safetensors")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(folder: Path, name: str) -> str:
+def read_error(folder: Path, name: str) -> str:
     first, second = (json.loads((folder / f"rank{rank}.json").read_text())[name] for rank in (0, 1))
     assert first == second
     return str(first)
@@ -43,14 +43,14 @@ def told(folder: Path, name: str) -> str:
 
 def test_every_rank_names_the_weight_of_another_shape(folder: Path) -> None:
     count = len(load_file(folder / "reshaped" / "model.safetensors"))
-    line = told(folder, "reshaped")
+    line = read_error(folder, "reshaped")
     assert line.startswith(f"base_model={folder / 'reshaped'}: 1 of {count} weights do not fit config.json")
     assert f"(first: {NAME} has shape" in line
     assert "(127, 64), config.json says (128, 64))" in line
 
 
 def test_every_rank_names_the_file_that_is_cut_off(folder: Path) -> None:
-    line = told(folder, "cut")
+    line = read_error(folder, "cut")
     assert f"base_model={folder / 'cut'}: {PART} is cut short" in line
     assert line.endswith("; download or copy it again")
 

@@ -94,7 +94,7 @@ def test_8_bit_products_on_the_stored_codes_agree_over_stages(runs: Matrix, plai
     assert runs["products-2"].losses != pytest.approx(plain["channel"], abs=1e-6), "inputs were not quantised"
 
 
-def test_a_mixture_quantised_to_8_bits_agrees_over_stages(runs: Matrix) -> None:
+def test_an_moe_model_quantised_to_8_bits_agrees_over_stages(runs: Matrix) -> None:
     assert runs["experts-3"].losses == pytest.approx(runs["experts-0"].losses, abs=1e-5)
     assert len(runs["experts-0"].losses) == 4
 

@@ -1,4 +1,4 @@
-"""Two ranks whose base is gathered per layer, and whose tokens go to different experts; see test_mixtures.py."""
+"""Two ranks with a base gathered per layer and tokens routed to different experts; see test_mixtures.py."""
 
 import json
 from functools import partial

@@ -95,7 +95,7 @@ def main() -> int:
             figures = found[f"{kind}-{gather}"] = measure(quantization, shards, device)
             if ranks.is_main:
                 print(
-                    f"{kind} {gather:<6} {ranks.world_size} GPUs: {figures['step_ms']:7.2f} ms a step, of which "
+                    f"{kind} {gather:<6} {ranks.world_size} GPUs: {figures['step_ms']:7.2f} ms per step, including "
                     f"waiting for gathers {figures['wait_ms']:6.2f}; GiB: held {figures['held'] / 2**30:.2f}, peak of "
                     f"loading {figures['load_peak'] / 2**30:.2f}, of a step {figures['step_peak'] / 2**30:.2f}",
                     flush=True,

@@ -95,7 +95,7 @@ def eight_bit(capability: Capability) -> Checks:
     for kind in of.KINDS if capability >= FP8_FROM else ("int8",):
         for shape in [(300, 512, 384), (333, 1008, 272), (65, 77, 129), (5, 64, 32), (4096, 1024, 1024)]:
             yield from (partial(of.test_errors_stay_in_the_budget, kind, *shape, p) for p in (0.0, 0.1))
-        yield partial(of.test_siblings_and_the_derivative_in_cpp, kind)
+        yield partial(of.test_a_group_and_the_derivative_in_cpp, kind)
     yield from (partial(of.test_other_types, dtype) for dtype in (torch.float16, torch.float32))
     yield from (partial(of.test_a_layer_without_an_adapter, *shape) for shape in [(144, 272), (77, 129)])
 
@@ -111,7 +111,7 @@ PARTS: dict[str, Callable[[Capability], Checks]] = {
 
 
 def outcome(part: str, capability: Capability) -> str:
-    """What to say of a part; its first failure ends it and is told with what was tried."""
+    """Return the report of a part; its first failure ends it and is reported with what was tried."""
     last: object = None
     try:
         for check in PARTS[part](capability):
@@ -119,7 +119,7 @@ def outcome(part: str, capability: Capability) -> str:
             check()
     except pytest.skip.Exception as reason:
         return f"skipped: {reason}"
-    except Exception as error:  # of any kind: told and printed, so that the other parts still run
+    except Exception as error:  # of any kind: reported and printed, so that the other parts still run
         traceback.print_exc()
         return f"failed: {last}: {type(error).__name__}: {error}"
     return "agrees"

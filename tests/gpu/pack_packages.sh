@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pack the pinned packages for a GPU machine without registry access, whose torch and big libraries are its own.
+# Pack the pinned packages for a GPU machine without registry access, which has its own torch and big libraries.
 # Usage: tests/gpu/pack_packages.sh OUT.tgz [PACKAGE ...]      There: tests/gpu/run_checked.sh OUT.tgz [TEST_FILE ...]
 # Each PACKAGE comes along as well: `diffusers importlib_metadata` for image models.
 # Versions are those of constraints.txt and hide the machine's. PYTHON (default .venv/bin/python) needs torch, to build
@@ -14,7 +14,7 @@ packages=(
   huggingface_hub hf-xet httpx2 httpcore2 truststore h11 anyio fsspec filelock click typer rich pydantic pydantic_core
   annotated-types typing-inspection typing_extensions gguf sentencepiece xxhash py-cpuinfo pytest pytest-timeout "$@"
 )
-most_mib=48  # beside the checkout, of the 64 that may travel
+most_mib=48  # in addition to the checkout; 64 may travel
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/wheels" "$scratch/site"

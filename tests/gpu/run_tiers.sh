@@ -8,6 +8,6 @@ cd "$(dirname "$0")/../.."
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" PIP_RETRIES="${PIP_RETRIES:-0}" PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-10}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python="${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
-# Compiled before the clock of the first tier starts; a build that fails is told by the tier.
+# Compiled before the clock of the first tier starts; the tier reports a failed build.
 if command -v nvidia-smi >/dev/null; then "$python" -m ops.builder build || true; fi
 exec "$python" -m launcher.cli tier "${1:-all}" --check-vram "${@:2}"

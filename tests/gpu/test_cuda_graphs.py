@@ -161,7 +161,7 @@ def texts_of_lengths(path: Path, lengths: list[int]) -> Path:
 
 @pytest.mark.parametrize("name", KL)
 @pytest.mark.parametrize("alike", [True, False], ids=["of one length", "ragged"])
-def test_reference_text_of_kl_is_played_back_with_the_step(even: Path, name: str, alike: bool) -> None:
+def test_reference_text_of_kl_is_replayed_with_the_step(even: Path, name: str, alike: bool) -> None:
     """Of one length from the first shape on; ragged texts have a recording for each of few sizes."""
     lengths = [48] * 60 if alike else [20 + 7 * index % 61 for index in range(60)]
     settings = with_kl(texts_of_lengths(even / f"reference-{alike}.jsonl", lengths)) | KL[name]
@@ -170,7 +170,7 @@ def test_reference_text_of_kl_is_played_back_with_the_step(even: Path, name: str
     print(played.graph_lines())
     print("kl_bits", before[-1]["kl_bits"], after[-1]["kl_bits"], "lambda", before[-1]["lambda"], after[-1]["lambda"])
     assert sum(played.graphed[20:]) >= (19.9 if alike else 15), played.graph_lines()
-    if name != "all":  # whose dropout draws other numbers
+    if name != "all":  # its dropout draws other numbers
         assert played.losses == pytest.approx(launched.losses, abs=ROUNDING)
         assert [r["kl_bits"] for r in after] == pytest.approx([r["kl_bits"] for r in before], rel=0.05, abs=1e-4)
     assert min(record["kl_bits"] for record in after[5:]) > 0
@@ -191,7 +191,7 @@ def with_kl(texts: Path) -> dict[str, Any]:
     }
 
 
-def test_where_reference_text_is_not_worth_a_recording_others_are(even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_reference_text_is_not_worth_a_capture_others_are(even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The micro-step that has it may be many times as long."""
     record = Recorder.record
 
@@ -223,7 +223,7 @@ def test_ragged_documents_train_as_ever(ragged: Path, settings: dict[str, Any]) 
     assert played.losses[-1] < played.losses[0]
 
 
-def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
+def test_what_cannot_be_captured_is_launched_and_reported(even: Path) -> None:
     """Under a mask transformers asks the device whether documents are packed."""
     launched, played = both(even, model__attn_implementation="sdpa")
     assert max(played.graphed) == 0.0 and "waits for the device" in played.graph_lines()
@@ -231,10 +231,10 @@ def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
 
 
 @pytest.mark.parametrize("captures", [0, 1, 2], ids=["in the passes before", "forward", "backward"])
-def test_memory_that_runs_out_while_a_step_is_recorded(
+def test_memory_that_runs_out_while_a_step_is_captured(
     even: Path, monkeypatch: pytest.MonkeyPatch, captures: int
 ) -> None:
-    """The allocator gets no more from the card from there on, until recording has failed; the run goes on."""
+    """The allocator gets no more from the card from there on, until the capture has failed; the run continues."""
     record, warm_up, begin = Recorder.record, Recorder._warm_up, torch.cuda.graph.__enter__
     begun = []
 
@@ -284,13 +284,13 @@ def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -
     assert played.step_ms < launched.step_ms
 
 
-def test_auto_records_where_the_host_is_what_a_step_waits_for(even: Path) -> None:
+def test_auto_captures_host_bound_steps(even: Path) -> None:
     small = Trained(even, training__batch_size=1, training__cuda_graphs="auto")
     print(small.graph_lines())
     assert small.graphed[-1] == 1.0, small.graph_lines()
 
 
-def test_a_recording_that_breaks_off_leaves_torch_as_it_was() -> None:
+def test_a_failed_capture_leaves_torch_as_it_was() -> None:
     """Allocation, the generator and the stream work afterwards, and another recording can be made."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")

@@ -7,7 +7,7 @@ from trainer.parallel.ranks.device_ahead import hash_triton_ahead
 pytestmark = pytest.mark.gpu
 
 
-def test_the_hash_of_tritons_library_is_there_before_the_first_kernel() -> None:
+def test_tritons_library_is_hashed_before_the_first_kernel() -> None:
     cache = pytest.importorskip("triton.runtime.cache", reason="needs Triton, which comes with torch's CUDA builds")
     cache.triton_key.cache_clear()
     hash_triton_ahead().join()

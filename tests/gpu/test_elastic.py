@@ -29,12 +29,12 @@ class SomeGpus(OnGpus):
 
 
 @pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
-def test_the_other_gpu_goes_on_alone_until_both_are_there_again(tmp_path: Path) -> None:
+def test_the_other_gpu_continues_alone_until_both_are_back(tmp_path: Path) -> None:
     lose_one_and_come_back(write_short_run(tmp_path), "GPU 1", SomeGpus(2))
 
 
 @pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
-def test_the_step_is_told_whose_loss_was_not_finite(tmp_path: Path) -> None:
+def test_rank_and_step_of_a_non_finite_loss_are_reported(tmp_path: Path) -> None:
     """Its numbers are read while the next one runs."""
     fail_twice_for_a_nan(write_short_run(tmp_path), place=SomeGpus(2))
 

@@ -195,7 +195,7 @@ def test_inputs_that_are_not_contiguous_or_not_aligned():
         )
 
 
-def test_forgetting_frees_the_result_of_a_fused_layer():
+def test_recomputing_frees_the_result_of_a_fused_layer():
     gate, up = draw(64, 256, dtype=torch.bfloat16), draw(64, 256, dtype=torch.bfloat16, seed=1)
     weight, down = draw(128, 256, dtype=torch.bfloat16, seed=2).detach(), draw(16, 256, dtype=torch.bfloat16, seed=3)
     lora_up = draw(128, 16, dtype=torch.bfloat16, seed=4)
@@ -203,11 +203,11 @@ def test_forgetting_frees_the_result_of_a_fused_layer():
     def run(forget):
         h = elementwise.silu_mul(gate, up)
         memory = StorageWeakRef(h.untyped_storage())
-        recipe = (lambda: elementwise.silu_mul(gate, up)) if forget else None
-        if recipe is None:
+        recompute = (lambda: elementwise.silu_mul(gate, up)) if forget else None
+        if recompute is None:
             y = ops.lora_linear(h, weight, None, down, lora_up, 1.0)
         else:
-            with elementwise.forgetting(h, recipe):
+            with elementwise.recomputing(h, recompute):
                 y = ops.lora_linear(h, weight, None, down, lora_up, 1.0)
         del h
         assert memory.expired() == forget

@@ -37,7 +37,7 @@ def start(workplace: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def end(run: Run) -> tuple[int, str]:
-    """Exit code and stderr of a run whose ranks must be gone then; long before NCCL's own timeout would end it."""
+    """Return exit code and stderr of a run that must leave no ranks, long before NCCL's own timeout would end it."""
     code, _, err = run.end()
     print(f"ended with {code}: {err.splitlines()[:1]}")
     for rank in (0, 1):
@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_the_other_in_its_collective(start: Start) -> None:
     assert code == 137 and err.startswith(f"the run failed: rank 1 on {HOST} was killed by signal 9"), err
 
 
-def test_a_stopped_rank_is_named_and_nobody_looks_from_another_gpu(start: Start) -> None:
+def test_a_stopped_rank_is_named_without_using_another_gpu(start: Start) -> None:
     """Rank 0, which has the store that NCCL's own threads ask, and the GPU that threads begin on."""
     run = start(SOON)
     run.wait_for_step(3)

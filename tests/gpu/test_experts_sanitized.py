@@ -31,7 +31,7 @@ pytestmark = [
 def test_forward_and_backward(T, H, inner, rank, p, interleaved, dtype):
     ops.load("cuda")
     more = {"p": p, "interleaved": interleaved, "activation": "clamped" if interleaved else "silu", "bias": interleaved}
-    # Rounding moves few values over a limit this far out, on whose other side they have another derivative.
+    # Rounding moves few values across a limit this far out, where the derivative changes.
     check(expert_cases.make(T, 3, 5, H, inner, rank, dtype, **more, limit=8.0).to(dtype, "cuda"))
 
 

@@ -95,7 +95,7 @@ def test_the_controller_moves_lambda(run: tuple[Path, str]) -> None:
     assert len({record["lambda"] for record in measured}) > 1
 
 
-def test_peft_reads_the_adapter_and_gives_the_loss_that_training_ended_with(run: tuple[Path, str]) -> None:
+def test_peft_reads_the_adapter_and_gives_the_final_training_loss(run: tuple[Path, str]) -> None:
     config = RunConfig.model_validate_json((run[0] / "training_config.json").read_text())
     found = FinishedRun(run[0], run[0], config)
     tokenizer = saved_tokenizer(found)

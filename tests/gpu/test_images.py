@@ -16,7 +16,7 @@ pytest.importorskip("PIL", reason="needs pillow: pip install 'zerolora[images]'"
 
 from tests.distributed.conftest import ROOT, Matrix, launch
 from tests.distributed.plan import case
-from tests.pipelines import make_pipeline, write_pictures
+from tests.pipelines import make_pipeline, write_images
 from tests.plain_diffusers import plain_losses
 from trainer.config import load_config
 
@@ -68,7 +68,7 @@ def trained(folder: Path, ranks: int, env: dict[str, str]) -> Matrix:
     """The plan's runs on so many ranks."""
     for family in FAMILIES:
         make_pipeline(folder / family, family)
-    write_pictures(folder / "pictures", 12, sizes=((64, 64), (96, 64)))
+    write_images(folder / "pictures", 12, sizes=((64, 64), (96, 64)))
     (folder / "base.yaml").write_text(yaml.safe_dump(settings(folder)))
     launch(folder, ranks, plan(ranks), env)
     return Matrix(folder, plan(ranks))

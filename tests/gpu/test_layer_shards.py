@@ -1,6 +1,6 @@
 """ZeRO-3 per layer on real GPUs: the losses of stage 2, memory of a share and two layers, hidden gathers.
 
-On one GPU the shares lie in host memory, which is the only way in which anything is cut there.
+On one GPU the shards are in host memory, which is the only way anything is sharded there.
 """
 
 import json
@@ -85,7 +85,7 @@ def test_losses_are_those_of_stage_2(runs: Matrix, name: str) -> None:
 
 @pytest.mark.parametrize("variant", ALSO)
 def test_deepspeeds_own_stage_3_has_the_losses_of_stage_2(runs: Matrix, variant: str) -> None:
-    """It computes siblings one by one, which in 16 bits rounds elsewhere."""
+    """It computes q, k, v one by one, which rounds differently in 16 bits."""
     module = runs[f"{variant}-module"]
     assert module.losses == pytest.approx(runs[f"{variant}-2"].losses, rel=1e-5 if variant == "fp32" else 5e-3)
     assert "base: gathered by DeepSpeed (zero.gather: module, asked for)" in module.console
@@ -106,9 +106,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layers-8b")
     module, log = "tests.gpu.layer_rank", folder / "log"
     code = run_ranks(GPUS, module, str(folder / "measured.json"), env=environment(), log=log, timeout_s=600)
-    told = log.read_text()
-    print("\n".join(line for line in told.splitlines() if "ms a step" in line))
-    assert code == 0, told[-3000:]
+    output = log.read_text()
+    print("\n".join(line for line in output.splitlines() if "ms per step" in line))
+    assert code == 0, output[-3000:]
     return [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(GPUS)]
 
 
@@ -119,8 +119,8 @@ def test_real_layers_give_the_same_losses(measured: list[dict[str, Any]], kind: 
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
-def test_a_rank_never_has_more_than_its_share_and_two_layers(measured: list[dict[str, Any]], kind: str) -> None:
-    """Between steps one unit is there, for the pass to come; in a step two, and what the whole model needs as well."""
+def test_a_rank_never_has_more_than_its_shard_and_two_layers(measured: list[dict[str, Any]], kind: str) -> None:
+    """Between steps one unit is gathered, for the next pass; in a step two, and what the whole model needs as well."""
     for rank in measured:
         layer, whole = rank[f"{kind}-layer"], rank[f"{kind}-whole"]
         two_units = sum(sorted(layer["units"])[-2:])
@@ -135,7 +135,7 @@ def test_a_rank_never_has_more_than_its_share_and_two_layers(measured: list[dict
 @pytest.mark.skipif(GPUS < 2, reason="gathers cross no link on one GPU")
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
 def test_gathers_hide_behind_the_computation(measured: list[dict[str, Any]], kind: str) -> None:
-    """Without engine and optimizer, of which a whole step has more: the figure to reach is 0.75, the aim 0.85."""
+    """Without engine and optimizer, which take more time in a whole step: the limit is 0.75, the goal 0.85."""
     for rank in measured:
         layer, whole = rank[f"{kind}-layer"], rank[f"{kind}-whole"]
         assert layer["step_ms"] < whole["step_ms"] / 0.75

@@ -20,7 +20,7 @@ CASES = [(s, a, r, z) for s in SHAPES for a in ADAPTERS for r in RECOMPUTATION f
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Every case trained for a few steps on one GPU; the shapes beside one another."""
+    """Every case trained for a few steps on one GPU; the shapes in parallel."""
     folder: Path = tmp_path_factory.mktemp("memory")
     shapes = [argument for shape in SHAPES for argument in ("--shape", shape)]
     command = [sys.executable, "-m", "tests.gpu.memory_table", *shapes, "--json", str(folder / "rows.json")]

@@ -1,4 +1,4 @@
-"""A shape whose logits are capped, which no fused loss takes, and whose attention is eager: its peak measured now."""
+"""Measure the peak of a shape with capped logits, which no fused loss supports, and eager attention."""
 
 import json
 import os

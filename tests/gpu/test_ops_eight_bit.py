@@ -1,4 +1,4 @@
-"""The 8-bit operators on a card: bits of the quantisation, budgets of the products, siblings, dropout, determinism."""
+"""The 8-bit operators on a card: bits of the quantisation, budgets of the products, groups, dropout, determinism."""
 
 import math
 
@@ -83,7 +83,7 @@ def test_a_product_of_fp8_is_as_exact_as_its_sums(fast, depth):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_siblings_and_the_derivative_in_cpp(kind):
+def test_a_group_and_the_derivative_in_cpp(kind):
     """A group through autograd: what the reference gives from the same 8-bit operands."""
     needs(kind)
     torch.manual_seed(0)

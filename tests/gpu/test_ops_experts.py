@@ -22,7 +22,7 @@ def on_card(dtype: torch.dtype, *shape: int, **more: Any) -> Problem:
 def results(problem: Problem, monkeypatch: pytest.MonkeyPatch, plain: bool = False) -> dict[str, torch.Tensor]:
     with monkeypatch.context() as patch:
         if plain:
-            patch.setattr(experts_kernels, "takes", lambda x, shape: False)
+            patch.setattr(experts_kernels, "is_supported", lambda x, shape: False)
         y, grads = run(problem)
     return {"y": y} | grads
 
@@ -35,9 +35,9 @@ def pooled(problems: list[Problem], monkeypatch: pytest.MonkeyPatch, plain: bool
 def check(problem: Problem, monkeypatch: pytest.MonkeyPatch, *alike: Problem) -> dict[str, torch.Tensor]:
     """Errors against float64 are not above those of plain torch in the same type, expert by expert.
 
-    `alike`: more problems of the shape, whose errors count together where one has too few values to compare.
+    `alike`: more problems of the shape; their errors count together if one has too few values to compare.
     """
-    assert experts_kernels.takes(
+    assert experts_kernels.is_supported(
         problem.hidden, [*problem.down.shape[:1], problem.down.shape[2], problem.down.shape[1], 0, 0]
     )
     problems = [problem, *alike]

@@ -73,7 +73,7 @@ SHAPES = [  # T, D, K of each part, R
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 @pytest.mark.parametrize(("rows", "cols", "depths", "rank"), SHAPES, ids=str)
-def test_one_rounding_and_the_same_bits_again(rows, cols, depths, rank, forward, dtype):
+def test_it_rounds_once_and_repeats_its_bits(rows, cols, depths, rank, forward, dtype):
     args = operands(rows, cols, depths, rank, dtype, forward)
     run = torch.ops.zerolora.frozen_product
     got = run(*args, None, None)
@@ -186,7 +186,7 @@ def run_group(parts, p=0.0, need_down=True, need_up=True):
     [
         ((WIDE,), T, WIDE, 2),
         ((WIDE, WIDE, 128), T, WIDE, 3),  # y one by one, the third leaves the card half empty; dX in one launch
-        ((136,) * 5, 4096, 1024, 1),  # more siblings than parts: cuBLAS adds the last
+        ((136,) * 5, 4096, 1024, 1),  # more projections than parts: cuBLAS adds the last
         ((384,), T, 512, 0),
         ((WIDE,), 4095, WIDE, 0),
         ((WIDE,), T, WIDE + 1, 0),
@@ -197,10 +197,10 @@ def test_where_the_operators_take_it(outs, rows, width, launches, p):
     assert count(lambda: run_group(parts, p)) == launches
 
 
-def test_without_the_gradient_of_a_nobody_leaves_the_mask():
+def test_without_the_gradient_of_a_the_mask_is_not_stored():
     parts = group((WIDE, 128))
     assert count(lambda: run_group(parts, 0.0, False)) == 2
-    assert count(lambda: run_group(parts, 0.1, False)) == 1  # y; cuBLAS adds both siblings to the masked dh A
+    assert count(lambda: run_group(parts, 0.1, False)) == 1  # y; cuBLAS adds both projections to the masked dh A
     seed = torch.tensor([99], device="cuda")
     grad_x = run_group(parts, 0.1, False)[1]
     total: Any = 0
@@ -229,7 +229,7 @@ def test_the_mask_of_dx_is_the_references(rank):
 @pytest.mark.parametrize(
     ("outs", "rank"), [((WIDE, 136), 8), ((1784, 128, 128), 64), ((72,) * 6, 16), ((136, 72), 200)]
 )
-def test_siblings_stay_in_the_budget(outs, rank, p):
+def test_a_group_stays_in_the_budget(outs, rank, p):
     parts = group(outs, rank=rank)
     one_launch = len(outs) <= 4
     seed = torch.tensor([99], device="cuda") if p else None
@@ -241,7 +241,7 @@ def test_siblings_stay_in_the_budget(outs, rank, p):
         truth, budget = cases.truth_and_budget(part)
         total += truth.grad_x
         allowed = allowed + budget.grad_x
-        if not one_launch:  # rounded after each sibling
+        if not one_launch:  # rounded after each projection
             allowed += 2 * cases.UNIT[y.dtype] * total.abs()
         spent = cases.overspent(cases.Results(y, truth.grad_x, grad_down, grad_up), truth, budget)
         assert not spent, f"error over budget: {spent}"
@@ -259,14 +259,14 @@ def test_strided_input_and_gradient(p):
 @pytest.mark.parametrize(
     ("outs", "rows", "width", "together"), [((WIDE, 136), T, WIDE, True), ((8192, 520), 4096, 4096, False)]
 )
-def test_nf4_siblings_go_together_up_to_64_mib(outs, rows, width, together):
+def test_nf4_weights_of_a_group_go_together_up_to_64_mib(outs, rows, width, together):
     functional = pytest.importorskip("bitsandbytes.functional")
     parts = group(outs, rows, width)
     weights = []
     for part in parts:
         packed, state = functional.quantize_4bit(part.weight, quant_type="nf4", blocksize=64)
         packed.quant_state = state
-        weights.append(ops.Nf4Weight.of(packed))
+        weights.append(ops.Nf4Weight.from_parameter(packed))
         part.weight = functional.dequantize_4bit(packed, state)
     x, downs, ups = parts[0].x.detach().requires_grad_(), [part.down for part in parts], [part.up for part in parts]
     grads, scales = [part.grad for part in parts], [part.scale for part in parts]

@@ -118,7 +118,7 @@ def test_offsets_beyond_32_bits():
 @pytest.mark.parametrize("ranks", [(16, 4, 40), (16, 16, 16), (64, 64, 64)], ids=str)
 @pytest.mark.parametrize("T", [300, 5000])
 def test_groups_stay_in_the_budget_of_their_members(T, ranks, p, dtype):
-    """Also where siblings of one rank share a launch, and above the number of tokens where the adapter goes first."""
+    """Also where projections of one rank share a launch, and with so many tokens that the adapter goes first."""
     parts = [
         cases.make(T, 256, out, rank, dtype, "cuda", seed=i)
         for i, (out, rank) in enumerate(zip((1256, 64, 72), ranks, strict=True))
@@ -134,7 +134,7 @@ def test_groups_stay_in_the_budget_of_their_members(T, ranks, p, dtype):
     for i, part in enumerate(parts):
         truth, budget = cases.truth_and_budget(part)
         total += truth.grad_x
-        allowed += budget.grad_x + 2 * cases.UNIT[dtype] * total.abs()  # rounded after each sibling
+        allowed += budget.grad_x + 2 * cases.UNIT[dtype] * total.abs()  # rounded after each projection
         spent = cases.overspent(cases.Results(ys[i].detach(), truth.grad_x, grads[i], grads[3 + i]), truth, budget)
         assert not spent, (i, spent)
     assert bool(((grad_x.double() - total).abs() <= allowed).all())
@@ -157,14 +157,14 @@ def test_adapters_that_are_views_of_one_buffer():
     assert torch.equal(got, torch.cat([grad.reshape(-1) for grad in one_by_one]))
 
 
-def test_partial_gradients_biases_and_unused_siblings():
+def test_partial_gradients_biases_and_unused_projections():
     parts = [cases.make(200, 256, out, 16, torch.float32, "cuda", seed=i, bias=True) for i, out in enumerate((128, 64))]
     x = parts[0].x
     assert parts[0].bias is not None
     leaves = [parts[0].bias.requires_grad_(), parts[0].up.requires_grad_()]
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     ys = ops.lora_group(x, weights, biases, [part.down for part in parts], [part.up for part in parts], [1.0, 1.0])
-    grad_bias, grad_up = torch.autograd.grad(ys[0], leaves, parts[0].grad)  # the second sibling's output is not used
+    grad_bias, grad_up = torch.autograd.grad(ys[0], leaves, parts[0].grad)  # the second projection's output is not used
     torch.testing.assert_close(grad_bias, parts[0].grad.sum(0))
     exact_up = parts[0].grad.double().t() @ (x.double() @ parts[0].down.double().t())
     plain_up = parts[0].grad.t() @ (x @ parts[0].down.t())
@@ -254,7 +254,7 @@ def test_nf4(dtype, nested):
     problem = cases.make(300, 512, 384, 16, dtype, "cuda")
     packed, state = functional.quantize_4bit(problem.weight, quant_type="nf4", compress_statistics=nested, blocksize=64)
     packed.quant_state = state
-    weight = ops.Nf4Weight.of(packed)
+    weight = ops.Nf4Weight.from_parameter(packed)
     expected = functional.dequantize_4bit(packed, state)
     got = torch.ops.zerolora.dequantize_nf4(
         packed, list(weight.state), 384, 512, weight.block, weight.nested_block, dtype
@@ -287,5 +287,5 @@ def test_bad_input_names_the_values():
         ops.lora_linear(problem.x, problem.weight, None, problem.down[:, :64], problem.up, 1.0)
     with pytest.raises(ValueError, match=r"weight \(64, 64\) for x \(64, 128\)"):
         ops.lora_linear(problem.x, problem.weight[:, :64], None, problem.down, problem.up, 1.0)
-    with pytest.raises(ValueError, match=r"reference.*loaded cuda already"):
+    with pytest.raises(ValueError, match=r"reference.*already loaded cuda"):
         ops.load("reference")

@@ -25,7 +25,7 @@ def test_stays_in_the_budget_and_repeats_its_bits(width, out, bias, rank, dtype)
 
 
 @pytest.mark.parametrize("rank", [16, 64])
-def test_beside_a_strided_output_nothing_is_written(rank):
+def test_nothing_is_written_outside_a_strided_output(rank):
     problem = cases.make(T, 520, 384, rank, torch.bfloat16, "cuda")
     run = torch.ops.zerolora.adapter_backward_
     args = problem.grad, problem.x, problem.down, problem.up, problem.scale

@@ -6,7 +6,7 @@
     compute-sanitizer --tool initcheck python -m pytest tests/gpu/test_ops_sanitized.py -k alone
 
 initcheck does not see what cuBLAS writes through the bulk copy engine and reports every read of it, by torch's kernels
-too: it is run on the tests whose device memory is written by copies from the host and by our kernels alone.
+too: it is run on the tests in which only copies from the host and our kernels write device memory.
 """
 
 import pytest

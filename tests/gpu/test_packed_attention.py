@@ -16,15 +16,15 @@ def one_by_one(
     """Output [1, T, heads, head_dim] and derivatives of q, k, v, in the leaves' own numbers."""
     pieces = [leaf.split(lengths, 2) for leaf in leaves]
     found = [
-        scaled_dot_product_attention(q, k, v, attn_mask=looks(q.shape[2], window), enable_gqa=True)
+        scaled_dot_product_attention(q, k, v, attn_mask=attention_mask(q.shape[2], window), enable_gqa=True)
         for q, k, v in zip(*pieces, strict=True)
     ]
     out = torch.cat(found, 2).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def looks(length: int, window: int | None) -> torch.Tensor:
-    """Which key [length, length] a query looks at."""
+def attention_mask(length: int, window: int | None) -> torch.Tensor:
+    """Return the keys [length, length] that each query attends to."""
     place = torch.arange(length, device="cuda")
     back = place[:, None] - place
     return (back >= 0) & (back < (window or length))
@@ -36,10 +36,10 @@ def test_padding_may_be_longer_than_the_documents_in_front(window: int | None) -
     lengths = [128, 128, 70, 700]
     leaves, grad = drawn(sum(lengths))
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    told = {"max_seqlen": 128, "equal_documents": 2, "others_seqlen": 770}
+    hints = {"max_seqlen": 128, "equal_documents": 2, "others_seqlen": 770}
     query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     module = torch.nn.Module()
-    out, _ = varlen_attention(module, query, key, value, None, cu_seqlens=bounds, sliding_window=window, **told)
+    out, _ = varlen_attention(module, query, key, value, None, cu_seqlens=bounds, sliding_window=window, **hints)
     found = [out.detach(), *torch.autograd.grad(out, narrow, grad.bfloat16())]
     for got, wanted in zip(found, one_by_one(leaves, lengths, grad, window), strict=True):
         error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
@@ -60,10 +60,10 @@ def test_each_document_is_alone(lengths: list[int]) -> None:
     tokens = sum(lengths)
     leaves, grad = drawn(tokens)
     host = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    told = equal_documents_first(MicroBatch(host, host, tokens, cu_seqlens=host, max_seqlen=max(lengths)))
+    hints = equal_documents_first(MicroBatch(host, host, tokens, cu_seqlens=host, max_seqlen=max(lengths)))
     query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     out, _ = varlen_attention(
-        torch.nn.Module(), query, key, value, None, cu_seqlens=host.cuda(), max_seqlen=max(lengths), **told
+        torch.nn.Module(), query, key, value, None, cu_seqlens=host.cuda(), max_seqlen=max(lengths), **hints
     )
     found = [out.detach(), *torch.autograd.grad(out, narrow, grad.bfloat16())]
     for got, wanted in zip(found, one_by_one(leaves, lengths, grad), strict=True):

@@ -28,7 +28,7 @@ def test_the_kernels_keep_documents_apart(dtype: torch.dtype) -> None:
     assert model.config._attn_implementation == VARLEN
 
 
-def test_experts_do_not_look_as_if_documents_met() -> None:
+def test_experts_are_not_mistaken_for_mixed_documents() -> None:
     settings = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
     assert flat_packs(model_of("mixtral", torch.bfloat16, **settings).to(CUDA))
 

@@ -70,20 +70,18 @@ def test_the_host_does_not_wait_for_copies() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_a_checkpoint_that_training_goes_on_beside_has_the_bits_of_one_at_the_end(
-    tmp_path: Path, optimizer: str
-) -> None:
+def test_a_checkpoint_saved_during_training_equals_one_saved_at_the_end(tmp_path: Path, optimizer: str) -> None:
     common: dict[str, Any] = {
         "training__precision": "bf16", "training__lr_scheduler": "constant", "training__warmup_ratio": 0.0,
         "training__optimizer": optimizer, "training__save_total_limit": 9,
     }  # fmt: skip
     ground, at = make_ground(tmp_path), 3
-    train(ground, **common, training__max_steps=8, training__save_steps=1, output_dir=str(tmp_path / "beside"))
+    train(ground, **common, training__max_steps=8, training__save_steps=1, output_dir=str(tmp_path / "during"))
     train(ground, **common, training__max_steps=at, training__save_steps=0, output_dir=str(tmp_path / "end"))
-    beside, end = (tmp_path / name / f"checkpoint-{at}" for name in ("beside", "end"))
+    during, end = (tmp_path / name / f"checkpoint-{at}" for name in ("during", "end"))
     names = sorted(file.name for file in end.glob("*.safetensors"))
     assert names == ["adapter_model.safetensors", "rank-00000.safetensors", "training_state-00000.safetensors"]
     for name in names:
-        ours, wanted = load_file(beside / name), load_file(end / name)
+        ours, wanted = load_file(during / name), load_file(end / name)
         assert ours.keys() == wanted.keys()
         assert all(torch.equal(ours[key], wanted[key]) for key in wanted), name

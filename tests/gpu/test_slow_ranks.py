@@ -1,4 +1,4 @@
-"""A slow rank is named where the others wait for it within their forward passes, whose time a card's clock tells."""
+"""A slow rank is named where the others wait for it within their forward passes, timed by the card's clock."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_slow_rank_is_named_under_zero_3(tmp_path: Path, gather: str, slow: bo
         command = [*TRAIN, str(workplace / "config.yaml"), "--num-gpus", "2"]
         code, out, err = start(command, *settings, mischief="1:slow layer:1" if slow else "").end()
     assert code == 0, err
-    told = [line for line in (out + err).splitlines() if " is slow: its own work" in line]
-    print(*told, sep="\n")
-    assert len(told) == slow, out + err
-    assert not slow or f"step {STEPS}: rank 1 on {HOST}" in told[0]
+    notes = [line for line in (out + err).splitlines() if " is slow: its own work" in line]
+    print(*notes, sep="\n")
+    assert len(notes) == slow, out + err
+    assert not slow or f"step {STEPS}: rank 1 on {HOST}" in notes[0]

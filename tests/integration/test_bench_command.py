@@ -1,4 +1,4 @@
-"""`zerolora bench` as a user runs it, on CPU ranks: the product, the others beside it, the profile, the JSON."""
+"""`zerolora bench` as a user runs it, on CPU ranks: the product, the peers, the profile, the JSON."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def bench(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "out.json").read_text()), done.stdout
 
 
-def test_the_product_beside_others_and_its_profile(tmp_path: Path) -> None:
+def test_the_product_with_peers_and_its_profile(tmp_path: Path) -> None:
     written, out = bench(tmp_path, "--peer", "peft", "--peer", "deepspeed", "--profile")
     measured = {result["stack"]: result for result in written["results"]}
     assert set(measured) == {"zerolora", "peft", "deepspeed"}

@@ -79,20 +79,20 @@ def test_a_trial_trains_and_measures_what_train_does(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_goes_on_with_what_is_not_finished(folder: Path) -> None:
+def test_it_continues_with_unfinished_trials(folder: Path) -> None:
     kept, lost = (folder / "runs" / name / DOCUMENTS_FILE for name in NAMES)
     before, content = kept.stat().st_mtime_ns, lost.read_text()
     lost.unlink()
     shown = again(folder).stdout
-    assert "2 trials, 1 finished already" in shown and "1/1  delta-pi-seed42" in shown
+    assert "2 trials, 1 already finished" in shown and "1/1  delta-pi-seed42" in shown
     assert kept.stat().st_mtime_ns == before
     assert json.loads(lost.read_text()) == json.loads(content)
     shown = again(folder).stdout
-    assert "2 trials, 2 finished already" in shown and "final BPT, delta-pi - none" in shown
+    assert "2 trials, 2 already finished" in shown and "final BPT, delta-pi - none" in shown
 
 
 @pytest.mark.slow
-def test_a_failed_trial_is_told_and_the_others_are_compared(folder: Path) -> None:
+def test_a_failed_trial_is_reported_and_the_others_are_compared(folder: Path) -> None:
     result = again(folder, "scu.sigma=1e6", "--output", f"{folder}/b")
     assert result.returncode == 1
     assert "FAILED with exit code 2: delta-pi-seed42" in result.stdout and "out of reach" in result.stdout

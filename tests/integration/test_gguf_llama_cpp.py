@@ -85,7 +85,7 @@ def test_where_a_window_would_begin_to_slide_the_context_ends(tmp_path: Path) ->
 # What the formats round weights to, and what llama.cpp then rounds the activations to; the logarithms span 0.8.
 @pytest.mark.parametrize(("dtype", "bound"), [("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 2e-2)])
 def test_every_format_is_read(dtype: str, bound: float, tmp_path: Path) -> None:
-    # 48 is no multiple of 32: what Q8_0 cannot store is there in 16 bits.
+    # 48 is not a multiple of 32: tensors that Q8_0 cannot store are in 16 bits.
     folder = make_saved(tmp_path / "model", "llama", {"intermediate_size": 48})
     write_gguf(folder, tmp_path / "model.gguf", dtype=dtype)
     assert EXACT < max(distances(LlamaCpp(tmp_path / "model.gguf"), folder)) < bound

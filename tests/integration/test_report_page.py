@@ -36,13 +36,13 @@ class Loaded(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.pictures = 0
+        self.images = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Whatever is neither a link that one may follow nor a picture that the page itself holds."""
+        """Collect everything that is neither a link to follow nor an image embedded in the page."""
         given = dict(attrs)
         if tag == "img" and (given.pop("src", None) or "").startswith("data:image/jpeg;base64,"):
-            self.pictures += 1
+            self.images += 1
         elif tag in ("script", "link", "img", "iframe", "object", "embed", "video", "audio", "source", "use", "image"):
             self.found.append(tag)
         self.found += [f"{tag} {name}" for name in given if name in ("src", "srcset", "data", "background", "action")]
@@ -66,7 +66,7 @@ def test_a_page_fetches_nothing_and_is_small(name: str, pages: dict[str, Path]) 
     assert len(text) < 1_000_000
 
 
-def test_sample_pictures_are_within_the_page_however_many_there_are(tmp_path: Path) -> None:
+def test_sample_images_are_embedded_however_many_there_are(tmp_path: Path) -> None:
     """Noise is what JPEG makes least small."""
     run = make_two(tmp_path)[0]
     random = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def test_sample_pictures_are_within_the_page_however_many_there_are(tmp_path: Pa
     parser = Loaded()
     parser.feed(text)
     assert parser.found == [] and "samples/" not in text
-    assert parser.pictures == 9 * (60 // 9) - 1
+    assert parser.images == 9 * (60 // 9) - 1
     assert len(text) < 1_000_000
     for prompt in range(1, 9):
         row = text.split(f"<h2>&lt;picture&gt; {prompt}</h2>")[1].split("</section>")[0]
@@ -96,12 +96,12 @@ def test_a_page_is_whole_at_every_width_and_in_both_colours(
     name: str, width: int, colours: str, pages: dict[str, Path], tmp_path: Path
 ) -> None:
     assert BROWSER is not None
-    picture = tmp_path / "page.png"
+    screenshot = tmp_path / "page.png"
     scheme = f"--blink-settings=preferredColorScheme={int(colours == 'light')}"
-    shape = [f"--window-size={width},1800", f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
+    shape = [f"--window-size={width},1800", f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={screenshot}"]
     command = [BROWSER, *SWITCHES, *WITHOUT_NETWORK, scheme, *shape, pages[name].as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    pixels = (255 * imread(picture)[..., :3]).round().astype(int)
+    pixels = (255 * imread(screenshot)[..., :3]).round().astype(int)
     ground, margin = np.array(GROUND[colours]), MARGIN[width]
     assert pixels.shape[1] == width
     assert (pixels[:, :margin] == ground).all() and (pixels[:, -margin:] == ground).all()

@@ -1,4 +1,4 @@
-"""What becomes of a run of which a rank is killed, cannot start again, fails on its data, or is slow."""
+"""Runs with a rank that is killed, cannot restart, fails on its data, or is slow."""
 
 import shutil
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_a_rank_killed_before_the_first_checkpoint_costs_nothing_of_an_earlier_r
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_put_into_the_folder_is_not_gone_on_from(workplace: Path, calm: Path) -> None:
+def test_a_foreign_checkpoint_in_the_folder_is_not_resumed(workplace: Path, calm: Path) -> None:
     """`output.overwrite: delete` leaves what the earlier run did not write; it is moved aside by the next start."""
     shutil.copytree(calm, workplace / "put")
     shutil.copytree(calm / f"checkpoint-{STEPS}", workplace / "put" / "checkpoint-400")
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_was_put_into_the_folder_is_not_gone_on_from(workplace
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
+def test_a_rank_that_cannot_restart_is_excluded_until_requested(workplace: Path) -> None:
     lose_one_and_come_back(workplace, "the slot of rank 1")
 
 
@@ -94,11 +94,11 @@ LATE = "0:late numbers:1;1:late numbers:1"
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_the_ranks_and_the_steps_whose_it_is(workplace: Path) -> None:
+def test_rank_and_step_of_a_non_finite_loss_are_named(workplace: Path) -> None:
     fail_twice_for_a_nan(workplace, LATE)
 
 
-def test_a_first_loss_that_is_not_finite_is_no_step_that_was_made(workplace: Path) -> None:
+def test_a_non_finite_first_loss_is_not_counted_as_a_step(workplace: Path) -> None:
     code, seen = train(workplace, "nan-first", f"1:nan@loss:1;{LATE}", once=False)
     assert code == 1, seen
     assert "the run failed: rank 1 on " in seen and "not restarted: no step was completed" in seen, seen
@@ -115,5 +115,5 @@ def test_a_slow_rank_is_named_under_zero_3(workplace: Path, gather: str) -> None
     settings = ["zero.stage=3", f"zero.gather={gather}", *zero, f"training.max_steps={WINDOW * REPEATS}"]
     code, seen = train(workplace, f"slow-{gather}", "1:slow layer:1", *settings, "training.save_steps=0", once=False)
     assert code == 0, seen
-    told = [line for line in seen.splitlines() if " is slow: its own work" in line]
-    assert len(told) == 1 and f"step {WINDOW * REPEATS}: rank 1 on " in told[0], seen
+    notes = [line for line in seen.splitlines() if " is slow: its own work" in line]
+    assert len(notes) == 1 and f"step {WINDOW * REPEATS}: rank 1 on " in notes[0], seen

@@ -21,7 +21,7 @@ PATIENCE_S = 300.0
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """TensorBoard on a free port, over events of 100 steps whose loss falls from 8 to 6."""
+    """TensorBoard on a free port, over events of 100 steps with a loss that falls from 8 to 6."""
     section = LoggingSection(report_to=("tensorboard",), progress="off")
     metrics = Metrics(tmp_path / "run", section, Console(quiet=True), first_step=0, total_steps=len(LOSSES))
     for step, loss in enumerate(LOSSES, start=1):

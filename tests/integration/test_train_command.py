@@ -56,7 +56,7 @@ def finished(workplace: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=500)
 
 
-def test_it_ends_well_and_says_where_everything_lies(
+def test_it_ends_well_and_prints_where_its_files_are(
     finished: subprocess.CompletedProcess[str], workplace: Path
 ) -> None:
     out = finished.stdout
@@ -141,7 +141,7 @@ def test_a_model_that_mixes_packed_documents_is_refused(workplace: Path) -> None
     assert [path.name for path in (workplace / "mixed").iterdir()] == ["logs"]
 
 
-def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> None:
+def test_sigterm_saves_and_the_run_resumes_to_the_same_end(workplace: Path) -> None:
     """Interrupted at any step and resumed, the adapter has the bits of the uninterrupted run."""
     config, env = str(workplace / "config.yaml"), environment()
     steps = "training.max_steps=80"
@@ -183,7 +183,7 @@ def _a_second_run_is_refused(command: list[str], workplace: Path, run: Path) -> 
     assert (run / "logs" / "launcher.log").read_bytes() == log
 
 
-def test_two_ranks_pass_over_a_damaged_checkpoint_together(
+def test_two_ranks_skip_a_damaged_checkpoint_together(
     finished: subprocess.CompletedProcess[str], workplace: Path
 ) -> None:
     """To the bits of the run that was not damaged. Named, it is refused, and so is another run; nothing is written."""

@@ -112,7 +112,7 @@ def truth_and_budget(problem: Problem) -> tuple[Results, Results]:
     h_up, dh_down = h.abs() @ up.abs().t(), m * (dh.abs() @ down.abs())
     sums_y = C * (width + rank) * FP32 * (x.abs() @ weight.abs().t() + h_up)
     sums_x = C * (out + rank) * FP32 * (grad.abs() @ weight.abs() + dh_down)
-    # cuBLAS may round the product before it adds it to what is there: seen on an H200 at T=300, I=512.
+    # cuBLAS may round the product before it adds it to the output: seen on an H200 at T=300, I=512.
     product_y, product_x = (x @ weight.t()).abs(), (grad @ weight).abs()
     y_budget = unit * (y.abs() + product_y + h_up) + sums_y + h_err @ up.abs().t()
     if bias is not None:

@@ -4,7 +4,7 @@ What is bounded is the arithmetic, not the quantisation: the truth is t (x_q W_q
 8-bit operands. Beside the adapter's budget (tests/numerics/cases.py) a frozen term F of depth K may spend u (|y| + |F|)
 for its roundings and, with |F| the sum of magnitudes,
     fp32 sums             2 K 2^-24 |F|
-    sums of an FP8 core   (K / 32) 2^-13 |F|: an instruction adds 32 products to a sum of which 13 bits behind the
+    sums of an FP8 core   (K / 32) 2^-13 |F|: an instruction adds 32 products to a sum with 13 bits behind the
                           largest summand are kept
 """
 
@@ -23,7 +23,7 @@ KINDS = tuple(STORAGE)
 
 @dataclass
 class EightBitProblem:
-    """A problem whose weight is 8-bit values and scales; `plain.weight` is not used."""
+    """A problem with a weight of 8-bit values and scales; `plain.weight` is not used."""
 
     plain: cases.Problem
     values: Tensor

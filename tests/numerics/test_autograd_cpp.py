@@ -73,7 +73,7 @@ kept.clear()
 loss = run()
 del loss
 gc.collect()
-assert all(packed() is None for packed in kept), "kept by a graph that is gone"
+assert all(packed() is None for packed in kept), "kept by a graph that was freed"
 """
 
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from ops import backend, prebuilt
-from ops.build_lock import build_lock
-from ops.builder import LoraOpBuilder, main, register
-from ops.listing import report
+from ops.builder import LoraOpBuilder, list_operators, main, register
+from ops.prebuilt import build_lock
 from ops.toolkit import BuildError, all_architectures, check_capability, check_toolkit, gencode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +27,13 @@ def test_registers_into_deepspeeds_table():
 
     builder = register()
     assert ALL_OPS["zerolora_lora"] is builder
-    lines = report().splitlines()
+    lines = list_operators().splitlines()
     ours = next(line for line in lines if line.startswith("zerolora_lora"))
     assert re.fullmatch(r"zerolora_lora +(yes|no) +(yes|no)", ours)
     assert any(line.startswith("fused_adam") for line in lines)
 
 
-def test_sources_are_absolute_and_all_there():
+def test_sources_are_absolute_and_complete():
     builder = LoraOpBuilder()
     assert all(Path(path).is_absolute() and Path(path).exists() for path in builder.sources())
     assert {Path(path).suffix for path in builder.sources()} == {".cu", ".cpp"}
@@ -71,7 +70,7 @@ def test_ptx_alone_takes_the_path_of_its_own_cards():
 @pytest.mark.parametrize(
     ("toolkit", "torch_cuda", "message"),
     [
-        ((11, 7), "11.7", "nvcc 11.7: at least 11.8"),
+        ((11, 7), "11.7", "nvcc 11.7: must be at least 11.8"),
         ((12, 8), "13.0", "nvcc 12.8 does not match torch .* CUDA 13.0: set CUDA_HOME"),
     ],
 )
@@ -117,7 +116,7 @@ def test_missing_nvcc_is_one_line(monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from ops.build_lock import build_lock
+from ops.prebuilt import build_lock
 with build_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -236,7 +235,7 @@ def test_a_shared_build_is_made_once_and_the_newest_toolkit_wins(shared, monkeyp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--arch", "9.0"], "error: --arch: what is built beside the sources is for all cards; add --into DIR"),
+        (["--arch", "9.0"], "error: --arch: builds inside the package are for all cards; add --into DIR"),
         (["--into", "x", "--arch", "sm_90"], "error: --arch sm_90: must be a compute capability, such as 9.0"),
         (["--into", "x", "--arch", "6.1"], "error: compute capability 6.1: 7.0 (Volta) or newer is needed"),
     ],
@@ -254,17 +253,17 @@ def test_what_cannot_be_built_is_refused_before_anything_is_compiled(monkeypatch
     """`auto` compiles nothing then, and `cuda` says why; a folder that is named is taken at its word until it loads."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(backend, "_loaded", None)
-    backend.build_beside("auto")
-    assert backend._compilers == [] and backend.expected("auto") == "reference"
+    backend.start_build("auto")
+    assert backend._compilers == [] and backend.predict_backend("auto") == "reference"
     with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* is built without CUDA"):
-        backend.build_beside("cuda")
+        backend.start_build("cuda")
     assert main(["build", "--here"]) == 2 and "built without CUDA" in capsys.readouterr().err
     monkeypatch.setenv("ZEROLORA_OPS", str(tmp_path))
-    backend.build_beside("cuda")
+    backend.start_build("cuda")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_compiler_beside_a_run_is_waited_for(monkeypatch, tmp_path):
+def test_load_waits_for_the_compiler_process(monkeypatch, tmp_path):
     """Whoever needs the operators meanwhile waits for its lock, and finds what it has built."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
@@ -273,10 +272,10 @@ def test_the_compiler_beside_a_run_is_waited_for(monkeypatch, tmp_path):
         [sys.executable, "-c", BESIDE], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
     assert compiler.stdout is not None and compiler.stdout.readline() == "compiling\n"
-    assert not builder.lies_ready()
+    assert not builder.has_build()
     monkeypatch.setattr(SmallBuilder, "_compile", lambda *_: pytest.fail("compiled a second time"))
     assert builder._compile_once(False).__file__ == str(builder.cache_dir() / "zerolora_lora.so")
-    assert builder.lies_ready() and compiler.wait() == 0
+    assert builder.has_build() and compiler.wait() == 0
 
 
 BESIDE = """

@@ -1,4 +1,4 @@
-"""The operators on an 8-bit base by their definition on the CPU: budgets, odd rows, siblings, opcheck, mutations."""
+"""The operators on an 8-bit base by their definition on the CPU: budgets, odd rows, groups, opcheck, mutations."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def test_quantised_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_siblings_share_one_quantised_gradient(kind: str) -> None:
+def test_a_group_shares_one_quantised_gradient(kind: str) -> None:
     """Forward as each alone; dX as the product of all gradients side by side with all weights one above the other."""
     torch.manual_seed(0)
     x = torch.randn(2, 9, 32, requires_grad=True)
@@ -136,7 +136,7 @@ def test_opcheck(kind: str, name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zerolora, name).default, _arguments(kind)[name])
 
 
-def test_what_does_not_fit_says_so() -> None:
+def test_bad_input_names_the_values() -> None:
     weight = ops.EightBitWeight(*eight_bit.quantize_rows(torch.randn(16, 32), "fp8"))
     down, up = torch.randn(4, 32), torch.randn(16, 4)
 

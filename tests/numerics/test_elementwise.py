@@ -1,4 +1,4 @@
-"""The element-wise operators in plain torch: derivatives, registration, and what is forgotten until the backward."""
+"""The element-wise operators in plain torch: derivatives, registration, and recomputation."""
 
 import pytest
 import torch
@@ -125,19 +125,19 @@ def consumer(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
-def test_forgetting_keeps_the_recipe_and_not_the_result(kind):
+def test_recomputing_saves_the_function_instead_of_the_result(kind):
     layer, factors = consumer(kind)
     gate, up = draw(3, 5, 8), draw(3, 5, 8, seed=1)
     wanted = torch.autograd.grad(layer(elementwise.silu_mul(gate, up)).square().sum(), [gate, up, *factors])
     recomputed = []
 
-    def recipe():
+    def recompute():
         recomputed.append(1)
         return elementwise.silu_mul(gate, up)
 
     h = elementwise.silu_mul(gate, up)
     memory = StorageWeakRef(h.untyped_storage())
-    with elementwise.forgetting(h, recipe):
+    with elementwise.recomputing(h, recompute):
         y = layer(h)
     del h
     assert memory.expired()
@@ -147,8 +147,8 @@ def test_forgetting_keeps_the_recipe_and_not_the_result(kind):
         assert torch.equal(one, other)
 
 
-def test_forgetting_leaves_other_tensors_alone():
+def test_recomputing_leaves_other_tensors_alone():
     x, other = draw(3, 8), draw(3, 8, seed=1)
-    with elementwise.forgetting(x, lambda: pytest.fail("computed again without need")):
+    with elementwise.recomputing(x, lambda: pytest.fail("recomputed without need")):
         y = other.exp()
     assert torch.equal(torch.autograd.grad(y.sum(), other)[0], other.exp())

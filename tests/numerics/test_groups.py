@@ -1,4 +1,4 @@
-"""Groups are found by watching a forward: siblings together, everything else alone with its reason."""
+"""Groups are found by observing a forward: shared-input projections together, all else alone with its reason."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def linears(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def test_siblings_are_found_and_the_rest_has_a_reason():
+def test_groups_are_found_and_the_rest_has_a_reason():
     model = Mixed()
     groups, alone = find_groups(model, linears(model), lambda: model(torch.randn(2, 8)))
     assert [group.names for group in groups] == [("attention.q", "attention.k", "attention.v")]

@@ -161,7 +161,7 @@ def test_saves_the_parameters_themselves_and_nothing_of_size_t_by_o():
     pointers = {t.data_ptr() for t in saved}
     assert {t.data_ptr() for t in (x, *weights, *downs, *ups)} <= pointers
     extra = [t for t in saved if t.data_ptr() not in {u.data_ptr() for u in (x, *weights, *downs, *ups)}]
-    assert sum(t.numel() for t in extra) <= 6 * 16 + 1  # h of both siblings, and the seed
+    assert sum(t.numel() for t in extra) <= 6 * 16 + 1  # h of both projections, and the seed
 
 
 def test_weight_emptied_and_refilled_between_forward_and_backward():
@@ -259,7 +259,7 @@ def test_nf4_matches_bitsandbytes(nested):
     weight = torch.randn(24, 64)
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested, blocksize=64)
     packed.quant_state = state
-    nf4 = ops.Nf4Weight.of(packed)
+    nf4 = ops.Nf4Weight.from_parameter(packed)
     expected = functional.dequantize_4bit(packed, state)
     got = torch.ops.zerolora.dequantize_nf4(packed, list(nf4.state), 24, 64, nf4.block, nf4.nested_block, torch.float32)
     torch.testing.assert_close(got, expected, rtol=1.2e-7, atol=0)  # products in another order: the last bit

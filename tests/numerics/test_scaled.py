@@ -44,7 +44,7 @@ def test_each_value_is_rounded_once(grid: str, storage: torch.dtype, dtype: torc
 @pytest.mark.parametrize("at_once", [scaled.DENSE_AT_ONCE, 1])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_a_group_is_that_of_the_dequantised_weights(at_once: int, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where siblings are dequantised one after the other."""
+    """Also where the weights of a group are dequantised one after the other."""
     monkeypatch.setattr(scaled, "DENSE_AT_ONCE", at_once)
     torch.manual_seed(0)
     block = (128, 128)
@@ -93,12 +93,12 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
     cases = {
         r"scales \(2, 2\) .* in blocks of 16 x 32: expected \(4, 2\)": (x, ops.ScaledWeight(codes, scales, (16, 32))),
         r"8-bit weight \(64, 64\) for x \(3, 32\)": (x[:, :32], ops.ScaledWeight(codes, scales, (32, 32))),
-        "uint8 .e4m3. or int8 is expected": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
+        "expected uint8 .e4m3. or int8": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
     }
     for message, (tokens, weight) in cases.items():
         with pytest.raises(ValueError, match=message):
             ops.scaled_group(tokens, [weight], [None], [down[:, : tokens.shape[1]]], [up], [1.0])
-    with pytest.raises(ValueError, match="one size is expected"):
+    with pytest.raises(ValueError, match="expected one size"):
         pair = [ops.ScaledWeight(codes, scales, block) for block in ((32, 32), (64, 64))]
         ops.scaled_group(x, pair, [None, None], [down, down], [up, up], [1.0, 1.0])
 

@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
             packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True, blocksize=64)
             packed.quant_state = state
-            self.nf4 = ops.Nf4Weight.of(packed)
+            self.nf4 = ops.Nf4Weight.from_parameter(packed)
             weight = packed
         else:
             weight = weight.bfloat16()

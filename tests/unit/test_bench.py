@@ -12,20 +12,20 @@ from rich.console import Console
 
 from benchmarks.bench.__main__ import Bench, _parse, main
 from benchmarks.bench.assignment import Assignment
-from benchmarks.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
+from benchmarks.bench.cases import AS_CONFIGURED, CASES, build_peer_case, count_texts, prepared, resolve, write_texts
 from benchmarks.bench.floor import Experts as ExpertsShape
 from benchmarks.bench.floor import _time_grouped, measure_floor
 from benchmarks.bench.peers import missing_package
 from benchmarks.bench.report import (
     PRODUCT,
     Measurement,
-    add_peers_mfu,
-    not_measured,
-    profile_table,
-    result_table,
+    build_profile_table,
+    build_result_table,
+    list_failures,
+    set_peers_mfu,
 )
 from benchmarks.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
-from benchmarks.bench.unsloth import draw_weights, write_hollow_checkpoint
+from benchmarks.bench.unsloth import draw_weights, write_sparse_checkpoint
 from tests.mixtures import make_mixture
 from trainer.config import load_config
 from trainer.data import Samples, prepare_data
@@ -61,7 +61,7 @@ def test_a_case_is_a_short_run_of_the_product_as_it_is(tmp_path: Path, case: str
 def test_a_skewed_case_is_that_of_the_shape_with_another_router(tmp_path: Path) -> None:
     run, base_model = resolve(None, "bf16", "olmoe-1b-7b", SETTINGS, tmp_path, skewed=True)
     assert base_model == "random:olmoe-1b-7b,router=skewed"
-    case = peer_case("bf16", run, base_model, on_gpu=False, batch_size=3)
+    case = build_peer_case("bf16", run, base_model, on_gpu=False, batch_size=3)
     assert is_skewed(case.base_model)
     model = torch.nn.Module()
     model.mlp = torch.nn.Module()
@@ -93,12 +93,12 @@ def test_a_configuration_keeps_its_settings_and_loses_its_data(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--case", "bf17"], "--case bf17: there is no such case; there are bf16"),
-        (["--shape", "llama9"], "--shape llama9: there is no such shape; there are tiny"),
-        (["base_model=runs/own"], "base_model=runs/own: its shape is not known; say it with --shape"),
+        (["--case", "bf17"], "--case bf17: unknown case; choose from bf16"),
+        (["--shape", "llama9"], "--shape llama9: unknown shape; choose from tiny"),
+        (["base_model=runs/own"], "base_model=runs/own: its shape is unknown; set it with --shape"),
         (["adapter=none", "scu.enabled=false"], "adapter=none: bench measures adapters"),
         (["training.batch=3"], "training.batch"),
-        (["--skew", "--shape", "tiny"], "--skew: tiny is no mixture of experts; name one with --shape"),
+        (["--skew", "--shape", "tiny"], "--skew: tiny is not an MoE model; choose one with --shape"),
         (["missing.yaml"], "missing.yaml: no such file"),
     ],
 )
@@ -128,7 +128,7 @@ def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) ->
     config = load_config(prepared(run, base_model, texts, tmp_path, steps=2, profile=False)).config
     tokenizer = load_tokenizer(base_model, config.model)
     data = prepare_data(config.dataset, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=2048)
-    case = peer_case("x", run, base_model, on_gpu=False, batch_size=3)
+    case = build_peer_case("x", run, base_model, on_gpu=False, batch_size=3)
     batches = Assignment([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
     assert batches.shape == (2, 3, 64)
     assert isinstance(data.train, Samples)
@@ -140,7 +140,7 @@ def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) ->
 def test_a_checkpoint_of_holes_loads_and_takes_no_room(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    write_hollow_checkpoint("random:tiny,hidden_size=512", tmp_path)
+    write_sparse_checkpoint("random:tiny,hidden_size=512", tmp_path)
     file = tmp_path / "model.safetensors"
     assert file.stat().st_size > 2_000_000
     assert file.stat().st_blocks * 512 < 100_000
@@ -170,9 +170,9 @@ def test_weights_in_4_bits_are_those_of_a_normal_distribution(nested: bool) -> N
 
 def test_no_step_is_the_short_last_one_of_an_epoch(tmp_path: Path) -> None:
     run, _ = resolve(None, AS_CONFIGURED, "tiny", ["training.gradient_accumulation_steps=2", *SETTINGS], tmp_path)
-    assert text_count(run, steps=10, ranks=4) >= 10 * 3 * 2 * 4
+    assert count_texts(run, steps=10, ranks=4) >= 10 * 3 * 2 * 4
     run, _ = resolve(None, AS_CONFIGURED, "tiny", ["training.batch_size=auto"], tmp_path)
-    assert text_count(run, steps=10, ranks=1) >= 10
+    assert count_texts(run, steps=10, ranks=1) >= 10
 
 
 def test_what_is_not_installed_is_named_with_its_way_in(tmp_path: Path) -> None:
@@ -211,22 +211,22 @@ def text_of(table: Any) -> str:
 
 def test_the_table_compares_medians_within_a_case() -> None:
     results = [
-        Measurement.of_product("bf16", records(500.0, 400.0, 900.0), {}),
-        Measurement.of_product("nf4", records(600.0), {}),
+        Measurement.from_records("bf16", records(500.0, 400.0, 900.0), {}),
+        Measurement.from_records("nf4", records(600.0), {}),
         Measurement("bf16", "unsloth", step_ms=[1000.0, 1000.0], tokens=8192, peak_gib=46.0),
         Measurement("bf16", "peft", note="not installed: pip install peft"),
         Measurement("nf4", "peft", note="not installed: pip install peft"),
         Measurement("nf4", "unsloth", error="OutOfMemoryError: of 3 GiB"),
     ]
-    add_peers_mfu(results)
+    set_peers_mfu(results)
     product, unsloth = results[0], results[2]
     assert (product.median_ms, product.rate) == (500.0, pytest.approx(16384.0))
     assert unsloth.mfu == pytest.approx(0.25)
-    rows = [line.split() for line in text_of(result_table(results)).splitlines()]
+    rows = [line.split() for line in text_of(build_result_table(results)).splitlines()]
     assert rows[1] == ["bf16", "zerolora", "16,384", "500.0", "400.0", "to", "900.0", "50.0%", "40.0", "1.00"]
     assert rows[2] == ["bf16", "Unsloth", "8,192", "1,000.0", "1,000.0", "to", "1,000.0", "25.0%", "46.0", "2.00"]
     assert rows[3][:2] == ["nf4", "zerolora"]
-    assert not_measured(results) == [
+    assert list_failures(results) == [
         "PEFT: not installed: pip install peft",
         "nf4: Unsloth OutOfMemoryError: of 3 GiB",
     ]
@@ -234,14 +234,14 @@ def test_the_table_compares_medians_within_a_case() -> None:
 
 
 def test_a_run_without_measured_steps_is_an_error() -> None:
-    assert Measurement.of_product("bf16", [], {}).error
+    assert Measurement.from_records("bf16", [], {}).error
     assert Measurement("bf16", PRODUCT).rate is None
 
 
 def test_the_profile_shows_the_gap_to_the_floor() -> None:
     by_category = dict.fromkeys(CATEGORIES, 0.0) | {FROZEN: 90.0, IDLE: 10.0}
     profile = {"step_ms": 100.0, "by_category_ms": by_category, "floor_ms": {FROZEN: 80.0}}
-    lines = [line.split() for line in text_of(profile_table(profile)).splitlines()]
+    lines = [line.split() for line in text_of(build_profile_table(profile)).splitlines()]
     assert ["frozen", "products", "90.0", "90.0%", "80.0", "+10.0"] in lines
     assert ["idle", "10.0", "10.0%", "+10.0"] in lines
     assert lines[-1] == ["step", "100.0", "80.0", "+20.0"]

@@ -27,9 +27,9 @@ from benchmarks.bench.trace import (
     Work,
     breakdown,
     categorise,
+    categorise_kernels,
     longest,
     read_trace,
-    work_of,
 )
 from trainer.monitor.profiler import STEP, StepProfiler
 
@@ -140,7 +140,7 @@ def test_the_device_runs_behind_the_host_and_no_step_counts_twice() -> None:
                 },
                 {"ph": "X", "cat": "kernel", "name": "gemm", "ts": ran, "dur": 40.0, "args": which},
             ]
-    by_category, step_ms, steps = breakdown(work_of(events, SHAPE))
+    by_category, step_ms, steps = breakdown(categorise_kernels(events, SHAPE))
     assert (step_ms, steps) == (pytest.approx(0.1), 2)
     assert by_category[FROZEN] == pytest.approx(0.08) and by_category[IDLE] == pytest.approx(0.02)
 
@@ -176,7 +176,7 @@ def recorded(engine: Engine, folder: Path, *, first_step: int, steps: int) -> li
         engine.backward(engine.loss())
         engine.step()
     profiler.finish()
-    return work_of(read_trace(folder / "profile" / "rank-0.json.gz"), Shape(vocabulary=1000, rank=4))
+    return categorise_kernels(read_trace(folder / "profile" / "rank-0.json.gz"), Shape(vocabulary=1000, rank=4))
 
 
 def test_a_real_trace(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from benchmarks.compare import trials as compare_trials
 from benchmarks.compare.measured_run import DOCUMENTS_FILE
 from benchmarks.compare.plots import draw_comparison
 from benchmarks.compare.report import result_tables, statements, write_results
-from benchmarks.compare.results import Comparison, Result, read_results, t_interval, t_quantile
+from benchmarks.compare.results import Comparison, Result, compute_t_interval, compute_t_quantile, read_results
 from benchmarks.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
 from trainer.contract.folder_lock import FolderLost
@@ -117,9 +117,9 @@ def test_a_finished_trial_is_known_by_its_settings(config: Path) -> None:
     [
         (
             ["dataset.evaluation=null", "training.eval_steps=0", "training.best_checkpoint=false"],
-            "dataset.evaluation: nothing is held out",
+            "dataset.evaluation: missing, but the comparison needs held-out data",
         ),
-        (["dataset.evaluation=null", "dataset.val_split=0.1"], "each of 3 seeds would hold out other documents"),
+        (["dataset.evaluation=null", "dataset.val_split=0.1"], "each of 3 seeds would hold out different documents"),
         (["dataset.packing=true"], "dataset.packing=true"),
         (["training.eval_steps=0", "training.best_checkpoint=false"], "training.eval_steps=0"),
         (["--targets", "0.1", "--measures", "delta,factors"], "--targets: 1 for 2 measures"),
@@ -305,9 +305,15 @@ def test_a_difference_of_three_seeds_is_said_only_where_the_seeds_agree(config: 
 
 
 def test_student() -> None:
-    assert [round(t_quantile(freedom), 3) for freedom in (1, 2, 10, 11, 30)] == [12.706, 4.303, 2.228, 2.201, 2.042]
-    assert t_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
-    assert t_interval(np.array([1.0])) is None
+    assert [round(compute_t_quantile(freedom), 3) for freedom in (1, 2, 10, 11, 30)] == [
+        12.706,
+        4.303,
+        2.228,
+        2.201,
+        2.042,
+    ]
+    assert compute_t_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert compute_t_interval(np.array([1.0])) is None
 
 
 def test_a_choice_is_measured_on_the_other_half_of_the_documents(config: Path) -> None:

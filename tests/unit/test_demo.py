@@ -90,7 +90,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="3 parameters instead of 134,515,008"):
         check_weights(tmp_path)
     save_file({"weight": torch.full((PARAMETERS,), torch.nan, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="not finite"):
+    with pytest.raises(UserError, match="non-finite"):
         check_weights(tmp_path)
 
 

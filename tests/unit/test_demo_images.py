@@ -19,7 +19,7 @@ from examples.demo_images import (
     colour_vae,
     draw,
     make_base,
-    write_pictures,
+    write_images,
 )
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +49,7 @@ def test_samples_come_nearer_to_the_pictures(tmp_path: Path) -> None:
     for name in ("base", "pictures"):
         (tmp_path / name).mkdir()
     make_base(tmp_path / "base", steps=60)
-    write_pictures(tmp_path / "pictures")
+    write_images(tmp_path / "pictures")
     settings = [
         f"base_model={tmp_path / 'base'}",
         f"dataset.path={tmp_path / 'pictures'}",

@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from tests.pipelines import make_pipeline, write_pictures
+from tests.pipelines import make_pipeline, write_images
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
 from trainer.setup.preflight import prepare
 from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, by_size, image_evaluation
@@ -24,7 +24,7 @@ from trainer.tasks.images.sizes import bucket_sizes, fit
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("images")
     make_pipeline(root / "sdxl", "sdxl")
-    write_pictures(root / "pictures", 6, sizes=((64, 64), (96, 64)))
+    write_images(root / "pictures", 6, sizes=((64, 64), (96, 64)))
     return root
 
 
@@ -63,7 +63,7 @@ def test_a_picture_gets_the_size_nearest_in_shape_and_is_cut_little() -> None:
 
 
 def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "a", 3)
+    folder = write_images(tmp_path / "a", 3)
     (folder / "000.txt").unlink()
     with pytest.raises(UserError, match=r"no caption for 000\.png \(1 of 3 have none\).*image\.caption"):
         read_pictures(SourceSection(path=str(folder)), "dataset", None)
@@ -78,7 +78,7 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
 def test_an_image_set_of_datasets_is_read(tmp_path: Path) -> None:
     import datasets
 
-    folder = write_pictures(tmp_path / "a", 2)
+    folder = write_images(tmp_path / "a", 2)
     rows = {"image": [str(folder / "000.png"), str(folder / "001.png")], "text": ["one", "two"]}
     datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "set")
     found, _ = read_pictures(SourceSection(path=str(tmp_path / "set")), "dataset", None)
@@ -87,7 +87,7 @@ def test_an_image_set_of_datasets_is_read(tmp_path: Path) -> None:
 
 
 def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "broken", 3)
+    folder = write_images(tmp_path / "broken", 3)
     data = (folder / "001.png").read_bytes()
     (folder / "001.png").write_bytes(data[: len(data) // 2])
     config = run_config(root, f"dataset.path={folder}", f"dataset.cache_dir={tmp_path / 'cache'}")
@@ -149,7 +149,7 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
 
 
 def test_sources_are_mixed_by_weight_and_keep_their_captions(root: Path, tmp_path: Path) -> None:
-    one, other = write_pictures(tmp_path / "one", 4), write_pictures(tmp_path / "other", 4, seed=5)
+    one, other = write_images(tmp_path / "one", 4), write_images(tmp_path / "other", 4, seed=5)
     for file in other.glob("*.txt"):
         file.write_text("the other source")
     mix = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 0.5}]
@@ -161,7 +161,7 @@ def test_sources_are_mixed_by_weight_and_keep_their_captions(root: Path, tmp_pat
 
 
 def test_data_is_encoded_once_and_again_when_a_picture_changes(root: Path, tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "pictures", 2)
+    folder = write_images(tmp_path / "pictures", 2)
     config = run_config(root, f"dataset.path={folder}", f"dataset.cache_dir={tmp_path / 'cache'}")
     prepare(config)
     [made] = (tmp_path / "cache").glob("images-*[0-9a-f]")

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.pipelines import make_pipeline, write_pictures
+from tests.pipelines import make_pipeline, write_images
 from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
@@ -48,13 +48,13 @@ def refused(folder: Path) -> str:
     ],
 )
 def test_a_record_of_metadata_must_fit_its_picture(tmp_path: Path, record: dict[str, object], line: str) -> None:
-    folder = write_pictures(tmp_path / "a", 1)
+    folder = write_images(tmp_path / "a", 1)
     (folder / "metadata.jsonl").write_text(json.dumps(record) + "\n")
     assert line in refused(folder)
 
 
 def test_captions_in_another_encoding_are_refused_with_their_place(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "a", 2)
+    folder = write_images(tmp_path / "a", 2)
     (folder / "001.txt").write_bytes("a café".encode("latin-1"))
     assert "001.txt: line 1: byte 0xe9 is not UTF-8" in refused(folder)
     (folder / "001.txt").write_bytes(b"\xef\xbb\xbfa mark before it")
@@ -64,7 +64,7 @@ def test_captions_in_another_encoding_are_refused_with_their_place(tmp_path: Pat
 
 
 def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_left_out(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "a", 2)
+    folder = write_images(tmp_path / "a", 2)
     (folder / ".ipynb_checkpoints").mkdir()
     shutil.copy(folder / "000.png", folder / ".ipynb_checkpoints" / "000-checkpoint.png")
     assert len(read(folder)) == 2
@@ -120,7 +120,7 @@ def test_the_first_of_several_frames_is_used_and_counted(tmp_path: Path) -> None
 
 
 def test_files_that_are_not_used_are_counted_by_kind(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "a", 2)
+    folder = write_images(tmp_path / "a", 2)
     for name in ("x.heic", "y.HEIC", "clip.mp4", "left.txt", ".DS_Store"):
         (folder / name).write_bytes(b"x")
     (folder / "metadata.jsonl").write_text("")
@@ -135,7 +135,7 @@ def test_files_that_are_not_used_are_counted_by_kind(tmp_path: Path) -> None:
 
 
 def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "a", 2)
+    folder = write_images(tmp_path / "a", 2)
     (folder / "001.txt").unlink()
     (folder / "metadata.csv").write_text('file_name,text\n001.png,"a fox, red"\n')
     assert [picture.caption for picture in read(folder)][1] == "a fox, red"
@@ -155,7 +155,7 @@ def test_captions_longer_than_an_encoder_reads_are_counted(tmp_path: Path, famil
 def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> None:
     import datasets
 
-    file = str(write_pictures(tmp_path / "a", 1) / "000.png")
+    file = str(write_images(tmp_path / "a", 1) / "000.png")
     for name, rows, line in (
         ("picture", {"image": [file, None], "text": ["a", "b"]}, "picture, record 2: has no picture in column image"),
         ("caption", {"image": [file, file], "text": ["a", None]}, "caption, record 2: has no text in column text"),
@@ -182,7 +182,7 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "a", 4)
+    folder = write_images(tmp_path / "a", 4)
     (folder / "000.txt").write_text(" \n")
     Image.new("RGB", (20, 20)).save(folder / "001.png")
     Image.new("RGBA", (64, 64)).save(folder / "002.png")

@@ -54,5 +54,5 @@ def test_packs_are_refused(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     held_out = f"dataset.evaluation.path={ground / 'held_out.jsonl'}"
     loaded = load_config(ground / "base.yaml", [held_out, "dataset.packing=true"])
-    with pytest.raises(UserError, match=r"dataset\.packing=true: documents are measured one by one here"):
+    with pytest.raises(UserError, match=r"dataset\.packing=true: documents are measured one by one"):
         HeldOutDocuments(loaded.config, prepare(loaded.config), [])

@@ -137,7 +137,7 @@ def test_zeros_stay_and_nan_is_not_hidden() -> None:
 def test_a_trained_base_weight_is_refused() -> None:
     x, weight, bias, down, up = factors()
     y = fake_quantised_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantise)
-    with pytest.raises(ValueError, match="no gradient of the base weight here; freeze it"):
+    with pytest.raises(ValueError, match="no gradient of the base weight; freeze it"):
         y.sum().backward()
 
 

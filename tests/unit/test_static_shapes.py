@@ -247,9 +247,9 @@ def test_rows_without_a_target_count_nothing() -> None:
 
 def test_a_pass_that_is_repeated_draws_the_seeds_again() -> None:
     x, seeds = torch.zeros(1), Seeds()
-    with seeds.kept():
+    with seeds.record():
         first = [draw_seed(x, 0.5) for _ in range(3)]
-    with seeds.again():
+    with seeds.replay():
         assert [draw_seed(x, 0.5) for _ in range(3)] == first and draw_seed(x, 0.0) is None
     assert draw_seed(x, 0.5) not in first
 

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from benchmarks.tiers import __main__ as tiers
 from benchmarks.tiers import checks
 from benchmarks.tiers.__main__ import TIERS, Outcome, Runner, main
-from benchmarks.tiers.baselines import Baselines
 from benchmarks.tiers.checks import Check, Checker, TierRun
-from benchmarks.tiers.machine import Machine, Weights, cpu_time, find_template, find_weights, this_machine
+from benchmarks.tiers.machine import Baselines, Machine, Weights, cpu_time, find_template, find_weights, this_machine
 from tests.tiny import make_model
 from trainer.commands.estimate import main as estimate
 from trainer.config import UserError
@@ -203,7 +202,7 @@ def test_a_file_of_the_user_asserts_the_limits_that_it_sets(tmp_path: Path) -> N
             ["quik", "--cpu"],
             "quik: no such tier; choose from quick, convergence, convergence_qlora, memory, extended, full, all",
         ),
-        (["all", "--cpu", "--base-model", "x"], "the tiers have models of their own; name one tier"),
+        (["all", "--cpu", "--base-model", "x"], "every tier has its own model; choose one tier"),
         (["quick", "--cpu", "--models", "nowhere"], "--models nowhere: no such folder"),
         (["quick", "--cpu", "--base-model", "random:bert"], "no shape of that name"),
         (["quick", "--cpu", "tier.seconds=never"], "tier.seconds=never"),
@@ -222,7 +221,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_runs_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quick"]) == 2
-    assert "no NVIDIA GPU here; --cpu runs it on the CPU and says how long" in capsys.readouterr().err
+    assert "no NVIDIA GPU here; use --cpu to run on the CPU" in capsys.readouterr().err
     assert not this_machine(cpu=True).on_gpu
 
 
@@ -323,7 +322,7 @@ def test_all_held_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_is_no_folder_of_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder; name the folder that holds the models"):
+    with pytest.raises(UserError, match="no such folder; give the folder that contains the models"):
         find_weights(TIERS["quick"].path, "smollm2-135m", None, tmp_path / "none")
 
 

@@ -181,7 +181,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
         return False
     import ops
 
-    return ops.expected(config.ops.backend) == "cuda"
+    return ops.predict_backend(config.ops.backend) == "cuda"
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:

@@ -176,7 +176,7 @@ class _Member:
         weight: Any = self.base.weight
         known, absmax = self._nf4, weight.quant_state.absmax
         if known is None or known.packed is not weight or known.state[0] is not absmax:
-            self._nf4 = known = ops.Nf4Weight.of(weight)
+            self._nf4 = known = ops.Nf4Weight.from_parameter(weight)
         return known
 
     @property

@@ -5,7 +5,7 @@ random data, with random weights and with stand-ins for its projections, and mus
 and gradients, to a rounding or two. What fails keeps its own forward, and the console says why.
 
 With `recompute`, results mark themselves with their recipe, and the adapted layers that read them keep the recipe in
-place of the result (`ops.elementwise.forgetting`).
+place of the result (`ops.elementwise.recomputing`).
 """
 
 import copy
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.elementwise import forgetting, gelu_mul, rms_norm, rope, silu_mul
+from ops.elementwise import gelu_mul, recomputing, rms_norm, rope, silu_mul
 from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
@@ -145,7 +145,7 @@ def _forward_forgetting(inner: Forward, x: Tensor, *args: Any, **kwargs: Any) ->
     recipe = getattr(x, _RECIPE, None)
     if recipe is None:
         return inner(x, *args, **kwargs)
-    with forgetting(x, recipe):
+    with recomputing(x, recipe):
         return inner(x, *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ BEFORE_THE_MODEL = (
         "ops/builder.py: register",
         "with the process",
         "tests/numerics/test_builder.py",
-        ("ops/builder.py: ALL_OPS[]", "ops/builder.py: _inside()[]"),
+        ("ops/builder.py: ALL_OPS[]", "ops/builder.py: get_private()[]"),
     ),
     Patch(
         "nvcc's flags",

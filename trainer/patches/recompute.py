@@ -76,7 +76,7 @@ def _repeating_draws(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _contexts_of(seeds: Seeds) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return seeds.kept(), seeds.again()
+    return seeds.record(), seeds.replay()
 
 
 def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:

@@ -205,7 +205,7 @@ def begin_to_build(config: RunConfig) -> None:
 
     assert config.ops.backend in ("auto", "cuda")
     try:
-        ops.build_beside(config.ops.backend)
+        ops.start_build(config.ops.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -82,7 +82,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
-// Both halves of a product: one instruction, where a product of 64-bit integers costs an addition more.
+// Both halves of a product in one instruction; a product of 64-bit integers costs one more addition.
 __device__ __forceinline__ uint2 multiply(uint32_t a, uint32_t b) {
   uint2 product;
   asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}"
@@ -149,11 +149,11 @@ template <int kCall> __device__ __forceinline__ uint4 unpack_kept(uint32_t word)
                     spread_kept<4 * kCall + 3>(word));
 }
 
-// Of 16 neighbouring ranks, in the order of a unit of partial sums (kernels.h), the first of the 4 that a lane has.
+// First of the 4 ranks, out of 16 neighbouring ones, that a lane holds in a unit of partial sums (kernels.h).
 __device__ __forceinline__ int quad_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
-// A kernel launched with `launch_overlapped` may start while its predecessor in the stream still runs: nothing that the
-// predecessor wrote, or reads, may be touched before this.
+// A kernel launched with `launch_overlapped` may start while its predecessor in the stream still runs: it must not
+// touch anything that the predecessor reads or writes before this call.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -165,7 +165,7 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// Lets a kernel use more than 48 KiB of shared memory; asked of the driver once per kernel and device.
+// Lets a kernel use more than 48 KiB of shared memory; set in the driver once per kernel and device.
 template <auto kKernel> cudaError_t allow_shared_bytes(int bytes) {
   static std::atomic<int> allowed[64];
   int device = 0;
@@ -176,8 +176,8 @@ template <auto kKernel> cudaError_t allow_shared_bytes(int bytes) {
   return status;
 }
 
-// Programmatic dependent launch where the card has it (9.0 and up): hides the start of a kernel behind the previous
-// one. `cluster`: how many CTAs of neighbouring block indices form one.
+// Programmatic dependent launch on cards that have it (9.0 and up): hides the start of a kernel behind the previous
+// one. `cluster`: number of CTAs with neighbouring block indices in a cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlap,
                               int cluster, cudaStream_t stream, const Arguments&... arguments) {

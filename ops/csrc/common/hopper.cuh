@@ -29,7 +29,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// A place in a ring of stages, and the parity that its barriers have on this round.
+// A position in a ring of stages, and the parity of its barriers in this round.
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
@@ -38,17 +38,17 @@ struct Ring {
   }
 };
 
-// CTAs of a cluster: they are resident together and reach each other's shared memory.
+// CTAs of a cluster run at the same time and can access each other's shared memory.
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-__device__ __forceinline__ void cluster_sync() {  // by every thread, in whatever order the roles get here
+__device__ __forceinline__ void cluster_sync() {  // called by every thread, whatever its role
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// The release of the other would wait for this thread's stores to device memory, microseconds on a busy card. This one
-// shows nothing but barriers behind `fence.mbarrier_init`; what was sent to other CTAs must have been awaited there.
+// A release, as above, would wait for this thread's stores to device memory, microseconds on a busy card. This one only
+// publishes barriers after `fence.mbarrier_init`; the receivers must have waited for data sent to other CTAs.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-// Relaxed: it says that values have been read, which their use has already awaited. A release would wait for this
-// thread's stores to device memory too, microseconds on a busy card.
+// Relaxed: it only signals that values were read, and using them has already waited for that. A release would also wait
+// for this thread's stores to device memory, microseconds on a busy card.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -86,7 +86,7 @@ __device__ __forceinline__ float4 load_remote(uint32_t address) {
                : "r"(address));
   return v;
 }
-// Some warps of a CTA wait for each other, and for those that only arrive; `threads` counts both.
+// Barrier of some warps of a CTA; `threads` counts those that wait and those that only arrive.
 __device__ __forceinline__ void named_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ void named_arrive(int threads) {
   asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
@@ -105,12 +105,12 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
       : "memory");
 }
 
-// Fetches a tensor's description, which is the launch's own: it may be read before the kernel before has ended.
+// Prefetches a tensor map. It is a launch parameter and may be read before the previous kernel has ended.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A box of a 2-D tensor at (column, row) to shared memory; what lies outside the tensor arrives as zeros.
+// Loads a box of a 2-D tensor at (column, row) into shared memory; elements outside the tensor become zeros.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int column, int row,
                                          uint32_t barrier) {
   asm volatile(
@@ -120,7 +120,7 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// The same to this address in every CTA of the cluster whose bit is set; each CTA's own barrier counts its bytes.
+// The same to this address in every CTA of the cluster with its bit set; each CTA's own barrier counts its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int column, int row, uint32_t barrier,
                                          uint16_t ctas) {
   asm volatile(
@@ -130,7 +130,7 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// The same for what is read once: its lines leave the L2 before others do.
+// The same for data that is read once: its lines are evicted from L2 first.
 __device__ __forceinline__ uint64_t first_to_leave() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -160,7 +160,7 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(kAtomBytes >> 4) << 16 |
          static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(kSwizzle) << 62;
 }
-// The descriptor of what lies `bytes` further on: one addition, as no address of shared memory carries out of 32 bits.
+// The descriptor `bytes` further on: one addition, because no shared-memory address overflows 32 bits.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
   return (descriptor & ~0xFFFFFFFFull) | (static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4));
 }
@@ -227,7 +227,7 @@ __device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
   ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
   ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107" \
   ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-// 256 columns; whether it adds to what c holds is seen at run time.
+// 256 columns; whether it adds to c is decided at run time.
 template <typename T, int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, bool add) {
 #define ZL_WGMMA(type)                                                          \
@@ -252,8 +252,8 @@ template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int
   return make_float4(odd ? x : c[i], odd ? y : c[i + 1], odd ? c[i + 4] : x, odd ? c[i + 5] : y);
 }
 
-// A box of shared memory to a 2-D tensor at (column, row); what lies outside the tensor is not written. A thread's
-// stores form groups; `store_wait` waits until all but the newest kPending have read their shared memory.
+// Stores a box of shared memory to a 2-D tensor at (column, row); elements outside the tensor are not written. A
+// thread's stores form groups; `store_wait` waits until all but the newest kPending have read their shared memory.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, int column, int row, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
                "r"(row), "r"(source)
@@ -264,7 +264,7 @@ template <int kPending> __device__ __forceinline__ void store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Four matrices of 8 rows x 16 bytes: word i of a lane is its share of matrix i, as in the accumulators of a product;
+// Four matrices of 8 rows x 16 bytes: word i of a lane is its part of matrix i, as in the accumulators of a product;
 // lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
@@ -304,7 +304,7 @@ inline cudaError_t make_map(CUtensorMap* map, DType dtype, const void* data, int
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = describe();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a new thread, such as autograd's: the runtime binds the context late
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // new threads, such as autograd's, get a context late
     int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return cudaErrorInvalidValue;
     status = describe();

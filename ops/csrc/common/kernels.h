@@ -1,12 +1,12 @@
 // The torch-free interface of the LoRA kernels: every pointer is device memory, every launch goes to the given stream.
-// Legend: T tokens, D columns of the matrix that is read (I or O), R rank (all siblings' ranks side by side, each
+// Legend: T tokens, D columns of the matrix that is read (I or O), R rank (the ranks of a group concatenated, each
 // padded to 8).
 //
 // One primitive does all rank-space work. It reads Z[T,D] once and gives
 //     U[T,R] = (m*Z) P        and/or        G[D,R] = (m*Z)^T V,
-// as fp32 partial sums over D-splits (for U) and T-splits (for G), or finished where the CTAs that share a result can
-// add theirs through shared memory. `reduce` adds the partials. Either adds in a fixed order, so that a result depends
-// on the shapes and the card's number of multiprocessors only: no atomics, the same bits every run.
+// as fp32 partial sums over D-splits (for U) and T-splits (for G), or final sums if the CTAs that share a result can
+// add theirs through shared memory. `reduce` adds the partials. Both add in a fixed order, so a result depends only on
+// the shapes and the card's number of multiprocessors: no atomics, the same bits every run.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime_api.h>
@@ -24,18 +24,18 @@ constexpr int kMaxSiblings = 16;
 constexpr int kRankChunk = 64;                // ranks one launch of the tensor-core path handles
 constexpr int kMmaRows = 64, kMmaCols = 128;  // tile of Z on mma.sync
 constexpr int kWgmmaCols = 128;               // and on wgmma
-// Rows there. Where both results are wanted, U leaves the accumulators with every row of tiles. Above rank 16 that
-// takes so long that the two warpgroups take U of smaller tiles in turn: one sends while the other multiplies.
+// Rows of a tile on wgmma. If both results are needed, U leaves the accumulators with every row of tiles. Above rank 16
+// that is slow, so the two warpgroups alternate on U of smaller tiles: one sends while the other multiplies.
 constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
 constexpr int kMaxCluster = 8;  // CTAs that add their sums in shared memory
-// wgmma's partial sums of U, and of G in a pass for both, lie as [unit of 8 rows][pair of 8 ranks][lane], 16 bytes
-// each: in the order of the accumulators, whose warps so store 512 bytes in a row. Row by row, with 64 ranks, a warp's
-// store has runs of 64 bytes, and all take twice as long.
+// wgmma's partial sums of U, and of G in a pass for both, are stored as [unit of 8 rows][pair of 8 ranks][lane], 16
+// bytes each. This is the order of the accumulators, so that a warp stores 512 contiguous bytes. Stored row by row,
+// with 64 ranks, a warp would write runs of 64 bytes and take twice as long.
 constexpr int kUnitRows = 8;
 __host__ __device__ constexpr int64_t unit_rows(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows * kUnitRows; }
 
 // m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element. The kernels
-// apply keep alone; the factor belongs into the scale of a reduction, or of dh for dh A.
+// only apply keep; the factor belongs in the scale of a reduction, or of dh for dh A.
 struct Dropout {
   const int64_t* seed = nullptr;  // null: no dropout
   uint32_t threshold = 0;         // an element is dropped when its number is below this: round(p * 32768)
@@ -43,8 +43,8 @@ struct Dropout {
   // keep of a matrix [T,D] in bits, [ceil(D / 128), T, 4] words of 32; in a row of 128 columns (common.cuh):
   //   columns  0-7  8-15  16-23  24-31  32-39  40-47  48-55  56-63  64-71  ...  120-127
   //   word       0     1      2      3      0      1      2      3      0  ...        3
-  // If this is not null, a rank pass for G on wgmma writes the bits here. Once they are `stored`, that pass and
-  // `launch_expand` read them instead of drawing; the other paths always draw.
+  // If not null, a rank pass for G on wgmma writes the bits here. Once they are `stored`, that pass and `launch_expand`
+  // read them instead of drawing; the other paths always draw.
   uint32_t* bits = nullptr;
   bool stored = false;
 };
@@ -93,7 +93,7 @@ struct Target {
   int64_t ld = 0;
 };
 
-// One pass, how it is cut, where its partial sums go, and where the result that it finishes.
+// One pass: how it is split, where its partial sums go, and where a finished result goes.
 struct RankWork {
   RankPass pass;
   Plan plan;
@@ -104,8 +104,8 @@ struct RankWork {
   bool accumulate = false;
 };
 
-// Where G is wanted and T = 0, t_splits is 0: nothing is launched and the reduction writes zeros. Passes that read
-// matrices of their own for U and G (the backward's over dY, one for each sibling) share a launch on wgmma.
+// If G is needed and T = 0, t_splits is 0: nothing is launched and the reduction writes zeros. Passes over different
+// matrices for U and G (the backward's over dY, one per projection) share a launch on wgmma.
 void plan_rank_works(RankWork* works, int count, const Device& device);
 cudaError_t launch_rank_works(const RankWork* works, int count, const Device& device, cudaStream_t stream);
 bool wgmma_takes(const RankPass& pass, const Device& device);
@@ -132,7 +132,7 @@ struct Reduction {
   float scale = 1.f;
   bool accumulate = false;
 };
-constexpr int kMaxReductions = 36;  // one launch: dh and dB of 16 siblings, and room for ranks in chunks
+constexpr int kMaxReductions = 36;  // one launch: dh and dB of 16 projections, and room for ranks in chunks
 cudaError_t launch_reduce(const Reduction* jobs, int count, const Device& device, cudaStream_t stream);
 
 // target[i, j] = source[i, j], or 0 where that ends: adapters of any type, stride and rank as the kernels read them.
@@ -163,7 +163,7 @@ struct Expand {
 };
 bool expand_supported(const Expand& job, const Device& device);
 cudaError_t launch_expand(const Expand& job, const Device& device, cudaStream_t stream);
-// The same on Hopper where there is no mask and nothing to add to: many rows, few ranks.
+// The same on Hopper without a mask and without adding: for many rows and few ranks.
 bool expand_wgmma_supported(const Expand& job, const Device& device);
 cudaError_t launch_expand_wgmma(const Expand& job, const Device& device, cudaStream_t stream);
 

@@ -14,7 +14,7 @@ struct Quantized {
   Tensor q, scale;
 };
 
-// Rows of all parts side by side, each part times its factors where there are any.
+// Quantises the concatenated rows of all parts, each part times its factors if it has any.
 Quantized quantized(const std::vector<Matrix>& parts, at::TensorList factors, at::ScalarType storage,
                     const Tensor& like, cudaStream_t stream) {
   TORCH_CHECK_VALUE(!parts.empty() && parts.size() <= kMaxSiblings, text(static_cast<int64_t>(parts.size())),
@@ -60,7 +60,7 @@ std::vector<int64_t> outputs_of(at::TensorList weights) {
   return outs;
 }
 
-// Siblings' weights turned, side by side: [I, sum of O], which lives for one product.
+// The group's weights transposed and concatenated: [I, sum of O], freed after one product.
 Tensor turned_weights(at::TensorList weights, cudaStream_t stream) {
   Turn job;
   job.cols = weights[0].size(1);
@@ -139,7 +139,7 @@ std::tuple<Tensors, Tensor> eight_bit_forward(const Tensor& x, at::TensorList we
   Quantized input;
   const auto write = [&](size_t i, const Matrix& y, const Matrix& rows, const Matrix& of_rank, const Matrix& up,
                          const Tensor& bias, cudaStream_t stream) {
-    if (i == 0) input = quantized({rows}, {}, weights[0].scalar_type(), x, stream);  // once for all siblings
+    if (i == 0) input = quantized({rows}, {}, weights[0].scalar_type(), x, stream);  // once per group
     const Scaled frozen{input.q, input.scale, weights[i], row_scales[i]};
     with_adapter(y, of_rank, up, bias, x, stream, [&](float beta) { scaled_product(y, frozen, beta, x, stream); });
   };
@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensors, Tensors> eight_bit_backward(at::TensorList grads, co
                                                         bool need_up) {
   check_weights(x, weights, row_scales);
   Quantized g;
-  // Before the other passes over dY, the end of which lies in the L2 as what made it has left it there.
+  // Before the other passes over dY, because the end of dY is still in L2 from its producer.
   const auto quantize = [&](const std::vector<Outer>& siblings, cudaStream_t stream) {
     std::vector<Matrix> rows;
     for (const Outer& sibling : siblings) rows.push_back(sibling.grad);

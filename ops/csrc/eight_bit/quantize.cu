@@ -1,5 +1,5 @@
-// Rows of 16 or 32 bits to 8, each by its own largest magnitude, read from memory once. Siblings' gradients go side
-// by side into one matrix, times the scales of their weights' rows.
+// Quantises rows of 16 or 32 bits to 8, each by its largest magnitude, reading memory once. The gradients of a group
+// are concatenated into one matrix, multiplied by the scales of their weights' rows.
 #include <algorithm>
 #include <cuda_fp8.h>
 
@@ -18,7 +18,7 @@ constexpr int kWideHeld = 7, kWideThreads = 1024;  // of a wider row
 constexpr float kSmallest = 0x1p-100f;
 
 struct Origin {
-  const char* first;  // where the first row would begin, were the part the only one
+  const char* first;  // where the first row would begin if this were the only part
   uint32_t pitch;     // bytes between rows
 };
 struct Args {
@@ -62,7 +62,7 @@ template <bool kFp8> __device__ __forceinline__ uint32_t pack(float a, float b, 
   }
 }
 
-// Of which part a vector is, and of which of its columns.
+// The part a vector belongs to, and its columns there.
 struct Place {
   int part, column;
   __device__ __forceinline__ Place(const Args& a, int vector) : part(0) {
@@ -105,9 +105,9 @@ __device__ __forceinline__ uint64_t wide_product(int row, uint32_t width) {  // 
   return static_cast<uint64_t>(static_cast<uint32_t>(row)) * width;
 }
 
-// 16-bit values, in whole vectors of 16 bytes. CTAs stay, each for many rows, whose columns' factors its threads keep
-// in registers. A thread reads no other values than it has copied itself, so that rows come in without a barrier. The
-// last rows come first: whoever made or read all of them last has left these in the L2.
+// 16-bit values, in whole vectors of 16 bytes. CTAs are persistent and process many rows; their threads keep the
+// factors of the columns in registers. A thread only reads values it copied itself, so rows need no barrier. The last
+// rows are processed first: they are still in L2 from the previous kernel.
 template <typename T, bool kFp8, bool kFactors>
 __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 ring[];  // [stage][vector of a thread][thread]
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_cons
   for (int stage = 0; stage < kStages - 1; ++stage) fetch(first - stage * stride, stage);
   int stage = 0, turn = 0;
   for (int row = first; row >= 0; row -= stride, turn ^= 1) {
-    fetch(row - (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);  // where the row before this one lay
+    fetch(row - (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);  // into the slot of the previous row
     copy_wait<kStages - 1>();
     const uint4* const mine = ring + stage * kHeld * threads + thread;
     uint32_t largest = 0;
@@ -237,10 +237,10 @@ bool start_staying(const Args& args, const Device& device, cudaStream_t stream) 
   const int64_t vectors = args.job.K / kVector, warps = (vectors + kLanes - 1) / kLanes;
   if (device.capability < 80 || warps > kThreads / 32) return false;
   const int threads = static_cast<int>(warps) * 32, bytes = kStages * kHeld * threads * 16;
-  constexpr int kOther = 2048;  // bytes that a CTA has beside them
+  constexpr int kOther = 2048;  // other shared bytes of a CTA
   constexpr auto kernel = quantize_kernel<T, kFp8, kFactors>;
   if (bytes + kOther > device.shared_bytes || allow_shared_bytes<kernel>(bytes) != cudaSuccess) return false;
-  // Several CTAs are to find room at once, not one.
+  // Several CTAs must fit at once, not only one.
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   const int at_once = std::min(kThreads / threads, device.shared_bytes_sm / (bytes + kOther));
   const int64_t blocks = std::min<int64_t>(args.job.T, device.multiprocessors * at_once);

@@ -14,7 +14,7 @@ namespace zerolora {
 
 struct Scaled {
   Tensor q, t, right, v;  // v undefined: 1
-  bool fast = true;       // sums of the tensor cores alone; else they are added in float32 every 128 terms
+  bool fast = true;       // only the tensor cores' sums; else they are added in float32 every 128 terms
 
   int64_t depth() const { return q.size(1); }
   bool fp8() const { return right.scalar_type() == at::kByte; }
@@ -29,7 +29,7 @@ inline Tensor ones_of(int64_t count, const Tensor& like) { return at::ones({coun
 #if CUBLAS_VERSION >= 120900
 constexpr size_t kLtWorkspace = size_t{32} << 20;
 
-// Descriptors of one call; cuBLAS keeps what it found for a shape itself.
+// Descriptors of one call; cuBLAS caches its choice for a shape itself.
 struct LtCall {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
@@ -51,7 +51,7 @@ struct LtCall {
     while (reinterpret_cast<uintptr_t>(data) % bytes != 0) bytes /= 2;
     return bytes;
   }
-  // cuBLAS reads columns: it computes Y^T[N,T] = right q^T, right turned.
+  // cuBLAS reads columns: it computes Y^T[N,T] = right q^T, right transposed.
   bool describe(const Matrix& y, const Scaled& of, const float* row, const float* column) {
     const auto size = [](int64_t count) { return static_cast<uint64_t>(count); };
     const auto made = [](cublasStatus_t status) { return status == CUBLAS_STATUS_SUCCESS; };
@@ -74,7 +74,7 @@ struct LtCall {
   }
 };
 
-// By cuBLAS with a scale for each row of both operands; false where it does not take the case.
+// By cuBLAS with a scale for each row of both operands; returns false if it does not support the case.
 inline bool outer_scaled_product(const Matrix& y, const Scaled& of, float beta, cudaStream_t stream) {
   if (!of.fp8() || y.type != DType::bf16 || card_of(of.q).capability != 90 || of.depth() % 16 != 0 ||
       y.cols % 16 != 0 || !aligned(y.data, y.ld) || !aligned(of.right.const_data_ptr(), 0))
@@ -103,7 +103,7 @@ inline bool outer_scaled_product(const Matrix& y, const Scaled& of, float beta, 
 inline bool outer_scaled_product(const Matrix&, const Scaled&, float, cudaStream_t) { return false; }
 #endif
 
-// int8 by torch's product, whose int32 sums take memory: some rows at a time.
+// int8 by torch's product, some rows at a time because its int32 sums take memory.
 inline void int8_product(const Matrix& y, const Scaled& of, float beta, cudaStream_t stream) {
   constexpr int64_t kRowsAtOnce = 4096, kFewest = 17;  // _int_mm takes more than 16
   const Tensor turned = of.right.t();

@@ -1,4 +1,4 @@
-// The transpose of 8-bit weights, which tensor cores want for dX (both operands along the sum), and int32 sums of
+// Transposes 8-bit weights, which tensor cores need for dX (both operands along the sum), and converts int32 sums of
 // 8-bit products to y.
 #include "eight_bit.h"
 #include "vectors.cuh"
@@ -21,8 +21,8 @@ struct Piece {
   static __host__ __device__ int64_t tiled(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
 };
 
-// Tiles of 128 x 128, 16 bytes at a time on either side. A thread turns four rows of 16 columns into a word of each
-// column; words lie in shared memory so that neither storing them nor reading four meets a bank twice.
+// Tiles of 128 x 128, 16 bytes at a time on either side. A thread transposes four rows of 16 columns into a word of
+// each column; the layout in shared memory avoids bank conflicts for both storing words and reading four of them.
 __global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ Turn job) {
   __shared__ __align__(16) uint32_t tile[kTile * kWords];  // [column][word of four rows]
   const auto word = [](int column, int row) { return column * kWords + (row / 4 ^ column / 16 * 4); };
@@ -101,7 +101,7 @@ cudaError_t launch_turn(const Turn& job, cudaStream_t stream) {
 
 cudaError_t launch_rescale(const Rescale& job, cudaStream_t stream) {
   if (job.T == 0 || job.N == 0) return cudaSuccess;
-  if (job.T > 65535) return cudaErrorInvalidValue;  // callers go in smaller pieces
+  if (job.T > 65535) return cudaErrorInvalidValue;  // callers split the work
   const dim3 grid(static_cast<unsigned>((job.N + kThreads * 4 - 1) / (kThreads * 4)), static_cast<unsigned>(job.T));
   by_type(job.dtype,
           [&](auto* of) { rescale_kernel<std::remove_pointer_t<decltype(of)>><<<grid, kThreads, 0, stream>>>(job); });

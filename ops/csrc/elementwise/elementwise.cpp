@@ -1,5 +1,4 @@
-// The operators that ops/elementwise.py declares, for CUDA tensors: checks, launches, and their derivatives without a
-// line of Python.
+// The operators that ops/elementwise.py declares, for CUDA tensors: checks, launches, and derivatives without Python.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -113,7 +112,7 @@ Pair gated_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up
 
 // ---- Rotary embedding ---------------------------------------------------------------------------------------------
 
-// Memory [B, T, heads, D] seen as [B, heads, T, D]: the attention gets and the projections' gradient is whole rows.
+// Memory [B, T, heads, D] seen as [B, heads, T, D]: attention and the projections' gradient get whole rows.
 Tensor heads_like(const Tensor& x) {
   const int64_t heads = x.size(1), T = x.size(2), D = x.size(3);
   return at::empty_strided(x.sizes(), {T * heads * D, D, heads * D, 1}, x.options());
@@ -251,7 +250,7 @@ TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
   library.impl("rope_backward", rope_backward);
 }
 
-// For CUDA tensors alone: others keep the formulas that Python registered for every device.
+// For CUDA tensors only: others use the formulas that Python registered for every device.
 TORCH_LIBRARY_IMPL(zerolora, AutogradCUDA, library) {
   library.impl("rms_norm_forward", rms_norm_with_derivative);
   library.impl("silu_mul", gated_mul_with_derivative<Activation::silu>);

@@ -14,7 +14,7 @@ template <typename T> __device__ __forceinline__ float sigmoid(float v) {
   else return __fdividef(1.f, 1.f + __expf(-v));
 }
 
-// f(v) and, where it is wanted, its slope.
+// f(v) and, if needed, its slope.
 struct Value {
   float value, slope;
 };
@@ -26,12 +26,12 @@ template <typename T, Activation kActivation> __device__ __forceinline__ Value a
   // (1 + tanh(z)) / 2 is sigmoid(2 z).
   constexpr float kTwice = 1.5957691216057308f, kCube = 0.044715f;
   const float z = kTwice * v * (1.f + kCube * v * v), s = sigmoid<T>(z);
-  // The slope multiplies 1 - s by v^3, and in fp32 with it what subtracting from 1 would leave of noise, 2^-25.
+  // The slope multiplies 1 - s by v^3, and with it the rounding error of the subtraction from 1, 2^-25 in fp32.
   const float rest = sizeof(T) == 4 ? sigmoid<T>(-z) : 1.f - s;
   return {v * s, s * (1.f + v * rest * kTwice * (1.f + 3.f * kCube * v * v))};
 }
 
-// A block takes kThreads * kUnroll vectors of one row, of which there are `chunks` such pieces.
+// A block processes kThreads * kUnroll vectors of one row, which has `chunks` such pieces.
 struct Piece {
   int64_t t, begin;
   __device__ Piece(unsigned chunks, int width)

@@ -5,12 +5,12 @@
 namespace zerolora {
 namespace {
 
-constexpr int kNormThreads = 512;  // most threads of a team
-constexpr int kNormBlock = 256;    // threads of a block whose teams are warps or parts of one
+constexpr int kNormThreads = 512;                               // most threads of a team
+constexpr int kNormBlock = 256;                                 // threads of a block with teams of at most a warp
 template <int W> constexpr int kMostVectors = W == 1 ? 16 : 8;  // a thread's: what fits its registers
 
-// Adds over a team, in the same order every time; all threads get the sum. Once a kernel: the shared words are not
-// guarded for a second use.
+// Adds over a team, always in the same order; all threads get the sum. May be called once per kernel: the shared words
+// are not protected against reuse.
 __device__ __forceinline__ float team_sum(float value) {
   const int team = static_cast<int>(blockDim.x);
   for (int step = min(team, 32) / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
@@ -27,7 +27,7 @@ __device__ __forceinline__ float team_sum(float value) {
 struct Position {
   int64_t t;
   bool active;
-  // Teams past the last row take it a second time and store nothing: their warp needs them in the sum.
+  // Teams past the last row repeat it and store nothing: their warp needs them in the sum.
   __device__ explicit Position(int64_t T) : t(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) {
     active = t < T;
     t = active ? t : T - 1;

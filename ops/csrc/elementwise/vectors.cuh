@@ -1,4 +1,4 @@
-// 16 bytes at a time where the addresses allow it: what the element-wise kernels share.
+// Helpers of the element-wise kernels: 16 bytes at a time if the addresses allow it.
 #pragma once
 #include "common.cuh"
 #include "elementwise.h"

@@ -31,10 +31,10 @@ template <typename T> __device__ __forceinline__ void load_q(T* shared, const Ex
   }
 }
 
-// From Q by rank, R a multiple of 8: a thread reads one column, its neighbours in the warp the columns beside it.
+// From Q by rank, R a multiple of 8: a thread reads one column, its neighbours in the warp the adjacent columns.
 template <typename T, int kSteps>
 __device__ __forceinline__ void load_q_by_rank(T* shared, const Expand& e, int64_t col0, int depth) {
-  constexpr int kBatch = kSteps > 0 ? kSteps : 1;  // all on their way before the first is stored
+  constexpr int kBatch = kSteps > 0 ? kSteps : 1;  // all in flight before the first is stored
   const int col = threadIdx.x % kCols;
   for (int first = threadIdx.x / kCols * 8; first < depth; first += kBatch * 16) {
     T values[kBatch][8];
@@ -172,7 +172,7 @@ template <typename T, int kSteps, bool kAdd>
 cudaError_t start(const Expand& e, const Device& device, cudaStream_t stream) {
   constexpr int64_t kLongest = 8;  // tiles
   const int64_t col_tiles = (e.D + kCols - 1) / kCols, row_tiles = (e.T + kRows - 1) / kRows;
-  const int64_t wanted = 4 * device.multiprocessors;  // CTAs: enough for every place on the card
+  const int64_t wanted = 4 * device.multiprocessors;  // CTAs: enough to fill the card
   const int64_t length = std::clamp((col_tiles * row_tiles + wanted - 1) / wanted, int64_t{1}, kLongest);
   const int64_t ctas = col_tiles * ((row_tiles + length - 1) / length);
   const int depth = kSteps > 0 ? kSteps * 16 : (e.R + 15) / 16 * 16, bytes = kCols * (depth + kPad) * 2;
@@ -200,7 +200,7 @@ template <typename T> cudaError_t dispatch(const Expand& e, const Device& device
   return add ? dispatch<T, true>(e, device, stream) : dispatch<T, false>(e, device, stream);
 }
 
-// y *= keep, for what the tensor-core kernel does not take. One thread, 8 neighbours: one draw.
+// y *= keep, for cases the tensor-core kernel does not support. One thread, 8 neighbours: one draw.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mask_kernel(T* y, int64_t ldy, int64_t T_rows, int64_t D, Dropout dropout) {
   const Mask mask(dropout, D);

@@ -1,11 +1,11 @@
 // Y[T,D] = H[T,R] Q^T (+ bias) on Hopper (sm_90a): next to nothing is read, so the kernel is a stream of stores. It
 // writes the output that the frozen product then accumulates into (beta = 1).
 //
-// One CTA a multiprocessor: a copying thread, and four warpgroups that multiply. Tiles of 64 rows x 512 columns, eight
-// boxes of 64 columns, lie column block by column block, and each CTA takes a run of them: Q of the 512 columns stays
-// in shared memory, H comes through a ring. A warpgroup turns two boxes of a tile, one after the other, from
-// accumulators into a swizzled box of shared memory, which the bulk copy engine stores: three of its boxes may be on
-// their way while it makes the fourth. What lies outside Y is not written.
+// One CTA per multiprocessor: a copying thread, and four warpgroups that multiply. Tiles of 64 rows x 512 columns,
+// eight boxes of 64 columns, are ordered by column block, and each CTA takes a run of them: Q of the 512 columns stays
+// in shared memory, H comes through a ring. A warpgroup moves two boxes of a tile, one after the other, from
+// accumulators into a swizzled box of shared memory, which the bulk copy engine stores: three of its boxes may be in
+// flight while it computes the fourth. Nothing is written outside Y.
 #ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
 #include "hopper.cuh"
 #endif
@@ -157,7 +157,7 @@ __device__ __forceinline__ void write_tiles(const Args& args, uint32_t base) {
       begin_with_bias<T>(c, args.bias, col, args.D);
       multiply<T, RP, kByRank>(c, base + L::kH + run.stage * L::kHBytes, base + L::kQ + box * kBoxCols * L::kRankRow);
       to_shared<T>(c, place + buffer * kBoxBytes);
-      // Behind the barrier every warp may write the next buffer: its store, three before this one, has been read.
+      // After the barrier every warp may write the next buffer: its store, three before this one, has been read.
       if (leader) store_wait<kBuffers - 2>();
       asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
       if (leader) {

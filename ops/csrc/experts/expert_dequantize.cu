@@ -1,4 +1,4 @@
-// NF4 and MXFP4 of all experts to f32, f16 or bf16, one launch: every expert's matrix is quantised by itself.
+// NF4 and MXFP4 of all experts to f32, f16 or bf16 in one launch; each expert's matrix is quantised separately.
 #include "common.cuh"
 #include "experts.h"
 
@@ -17,7 +17,7 @@ template <typename T> __device__ __forceinline__ void store8(T* out, const float
   }
 }
 
-// A block of quantisation has a multiple of 8 values, so that a thread's 8 share one maximum.
+// A quantisation block has a multiple of 8 values, so that a thread's 8 share one maximum.
 template <typename T> __global__ void __launch_bounds__(kThreads) nf4_kernel(const ExpertNf4 job, T* out) {
   __shared__ float code[16], nested_code[256];
   const Nf4& w = job.weight;

@@ -1,5 +1,5 @@
 // Between the two products of the experts: u = u0 + h B^T + bias, a = f(gate) up, and its derivative. A warp takes 16
-// rows and walks over their columns, 32 of a at a time; a lane has 8 neighbours of two rows of gate and of up.
+// rows and iterates over their columns, 32 of a at a time; a lane has 8 neighbours of two rows of gate and of up.
 #include "expert_tiles.cuh"
 
 namespace zerolora {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
         }
       }
     }
-    // Beyond the last column a and du are those of zeros and of biases that are not there: P is zero there.
+    // Beyond the last column a and du are computed from zeros and missing biases, but P is zero there.
     if constexpr (kTiles > 0 && kBackward) {
 #pragma unroll
       for (int side = 0; side < 2; ++side)

@@ -1,10 +1,10 @@
 // The frozen product of all experts with the adapter's term inside, on Hopper (sm_90a):
 //     Y[N,D] = H[N,R] Q + X[N,K] W   for rows sorted by expert, each with its expert's W and Q; fp32 sums, rounded once
 //
-// As frozen.cu, whose parts it is made of: clusters of two CTAs, one above the other, share W. A cluster's tile has 256
-// rows of one expert and 256 columns; the list of tiles lies on the device. An expert's rows seldom fill its last tile:
-// a warpgroup without rows multiplies nothing, a tile that ends early is stored row by row, as the next rows are
-// others'.
+// Built from the parts of frozen.cu: clusters of two CTAs, one above the other, share W. A cluster's tile has 256 rows
+// of one expert and 256 columns; the list of tiles is on the device. An expert's rows seldom fill its last tile: a
+// warpgroup without rows multiplies nothing, and a partial tile is stored row by row, because the next rows belong to
+// others.
 #ifdef ZEROLORA_HOPPER
 #include "frozen_tiles.cuh"
 #endif
@@ -54,7 +54,7 @@ template <bool kForward> __device__ __forceinline__ void copy_grouped(const Grou
       barrier_expect(ready, kStageBytes);
       copy_box(stage, x, k, walk.row, ready);
       constexpr int kShare = kCols / kCluster, kStep = kForward ? kShare : kBoxCols;
-      // The experts lie one below the other: what a box reads beyond its own meets zeros of X, or is not stored.
+      // Experts are stored one below the other: rows a box reads beyond its own meet zeros of X, or are not stored.
       const int first = walk.expert * (kForward ? static_cast<int>(args.D) : depth);
 #pragma unroll
       for (int i = 0; i < kShare; i += kStep) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_grouped(const GroupedArgs& args, const flo
   col += kBox * kBoxCols;
   to_shared<T, false, kBox>(c, nullptr, 0, box + box_row * kBoxRow + (lane / 16 ^ box_row % 8) * 16);
   const bool leader = thread == 0, whole = row + kGroupRows <= end;
-  if (leader) store_wait<0>();  // the store of the other box, which every warp may write behind the barrier
+  if (leader) store_wait<0>();  // wait for the other box's store: every warp may write it after the barrier
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
   if (col >= args.D) return;
   if (whole) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_grouped(const GroupedArgs& args, const flo
 template <typename T, bool kForward>
 __device__ __forceinline__ void multiply_grouped(const GroupedArgs& args, uint32_t base) {
   const Barriers barriers{base + kBarriers};
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // seen to be uniform: descriptors in uniform registers
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // marked uniform: descriptors in uniform registers
   const int thread = threadIdx.x % 128;
   const uint32_t boxes = base + kOut + group * kBuffers * kOutBytes;
   Ring at, done;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_grouped(const GroupedArgs& args, uint32
   GroupedWalk walk(args);
   while (walk.inside()) {
     const int row = walk.row + group * kGroupRows, end = walk.end, col = walk.col;
-    if (row >= end) {  // no rows: the stages are given back unread
+    if (row >= end) {  // no rows: release the stages unread
       for (int i = 0; i < stages; ++i) {
         barrier_wait(barriers.full(at.stage), at.parity);
         at.next(kStages);
@@ -183,7 +183,7 @@ template <typename T, bool kForward>
 cudaError_t launch(const GroupedArgs& args, int64_t most, const Device& device, cudaStream_t stream) {
   const cudaError_t status = allow_shared_bytes<grouped_kernel<T, kForward>>(kBytes);
   if (status != cudaSuccess) return status;
-  // Two of a cluster share a GPC, whose multiprocessors may be odd: a CTA too many would only start later.
+  // The two CTAs of a cluster share a GPC, which may have an odd number of multiprocessors: one more would start later.
   const int64_t ctas = std::min<int64_t>(device.multiprocessors / kCluster, most * args.col_tiles) * kCluster;
   return launch_overlapped(grouped_kernel<T, kForward>, dim3(static_cast<unsigned>(ctas)), kThreads, kBytes, true,
                            kCluster, stream, args);

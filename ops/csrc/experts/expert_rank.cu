@@ -7,7 +7,7 @@ namespace {
 
 // ---- U = scale (m*Z) P^T ------------------------------------------------------------------------------------------
 
-// kTiles: tiles of 8 ranks; 0: a copy alone. A warp takes 16 rows and walks over their columns, 32 at a time.
+// kTiles: tiles of 8 ranks; 0: only a copy. A warp takes 16 rows and iterates over their columns, 32 at a time.
 template <typename T, int kTiles, bool kMask>
 __global__ void __launch_bounds__(kWarps * 32) project_kernel(const ExpertProject job, int rank_begin) {
   const Span span = span_of(job.rows, blockIdx.x);
@@ -66,7 +66,7 @@ constexpr int kStageRows = 64, kCols = 128, kStages = 3, kPieces = kCols / 8;
 template <int kRanks> struct Stage {
   static constexpr int kZ = kStageRows * kCols * 2, kV = kStageRows * kRanks * 2, kBytes = kZ + kV;
 };
-// 16-byte piece of a row: pieces of 8 neighbouring rows lie in different banks.
+// 16-byte piece of a row: pieces of 8 neighbouring rows are in different banks.
 template <int kRowPieces> __device__ __forceinline__ uint32_t place_of(int row, int piece) {
   constexpr int kSpread = kRowPieces < 8 ? kRowPieces : 8;
   const int turn = kRowPieces >= 8 ? row % 8 : row / (8 / kRowPieces) % kSpread;

@@ -1,5 +1,5 @@
-// Sorts the pairs of tokens and experts by expert, stably and without the host: counts of runs of 512 pairs, then every
-// run finds its places from the counts before it. Integers alone, so that the order of the additions does not matter.
+// Sorts the token-expert pairs by expert, stably and without the host: counts runs of 512 pairs, then every run
+// computes its positions from the counts before it. Integers only, so the order of the additions does not matter.
 #include "experts.h"
 
 namespace zerolora {

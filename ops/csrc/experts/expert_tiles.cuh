@@ -1,4 +1,4 @@
-// What the experts' kernels share: a CTA's rows, and products of 16 rows from registers that are loaded as they lie.
+// Helpers of the experts' kernels: a CTA's rows, and products of 16 rows from registers loaded in memory order.
 //
 // A product's K index may be permuted as long as both operands are, and so may its columns: lanes load 8 or 16 bytes of
 // neighbours, no shared memory between. Lane: row lane / 4 (and + 8) of the 16, piece lane % 4 of what a row has.

@@ -16,7 +16,7 @@ cudaStream_t stream_of(const Tensor& tensor) { return c10::cuda::getCurrentCUDAS
 const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
-// Pointers alone reach the kernels: what they stand for is checked where they are taken.
+// Kernels only get pointers, so check the tensors when taking them.
 void check_ready(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " ", text(tensor), " of strides ", text(tensor.strides()),
                     ": make it contiguous");

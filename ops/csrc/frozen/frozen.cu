@@ -1,11 +1,11 @@
 // The frozen product with the adapter's term inside, on Hopper (sm_90a):
 //     Y[T,D] = keep * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D]),   fp32 sums, rounded once
 //
-// One CTA a multiprocessor walks over tiles of 128 rows x 256 columns. A copying thread fills a ring of stages, 64 deep
-// in K: H and Q first, then X and W of every part; two warpgroups of 64 rows multiply. CTAs one above the other form a
-// cluster and share W: each copies its part of a stage to both. Between the adapter's products and the others the
-// accumulators are masked, with bits that an earlier pass has left and that are fetched one tile ahead. The sums leave
-// through two swizzled boxes a warpgroup, while the ring already holds the next tile.
+// One CTA per multiprocessor iterates over tiles of 128 rows x 256 columns. A copying thread fills a ring of stages, 64
+// deep in K: H and Q first, then X and W of every part; two warpgroups of 64 rows multiply. CTAs one above the other
+// form a cluster and share W: each copies its part of a stage to both. Between the adapter's products and the others
+// the accumulators are masked, with bits from an earlier pass that are fetched one tile ahead. The sums are stored
+// through two swizzled boxes per warpgroup, while the ring already holds the next tile.
 #ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
 #include "frozen_tiles.cuh"
 #endif
@@ -47,7 +47,7 @@ template <typename T, bool kForward, bool kMore>
 __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) {
   constexpr bool kBias = kForward && kMore, kMask = !kForward && kMore;
   const Barriers barriers{base + kBarriers};
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // seen to be uniform: descriptors in uniform registers
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // marked uniform: descriptors in uniform registers
   const int thread = threadIdx.x % 128;
   const uint32_t boxes = base + kOut + group * kBuffers * kOutBytes;
   Ring at, done;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
     const int row = walk.row + group * kGroupRows, col = walk.col;
     walk.next(args);
     if constexpr (kMask)
-      if (walk.inside(args)) kept.load(args, walk.row, walk.col);  // on their way while this tile is stored
+      if (walk.inside(args)) kept.load(args, walk.row, walk.col);  // in flight while this tile is stored
     wgmma_wait<0>();
     hold(c);
     release();
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_consta
 #endif
 }
 
-// What the card may run at once, in clusters: they lie within a GPC, whose multiprocessors may be odd.
+// CTAs the card can run at once, in clusters: each is within a GPC, which may have an odd number of multiprocessors.
 template <auto kKernel> int slots(const Device& device) {
   static std::atomic<int> known;
   if (known.load() > 0) return known.load();

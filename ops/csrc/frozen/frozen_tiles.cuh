@@ -1,5 +1,5 @@
-// What the CTAs of the frozen product work on: the layout of shared memory, the order of the tiles, the mask, and
-// how the accumulators leave. Overview: frozen.cu.
+// Parts of the frozen product: the layout of shared memory, the order of the tiles, the mask, and the stores of the
+// accumulators. Overview: frozen.cu.
 #pragma once
 #include "hopper.cuh"
 
@@ -52,7 +52,7 @@ struct Walk {
   }
 };
 
-// A product on the pipe of floating point, where a selection would take that of the test as well.
+// A product uses only the floating-point pipe; a selection would also use that of the test.
 __device__ __forceinline__ void zero_dropped(float& value, uint32_t kept) {
   asm("{\n.reg .pred dropped;\nsetp.eq.u32 dropped, %1, 0;\n@dropped mul.f32 %0, %0, 0f00000000;\n}"
       : "+f"(value)
@@ -126,7 +126,7 @@ __device__ __forceinline__ void store_columns(const Args& args, const float (&c)
   const uint32_t* const bias = static_cast<const uint32_t*>(args.bias) + col / 2 + lane % 4;  // in pairs
   to_shared<T, kBias, kBox>(c, bias, columns, box + box_row * kBoxRow + (lane / 16 ^ box_row % 8) * 16);
   const bool leader = threadIdx.x % 128 == 0;
-  if (leader) store_wait<0>();  // the store of the other box, which every warp may write behind the barrier
+  if (leader) store_wait<0>();  // wait for the other box's store: every warp may write it after the barrier
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
   if (leader && columns > 0 && row < args.T) store_box(&args.y, col, row, box);
   if (leader) store_commit();

@@ -1,5 +1,5 @@
 // The adapters of one call: checked against x, and laid out as the kernels read them.
-// Legend: T tokens, I in, O out, R rank; siblings' ranks lie side by side, each padded to a multiple of 8.
+// Legend: T tokens, I in, O out, R rank; the ranks of a group are concatenated, each padded to a multiple of 8.
 #pragma once
 #include "matrix.h"
 
@@ -63,7 +63,7 @@ inline void check_biases(at::TensorList biases, at::IntArrayRef outs) {
                     " weights: one per output of each weight, or none");
 }
 
-// Where each sibling's ranks lie in h and dh.
+// Position of each projection's ranks in h and dh.
 struct Layout {
   std::vector<int> begin, rank, padded;
   int total = 0;
@@ -87,13 +87,13 @@ inline void check_h(const Tensor& h, const Tensor& x, const Matrix& rows, const 
 }
 
 struct Adapters {
-  Matrix downs;             // A of all siblings, [total, I]
+  Matrix downs;             // A of the whole group, [total, I]
   std::vector<Matrix> ups;  // B of each, [O, padded]
 };
 
 inline bool usable_as_is(const Tensor& tensor, DType type) { return type_of(tensor) == type && tensor.is_contiguous(); }
 
-// Whether all A lie one after the other in memory already, as in one flat buffer of all adapters.
+// Whether all A are contiguous in memory already, as in one flat buffer of all adapters.
 inline bool downs_adjacent(at::TensorList downs, const Layout& layout, DType type) {
   const char* next = static_cast<const char*>(downs[0].const_data_ptr());
   for (size_t i = 0; i < downs.size(); ++i) {
@@ -117,7 +117,7 @@ inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t 
           cols};
 }
 
-// The adapters in x's type and padded; whatever has that form already is used where it lies, the rest is copied in one
+// The adapters in x's type and padded; those that have that form already are used in place, the rest is copied in one
 // launch. A list that is not needed may be empty.
 inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const Layout& layout, const Tensor& x,
                               cudaStream_t stream) {

@@ -1,11 +1,10 @@
-// The derivative of `lora_forward`, `nf4_forward` and `eight_bit_forward` for CUDA tensors: what ops/lora.py,
-// ops/nf4.py and ops/eight_bit.py register for all devices, without a line of Python in the forward or the backward
-// pass.
+// The derivative of `lora_forward`, `nf4_forward` and `eight_bit_forward` for CUDA tensors: the formulas of
+// ops/lora.py, ops/nf4.py and ops/eight_bit.py without Python in the forward or the backward pass.
 //
-// Kept in between: x, h, the seed, and the weights and adapters as they were given, so that what frees a Parameter
-// after the forward and brings it back before the backward (ZeRO-3) acts on the very same tensor. They are kept before
-// the outputs are computed: a checkpointed region that is run again ends with the last tensor that its backward needs
-// (torch's early stop), and the outputs of a linear at its end, the down projection of a layer, are not computed twice.
+// Saved for the backward: x, h, the seed, and the weights and adapters as they were given, so that ZeRO-3, which frees
+// a Parameter after the forward and gathers it before the backward, acts on the same tensor. They are saved before the
+// outputs are computed: a recomputed checkpoint region stops at the last tensor its backward needs (torch's early
+// stop), so the outputs of a linear at its end, the down projection of a layer, are not computed twice.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -83,7 +82,7 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
                         bool need_x, bool need_down, bool need_up) {
   static const auto lora = find<LoraBackward>("zerolora::lora_backward");
   static const auto nf4 = find<Nf4Backward>("zerolora::nf4_backward");
-  // With create_graph the dispatcher has to see the call: a derivative of it must be refused.
+  // With create_graph the dispatcher must see the call, so that it can refuse a second derivative.
   std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
   if (!at::GradMode::is_enabled()) guard.emplace();
   if (base.states.empty())
@@ -96,7 +95,7 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
                   p, seed, need_x, need_down, need_up);
 }
 
-// What a context keeps of its own accord is filed only after `forward` has returned.
+// A context files its own saved tensors only after `forward` has returned.
 struct Kept : torch::CustomClassHolder {
   std::vector<torch::autograd::SavedVariable> variables;
 };
@@ -146,7 +145,7 @@ struct Group : torch::autograd::Function<Group> {
                       " weight; freeze it");
     grads.pop_back();  // h's
     for (size_t i = 0; i < n; ++i) {
-      if (grads[i].defined()) continue;  // a sibling whose output was not used
+      if (grads[i].defined()) continue;  // a projection with an unused output
       std::vector<c10::SymInt> shape = x.sym_sizes().vec();
       shape.back() = ups[i].sym_size(0);
       grads[i] = at::zeros_symint(shape, x.options());
@@ -171,9 +170,9 @@ struct Group : torch::autograd::Function<Group> {
     return results;
   }
 
-  // What was kept; let go of where the graph is not retained, as the engine does with a context's own list.
+  // The saved tensors; freed unless the graph is retained, as the engine does with a context's own list.
   static Tensors take_kept(AutogradContext* ctx) {
-    ctx->get_saved_variables();  // there are none, but it refuses a second backward through a graph that was freed
+    ctx->get_saved_variables();  // empty, but raises on a second backward through a freed graph
     const auto capsule = ctx->saved_data["kept"].toCapsule();
     auto& variables = static_cast<Kept*>(capsule.get())->variables;
     Tensors tensors;
@@ -184,7 +183,7 @@ struct Group : torch::autograd::Function<Group> {
   }
 };
 
-// Whether a derivative will be asked for; without one nothing is kept.
+// Whether a derivative will be needed; without one nothing is saved.
 bool differentiated(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs, at::TensorList ups,
                     const MaybeTensor& h) {
   const bool wanted = torch::autograd::compute_requires_grad(x, base.weights, biases, downs, ups);
@@ -228,8 +227,8 @@ Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList state
 
 }  // namespace
 
-// For CUDA tensors alone: others keep the formula that Python registered for every device. The tests register it for
-// CPU tensors instead.
+// For CUDA tensors only: others use the formula that Python registered for every device. The tests register it for CPU
+// tensors instead.
 #ifndef ZEROLORA_AUTOGRAD
 #define ZEROLORA_AUTOGRAD AutogradCUDA
 #endif

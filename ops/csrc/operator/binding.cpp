@@ -106,14 +106,14 @@ Tensor dequantize_nf4(const Tensor& packed, at::TensorList state, int64_t rows, 
   return out;
 }
 
-// The states of all siblings one after the other; a dequantised weight lives for one product and its block goes back to
-// torch's allocator, which hands the same block to the next call on this stream.
+// The states of the whole group, one after the other; a dequantised weight lives for one product and its block returns
+// to torch's allocator, which gives the same block to the next call on this stream.
 struct PackedWeights {
   at::TensorList packed, states;
   at::IntArrayRef rows;
   int64_t cols, block, nested_block;
   at::ScalarType dtype;
-  // Siblings share a product as long as they take less memory than one weight of a large model does.
+  // Weights of a group share a product as long as they take less memory than one weight of a large model.
   size_t at_once() const {
     constexpr int64_t kMostBytes = 64 << 20;
     const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0}) * cols;
@@ -144,7 +144,7 @@ std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Te
   return backward(grads, x, {weight, weight.at_once()}, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
-// The adapter alone, h recomputed: gradients are written into the given tensors, or added to what they hold.
+// Only the adapter, h recomputed: gradients are written into the given tensors, or added to them.
 void adapter_backward_(const Tensor& grad, const Tensor& x, const Tensor& down, const Tensor& up, double scale,
                        Tensor& grad_x, Tensor& grad_down, Tensor& grad_up, bool accumulate) {
   const c10::cuda::CUDAGuard guard(x.device());
@@ -160,7 +160,7 @@ void adapter_backward_(const Tensor& grad, const Tensor& x, const Tensor& down, 
   backward_inner(rows, dh, layout, {grad_down}, {}, accumulate, x, stream);
 }
 
-// For benchmarks: the primitive alone. u = (m*z) p, g = (m*z)^T v; p is [R,D] (alone) or [D,R] (with v).
+// For benchmarks: only the primitive. u = (m*z) p, g = (m*z)^T v; p is [R,D] (without v) or [D,R] (with v).
 std::tuple<Tensor, Tensor> rank_pass(const Tensor& z, const std::optional<Tensor>& p, const std::optional<Tensor>& v,
                                      double dropout_p, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(z.device());
@@ -187,8 +187,8 @@ std::tuple<Tensor, Tensor> rank_pass(const Tensor& z, const std::optional<Tensor
   return {u, g};
 }
 
-// For benchmarks: the other primitive alone, y = keep * (h q^T), q given as [D,R], or as the transpose of an [R,D],
-// which is how the backward has it.
+// For benchmarks: only the other primitive, y = keep * (h q^T), q given as [D,R], or as in the backward as the
+// transpose of an [R,D].
 Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(h.device());
   Tensor y = at::empty({h.size(0), q.size(0)}, h.options());
@@ -199,7 +199,7 @@ Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std
   return y;
 }
 
-// For benchmarks: y = keep * (h q^T) + sum of x w^T + bias, by our kernel wherever it takes it (forced), or as the
+// For benchmarks: y = keep * (h q^T) + sum of x w^T + bias, by our kernel if it supports it (forced), or as the
 // operators do it. Every w is given as [D,K] and q as [D,R]; the backward has them as transposes of [K,D] and [R,D].
 // The mask comes as Dropout::bits.
 Tensor frozen_product_alone(at::TensorList x, at::TensorList w, const Tensor& h, const Tensor& q,

@@ -1,4 +1,4 @@
-// The passes of a group of siblings in their order, whatever the frozen weights are stored in.
+// The passes of a group of shared-input projections in order, for any storage of the frozen weights.
 #pragma once
 #include <tuple>
 
@@ -6,8 +6,8 @@
 
 namespace zerolora {
 
-// `given` is what `lora_project` has made before of the same arguments; h comes back empty then.
-// `write(i, y, x, h, B, bias)` leaves sibling i's result.
+// `given` is an earlier result of `lora_project` for the same arguments; the returned h is empty then.
+// `write(i, y, x, h, B, bias)` writes the result of projection i.
 template <typename Write>
 std::tuple<Tensors, Tensor> group_forward(const Tensor& x, at::IntArrayRef outs, at::TensorList biases,
                                           at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales,
@@ -37,8 +37,8 @@ std::tuple<Tensors, Tensor> group_forward(const Tensor& x, at::IntArrayRef outs,
 struct Nothing {
   void operator()(const std::vector<Outer>&, cudaStream_t) const {}
 };
-// `gradient(siblings, dh, downs, dropout)` gives dX; `first(siblings)` comes before the passes over dY, if dX is
-// wanted.
+// `gradient(siblings, dh, downs, dropout)` returns dX; `first(siblings)` runs before the passes over dY if dX is
+// needed.
 template <typename Gradient, typename First = Nothing>
 std::tuple<Tensor, Tensors, Tensors> group_backward(at::TensorList grads, const Tensor& x, at::TensorList downs,
                                                     at::TensorList ups, const Tensor& h, at::ArrayRef<double> scales,
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensors, Tensors> group_backward(at::TensorList grads, const 
   }
   if (need_x) first(siblings, stream);
   backward_outer(siblings, false, x, stream);
-  if (need_down) {  // first: it has time to draw the mask, which dX then finds
+  if (need_down) {  // first: it draws the mask, which dX then reuses
     for (const Tensor& down : downs) grad_downs.push_back(at::empty(down.sizes(), down.options()));
     backward_inner(rows, dh, layout, grad_downs, dropout, false, x, stream);
     dropout.stored = bits.defined();

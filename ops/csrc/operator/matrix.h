@@ -20,8 +20,8 @@ namespace zerolora {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// Values in messages, as Python writes them; without a stream's locale, which a libstdc++ that is linked statically (as
-// on some images) does not share with torch's: writing a number through it crashes.
+// Formats values in messages as Python does. Avoids streams: their locale in a statically linked libstdc++ (some
+// images) is not shared with torch's, and writing a number through it crashes.
 inline std::string text(int64_t value) { return std::to_string(value); }
 inline std::string text(at::IntArrayRef shape) {
   std::string line = "(";
@@ -73,7 +73,7 @@ inline DType type_of(at::ScalarType type) {
 inline DType type_of(const Tensor& tensor) { return type_of(tensor.scalar_type()); }
 inline int64_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
-// Row-major with contiguous rows. `owner` keeps what is not the caller's alive.
+// Row-major with contiguous rows. `owner` keeps memory alive that the caller does not own.
 struct Matrix {
   void* data = nullptr;
   int64_t rows = 0, cols = 0, ld = 0;
@@ -85,7 +85,7 @@ struct Matrix {
   }
 };
 
-// A tensor's leading dimensions flattened: [T, width]; a copy only where rows are not contiguous or evenly spaced.
+// A tensor's leading dimensions flattened: [T, width]; a copy only if rows are not contiguous or evenly spaced.
 inline Matrix rows_of(const Tensor& tensor) {
   const int64_t width = tensor.size(-1), rows = width == 0 ? 0 : tensor.numel() / width;
   if (tensor.is_contiguous()) return {tensor.data_ptr(), rows, width, width, type_of(tensor), tensor};
@@ -102,12 +102,12 @@ inline std::vector<int64_t> shape_like(const Tensor& x, int64_t last) {
 }
 
 // C = alpha op(A) op(B) + beta C by cuBLAS on torch's handle (its stream, workspace and precision settings); op
-// transposes where `turn_*` says so.
+// transposes if `turn_*` is set.
 inline void product(const Matrix& c, float alpha, const Matrix& a, bool turn_a, const Matrix& b, bool turn_b,
                     float beta, cudaStream_t stream) {
   if (c.rows == 0 || c.cols == 0) return;
   const int64_t depth = turn_a ? a.rows : a.cols;
-  if (depth == 0) {  // no terms: cuBLAS is not asked
+  if (depth == 0) {  // no terms: skip cuBLAS
     const auto bytes = [&](int64_t count) { return static_cast<size_t>(count * bytes_of(c.type)); };
     if (beta == 0.f)
       check(cudaMemset2DAsync(c.data, bytes(c.ld), 0, bytes(c.cols), static_cast<size_t>(c.rows), stream),

@@ -1,5 +1,5 @@
-// From matrices to kernel launches: the passes of the forward and the backward, and when cuBLAS does the work better.
-// Legend: T tokens, I in, O out, R rank; siblings' ranks lie side by side, each padded to a multiple of 8.
+// From matrices to kernel launches: the passes of the forward and the backward, and when to use cuBLAS instead.
+// Legend: T tokens, I in, O out, R rank; the ranks of a group are concatenated, each padded to a multiple of 8.
 #pragma once
 #include <algorithm>
 
@@ -7,13 +7,13 @@
 
 namespace zerolora {
 
-// Below this many tokens everything stays in the L2: there a second read costs little, and adding the adapter after the
-// frozen product costs less than accumulating the product into a prefilled output (docs/lab/operators.md).
+// Below this many tokens everything stays in L2: a second read costs little, and adding the adapter after the frozen
+// product costs less than accumulating the product into a prefilled output (docs/lab/operators.md).
 constexpr int64_t kFewTokens = 4096;
 // Below this many tokens our pass for h, which needs no second launch, is faster than cuBLAS's product.
 constexpr int64_t kOwnProjection = 2048;
 
-// One matrix to read, with the results wanted of it.
+// One matrix to read, with the results to compute from it.
 struct Job {
   RankPass pass;
   std::vector<Target> u, g;
@@ -27,7 +27,7 @@ inline RankPass pass_over(const Matrix& z) {
   return pass;
 }
 
-// The part of a target that lies in the ranks [base, base + R) of one launch, as that launch numbers them.
+// The part of a target within the ranks [base, base + R) of one launch, as that launch numbers them.
 inline Target part_of(const Target& target, int base, int R, bool by_rank, DType type) {
   Target part = target;
   const int first = std::max(target.begin, base), last = std::min(target.begin + target.rank, base + R);
@@ -36,7 +36,7 @@ inline Target part_of(const Target& target, int base, int R, bool by_rank, DType
   return part;
 }
 
-// The reduction that adds up the partial sums which a launch has written for a target.
+// The reduction that adds up the partial sums a launch has written for a target.
 inline Reduction reduction_of(const Target& target, const RankWork& work, bool is_g, DType type, bool accumulate) {
   const RankPass& pass = work.pass;
   Reduction r;
@@ -55,8 +55,8 @@ inline Reduction reduction_of(const Target& target, const RankWork& work, bool i
   return r;
 }
 
-// Runs the primitive over every job, kRankChunk ranks a launch and siblings together where the kernel can, and adds
-// what partial sums are left in one launch. Of a job's launches the first leaves the mask's bits to the others.
+// Runs the primitive over every job, kRankChunk ranks per launch and the projections of a group together if the kernel
+// can, and adds the partial sums in one launch. A job's first launch stores the mask's bits for the others.
 inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStream_t stream) {
   const Device& device = card_of(like);
   std::vector<RankWork> works;
@@ -115,8 +115,8 @@ inline Expand expand_job(const Matrix& y, const Matrix& h, const Matrix& q, bool
   return job;
 }
 
-// y = keep * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), where there is a mask or a
-// bias. Otherwise `prefill`, or a product of cuBLAS (docs/lab/operators.md).
+// y = keep * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), for a mask or a bias.
+// Otherwise `prefill`, or a product of cuBLAS (docs/lab/operators.md).
 inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor& bias, const Matrix& y, bool accumulate,
                    const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   Expand job = expand_job(y, h, q, by_rank);
@@ -139,7 +139,7 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
   if (bias.defined()) view(y).add_(bias);
 }
 
-// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to
+// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true if Hopper's kernel did it, false if cuBLAS must
 // (docs/lab/operators.md).
 inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
                     cudaStream_t stream) {
@@ -149,7 +149,7 @@ inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_r
   return true;
 }
 
-// h = s (m*x) A^T for all siblings, [T, total].
+// h = s (m*x) A^T for the whole group, [T, total].
 inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, const Layout& layout,
                       at::ArrayRef<double> scales, const Dropout& dropout, cudaStream_t stream) {
   const Tensor h = at::empty({rows.rows, layout.total}, x.options());
@@ -173,8 +173,9 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   return h;
 }
 
-// Two products of cuBLAS instead of one pass of ours: fp32, which is bound by arithmetic, and ranks of several launches
-// over a matrix that the L2 holds for the second product (docs/lab/operators.md); not for siblings, which share ours.
+// Two products of cuBLAS instead of one pass of ours: for fp32, which is bound by arithmetic, and for ranks of several
+// launches over a matrix that stays in L2 for the second product (docs/lab/operators.md); not for groups, which share
+// our pass.
 inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
   constexpr int64_t kCached = 1 << 25, kSmall = 1 << 22;  // elements
   const int64_t elements = z.rows * z.cols;
@@ -182,14 +183,13 @@ inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
   return rank > kRankChunk && siblings == 1 && elements < kCached;
 }
 
-// What the backward of one sibling reads and writes, dh with m's factor in `scale`; grad_up without data: dB is not
-// wanted.
+// Inputs and outputs of the backward of one projection, dh with m's factor in `scale`; no dB if grad_up has no data.
 struct Outer {
   Matrix grad, up, h, dh, grad_up;
   float scale = 1.f;
 };
 
-// One pass over each dY: dh = s dY B, dB = dY^T h (h carries s already); siblings share the launches.
+// One pass over each dY: dh = s dY B, dB = dY^T h (h contains s already); a group shares the launches.
 inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, const Tensor& like,
                            cudaStream_t stream) {
   std::vector<Job> jobs;
@@ -212,7 +212,7 @@ inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, 
   if (!jobs.empty()) run_passes(jobs, like, stream);
 }
 
-// Room for the mask's bits, where the pass over x leaves them to the masked dh A; else undefined.
+// Memory for the mask's bits if the pass over x stores them for the masked dh A; else undefined.
 inline Tensor room_for_bits(const Matrix& rows, int rank, const Tensor& like) {
   RankPass pass = pass_over(rows);
   pass.R = std::min(kRankChunk, rank);
@@ -220,10 +220,10 @@ inline Tensor room_for_bits(const Matrix& rows, int rank, const Tensor& like) {
   return at::empty({(rows.cols + kWgmmaCols - 1) / kWgmmaCols, rows.rows, 4}, like.options().dtype(at::kInt));
 }
 
-// One pass over x: dA = dh^T (m*x) for all siblings, with m's factor in dh.
+// One pass over x: dA = dh^T (m*x) for the whole group, with m's factor in dh.
 inline void backward_inner(const Matrix& rows, const Matrix& dh, const Layout& layout, const Tensors& grad_downs,
                            const Dropout& dropout, bool accumulate, const Tensor& like, cudaStream_t stream) {
-  // G alone for one sibling: cuBLAS reads x once too, and wins while x is small.
+  // Only G for one projection: cuBLAS also reads x once, and wins while x is small.
   if (dropout.seed == nullptr && layout.size() == 1 && layout.rank[0] == layout.total &&
       type_of(grad_downs[0]) == rows.type && (rows.type == DType::f32 || rows.rows < kFewTokens)) {
     product(rows_of(grad_downs[0]), 1.f, dh, true, rows, false, accumulate ? 1.f : 0.f, stream);

@@ -1,4 +1,4 @@
-// Products with frozen weights W and the adapter's terms beside them: x W^T + h B^T forward, dY W + m*(dh A) backward.
+// Products with frozen weights W plus the adapter's terms: x W^T + h B^T forward, dY W + m*(dh A) backward.
 // Hopper's kernel takes both at once (frozen.cu). Otherwise cuBLAS does the frozen product and adds it to the adapter's
 // term (beta = 1), or below kFewTokens the adapter's term is added to it.
 #pragma once
@@ -8,13 +8,13 @@
 
 namespace zerolora {
 
-// Siblings' weights [O, I]: views of what is stored, or dequantised when asked for.
+// The group's weights [O, I]: views of the stored ones, or dequantised on demand.
 struct Weights {
   c10::function_ref<Matrix(size_t)> of;
-  size_t at_once;  // how many may lie in memory together
+  size_t at_once;  // how many may be in memory together
 };
 
-// A profile tells frozen products from the adapter's by this name.
+// Marks frozen products in profiles.
 constexpr const char* kFrozenProduct = "zerolora::frozen_product";
 
 // y = x W^T forward, dY W backward (beta = 1: added to y), by cuBLAS.
@@ -42,10 +42,10 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
   return job;
 }
 
-// Whether that takes less time than writing the adapter's term and cuBLAS's product onto it. A round of tiles that few
-// share costs as much as a full one, and cuBLAS has smaller tiles for it: what is lost grows with the depth K, what is
-// saved does not, but with every part that is not added to what others left. Both constants are fitted to 136 lines of
-// tests/bench/frozen_shapes.py: cuBLAS loses a twentieth too, and what is saved is worth a depth of 300.
+// Whether that is faster than writing the adapter's term and adding cuBLAS's product to it. A round with few tiles
+// costs as much as a full one, where cuBLAS has smaller tiles: this loss grows with the depth K. The gain does not; it
+// grows with the number of parts that need not be added to a stored sum. Both constants are fitted to 136 lines of
+// tests/bench/frozen_shapes.py: cuBLAS also loses a twentieth, and the gain is worth a depth of 300.
 inline bool frozen_wins(const Frozen& job, const Device& device) {
   constexpr double kUsual = 0.95, kWorth = 300;
   constexpr int64_t kRows = kFrozenCluster * kFrozenRows;
@@ -63,14 +63,14 @@ inline void run_frozen(const Frozen& job, const Device& device, cudaStream_t str
   check(launch_frozen(job, device, stream), "launching the frozen product");
 }
 
-// The same where our kernel takes it and wins; false where it does not.
+// The same if our kernel supports it and wins; otherwise returns false.
 inline bool run_frozen_if_best(const Frozen& job, const Tensor& like, cudaStream_t stream) {
   if (!frozen_supported(job, card_of(like)) || !frozen_wins(job, card_of(like))) return false;
   run_frozen(job, card_of(like), stream);
   return true;
 }
 
-// y = h B^T + bias + what `frozen(beta)` adds to y (beta = 1), or first leaves there (beta = 0).
+// y = h B^T + bias + the product that `frozen(beta)` adds to y (beta = 1) or writes first (beta = 0).
 template <typename FrozenTerm>
 void with_adapter(const Matrix& y, const Matrix& h, const Matrix& up, const Tensor& bias, const Tensor& like,
                   cudaStream_t stream, const FrozenTerm& frozen) {
@@ -100,9 +100,8 @@ inline void adapters_part_of_x(const Matrix& target, const Matrix& dh, const Mat
   expand(dh, downs, true, {}, target, accumulate, dropout, like, stream);
 }
 
-// dX = sum of dY W + keep * (dh A): siblings go together as far as their weights may, and the first of them take the
-// adapter's part with them where our kernel does them, which needs the mask's bits; else it comes before the products,
-// or after them.
+// dX = sum of dY W + keep * (dh A): as many weights go together as memory allows, and the first of them include the
+// adapter's part if our kernel computes them, which needs the mask's bits; else it comes before or after the products.
 inline Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings, const Weights& weights,
                             const Matrix& dh, const Matrix& downs, const Dropout& dropout, cudaStream_t stream) {
   Tensor grad_x = at::empty(x.sizes(), x.options());

@@ -1,12 +1,12 @@
-// Sums added over the CTAs of a cluster, in their order, through distributed shared memory: U of a row of tiles, where
-// a pass wants both results and goes on meanwhile, and at its end what a pass for one result has.
+// Adds sums over the CTAs of a cluster, in order, through distributed shared memory: U of a row of tiles while a pass
+// for both results continues, and the result of a pass for one result at its end.
 #pragma once
 #include "hopper.cuh"
 
 namespace zerolora {
 
-constexpr int kAdders = 96;    // threads that add: three warps beside the one that copies
-constexpr int kExchanges = 2;  // rows of tiles that may be on their way
+constexpr int kAdders = 96;    // threads that add: three warps next to the one that copies
+constexpr int kExchanges = 2;  // rows of tiles that may be in flight
 
 // Each CTA is given a slice of the rows and gets it from every CTA. Slices lie as [CTA it came from][unit of 8
 // rows][pair of 8 ranks][lane], 16 bytes each: the order of the accumulators, so that a warp's store fills 512 bytes in
@@ -18,7 +18,7 @@ template <int RP> struct Slices {
   __device__ explicit Slices(int cluster) : units(kUnits / cluster) {}
 };
 
-// From the accumulators of m64nRPk16, whose warp w holds the units 2 w and 2 w + 1: of both warpgroups where a tile has
+// From the accumulators of m64nRPk16, in which warp w holds the units 2 w and 2 w + 1: of both warpgroups if a tile has
 // 128 rows, else of one.
 template <int RP>
 __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t exchange, uint32_t full, int cluster) {
@@ -36,9 +36,9 @@ __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t e
   }
 }
 
-// Adds the slices of `row_blocks` rows of tiles one after the other, gives each piece of 16 bytes to put(first row of
-// the slice, piece, sum), and says to each sender when it may go on. full, free: the barriers of the first buffer,
-// those of the second lie behind.
+// Adds the slices of `row_blocks` rows of tiles one after the other, passes each piece of 16 bytes to put(first row of
+// the slice, piece, sum), and signals each sender when it may continue. full, free: the barriers of the first buffer,
+// followed by those of the second.
 template <int RP, typename Put>
 __device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks, const char* exchange, uint32_t full,
                                            uint32_t free, int cluster) {
@@ -63,14 +63,14 @@ __device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks
         sum.x += value[s].x, sum.y += value[s].y, sum.z += value[s].z, sum.w += value[s].w;
       put(row0, i, sum);
     }
-    if (block + kExchanges >= row_blocks) continue;  // nobody waits for it, and the sender may be gone
+    if (block + kExchanges >= row_blocks) continue;  // nobody waits for it, and the sender may have exited
     named_sync(kAdders);
     if (thread < cluster) barrier_arrive_remote(address_in(free + buffer * 8, thread));
   }
 }
 
 // Adds the pieces of 16 bytes from `piece` on, in steps of kThreads, that lie at address(piece) of every CTA, and puts
-// the sums in their place in this one. A thread has 8 loads on their way: of as many pieces as clusters of up to kMost
+// the sums in their place in this one. A thread has 8 loads in flight: of as many pieces as clusters of up to kMost
 // allow.
 template <int kThreads, int kMost, typename Address>
 __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Address address) {
@@ -106,7 +106,7 @@ struct Share {
   int first, last;
 };
 
-// A share of the `pieces` in each CTA; returns what this thread has added, and where it lies still.
+// Adds part of the `pieces` in each CTA; returns this thread's sums and their position.
 template <int kThreads, typename Address>
 __device__ __forceinline__ Share add_over_cluster(int pieces, int cluster, Address address) {
   const int each = (pieces + cluster - 1) / cluster, begin = cluster_rank() * each;

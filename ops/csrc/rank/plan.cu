@@ -1,4 +1,4 @@
-// Chooses the kernel for a rank pass, and how its work is cut: tensor cores where type, alignment and card allow them.
+// Chooses the kernel for a rank pass and how its work is split: tensor cores if type, alignment and card allow them.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -31,7 +31,7 @@ double cost_of(const Tile& tile, int64_t ctas, int64_t tiles, int64_t partial_fl
          kL2 * kWriteAndRead * static_cast<double>(partial_floats) / tile_bytes / static_cast<double>(tile.slots);
 }
 
-// Tries every way to cut the work for one width of the CTA's column range; keeps the cheapest of these and `best`.
+// Tries every way to split the work for one width of the CTA's column range; keeps the cheapest of these and `best`.
 void try_splits(const RankPass& pass, const Tile& tile, int col_blocks, Plan plan, Plan& best, double& best_cost) {
   plan.d_blocks_per_cta = col_blocks;
   const int64_t row_blocks = ceil_div(pass.T, tile.rows), columns = ceil_div(pass.D, tile.cols);
@@ -96,14 +96,15 @@ int64_t tile_rows(const RankPass& pass) {
 
 // All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/lab/operators.md).
 // There are two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and
-// lower its clock as training does; "cool" for fewer tokens. What adds the same to every cut is left out, and so is
-// what changed no choice that matters (tests/bench/plan_constants.py): these are costs to compare, not times to expect.
+// lower its clock as training does; "cool" for fewer tokens. Costs that are equal for all splits are left out, and so
+// are those that changed no important choice (tests/bench/plan_constants.py): these are costs to compare, not times to
+// expect.
 constexpr int64_t kHot = 2048;
 constexpr double kRead = 3.3e6;  // what a reduction reads
 
-// A pass for both results. A CTA takes so long for a tile however few others run, and for each row of tiles, more if it
-// adds to its cluster's U; all together read and write `memory`. Rank 32 has the tiles of rank 64 and, on a hot card,
-// its times.
+// A pass for both results. Times of a CTA for a tile, however few others run, and for each row of tiles, more if it
+// adds to its cluster's U; all together read and write at `memory`. Rank 32 has the tiles of rank 64 and, on a hot
+// card, its times.
 struct TimesOfBoth {
   double cluster, tile, row, row_clustered, memory;
 };
@@ -112,11 +113,11 @@ constexpr TimesOfBoth kHotHigh{2.3, 0.39, 0.72, 0.0, 3.7e6};    // tiles of 64 r
 constexpr TimesOfBoth kCoolLow{0.5, 0.4, 0.32, 0.23, 3.7e6};
 constexpr TimesOfBoth kCoolRank32{0.5, 0.31, 0.34, 0.2, 3.7e6};
 constexpr TimesOfBoth kCoolRank64{0.5, 0.37, 0.37, 0.2, 3.7e6};
-constexpr double kKept = 60e6;  // bytes of partial sums that the L2 keeps; others go to memory and come back
+constexpr double kKept = 60e6;  // bytes of partial sums that stay in L2; others are written to and read from memory
 
-// A pass for one result. A cluster costs `cluster`, and `each` for each CTA after the first; a CTA whose sums go
-// through shared memory adds 128 columns or rows of 64 ranks in `sum`; `reduction` is what another launch takes,
-// apart from reading.
+// A pass for one result. A cluster costs `cluster`, and `each` for each CTA after the first; a CTA that sums through
+// shared memory adds 128 columns or rows of 64 ranks in `sum`; `reduction` is the cost of another launch, without
+// reading.
 struct TimesOfOne {
   double cluster, each, wave, tile, row, sum, memory, reduction;
 };
@@ -171,7 +172,7 @@ struct Cost {
   }
 };
 
-// How long the works take on wgmma.
+// Time of the works on wgmma.
 double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
   Cost cost{works[0], ctas, tiles_each, slots, 0.0, 0.0};
   for (int i = 0; i < count; ++i) {
@@ -187,7 +188,7 @@ struct Cut {
   int64_t length = 1;
 };
 
-// Cuts the works so; returns the number of CTAs.
+// Splits the works like this; returns the number of CTAs.
 int64_t cut(RankWork* works, int count, const Cut& how) {
   int64_t ctas = 0;
   for (int i = 0; i < count; ++i) {
@@ -208,14 +209,14 @@ int64_t cut(RankWork* works, int count, const Cut& how) {
   return ctas;
 }
 
-// Cuts the works in every way that the kernel takes, and gives visit(how, its cost) each.
+// Splits the works in every way the kernel supports, and calls visit(split, its cost) for each.
 template <typename Visit> void try_cuts(RankWork* works, int count, const Device& device, Visit visit) {
   constexpr int64_t kLongestSum = 16384;                     // rows: the tensor cores' sums lose bits with their length
-  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 lie badly in a GPC
+  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 fit badly into a GPC
   const RankPass& first = works[0].pass;
   const bool g = first.v != nullptr, both = g && first.p != nullptr;
   const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
-  // Where the mask is drawn for G alone, the warps that draw are the limit: in clusters, or with more columns a CTA, it
+  // If the mask is drawn for G only, the warps that draw are the limit: in clusters, or with more columns per CTA, it
   // took 10 to 15 % longer.
   const bool one_wide = g && !both && drawn(first);
   for (const int cluster : kClusters) {
@@ -235,7 +236,7 @@ template <typename Visit> void try_cuts(RankWork* works, int count, const Device
 
 }  // namespace
 
-// Keeps the cheapest cut.
+// Keeps the cheapest split.
 void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
   for (int i = 0; i < count; ++i) works[i].plan = tensor_core_plan(works[i].pass, Path::wgmma);
   works[0].plan.merged = count;
@@ -272,9 +273,9 @@ Key key_of(const RankWork* works, int count) {
   return key;
 }
 
-// Planning takes microseconds, and a model asks for the same few plans again and again.
+// Planning takes microseconds, and a model needs the same few plans repeatedly.
 void remembered_plan(RankWork* works, int count, const Device& device) {
-  constexpr size_t kMost = 4096;  // batches of many lengths must not grow it for ever
+  constexpr size_t kMost = 4096;  // batches of many lengths must not grow it forever
   thread_local std::map<Key, std::array<Plan, kMaxMerged>> plans;
   const Key key = key_of(works, count);
   const auto found = plans.find(key);

@@ -1,16 +1,16 @@
 // The rank-space primitive on Hopper (sm_90a): Z arrives once through the bulk copy engine, wgmma reads it from shared
 // memory twice, along its columns for U and along its rows for G.
 //
-// One CTA a multiprocessor: a copying thread, up to four warpgroups that draw the dropout mask into the tile (passes
-// over x only), and two that multiply, on tiles of 128 columns and 128 rows (64 where both results are wanted above
-// rank 16):
+// One CTA per multiprocessor: a copying thread, up to four warpgroups that draw the dropout mask into the tile (passes
+// over x only), and two that multiply, on tiles of 128 columns and 128 rows (64 if both results are needed above rank
+// 16):
 //     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
 //     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
 // CTAs form a cluster and add their sums through shared memory (exchange.cuh), in the order of their columns or rows: a
-// cluster leaves one partial sum instead of one a CTA, and where it has all that belongs to a result it writes the
-// result. Where both are wanted it is U that CTAs side by side add, row of tiles by row of tiles; with tiles of 64 rows
-// the warpgroups take U in turn, so that one multiplies while the other sends. A pass for U alone adds at its end, as
-// does one for G alone, whose clusters lie one below the other.
+// cluster stores one partial sum instead of one per CTA, or the result if it has all of its terms. In a pass for both,
+// neighbouring CTAs add U, one row of tiles after the other; with tiles of 64 rows the warpgroups alternate on U, so
+// that one multiplies while the other sends. A pass for U only adds at its end, and so does one for G only, with the
+// CTAs of a cluster one below the other.
 #ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
 #include <algorithm>
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
   const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
   const Barriers<L::kStages> barriers{base + L::kBarriers};
   Ring at;
-  const uint64_t policy = first_to_leave();  // Z makes way for the partial sums, which the reduction reads soon
+  const uint64_t policy = first_to_leave();  // keep L2 for the partial sums, which the reduction reads soon
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
     const int row = static_cast<int>(place.row0) + tile / col_blocks * L::kTileRows, block = tile % col_blocks;
@@ -239,7 +239,7 @@ cudaError_t describe(Problem& problem, const RankWork& work) {
 
 }  // namespace
 
-// Clusters lie within a GPC, whose multiprocessors are no multiple of 8: of 132, clusters of 8 leave 12 idle.
+// Clusters are within a GPC, and its multiprocessors are not a multiple of 8: of 132, clusters of 8 leave 12 idle.
 int wgmma_slots(int cluster, const Device& device) {
   static std::atomic<int> known[kMaxCluster + 1];
   if (cluster == 1) return device.multiprocessors;

@@ -1,5 +1,5 @@
 // Adds the partial sums of rank passes in the order of their splits, scales, and writes or adds into the results: one
-// launch for all results of all siblings.
+// launch for all results of a group.
 #include <algorithm>
 
 #include "sums.cuh"
@@ -15,15 +15,15 @@ struct Jobs {
 };
 constexpr int kLine = 128;  // bytes
 
-// Drops a line from the L2 without writing it to memory: what it held has been read and is of no more use.
+// Drops a line from L2 without writing it to memory: its values have been read and are not needed any more.
 __device__ __forceinline__ void discard_line(const float* line) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
 #endif
 }
 
-// Adds up to N partial sums, all on their way before the first is added: a rest taken one by one would wait for each.
-// What lies beyond the last is a copy of it, not added.
+// Adds up to N partial sums, all loads in flight before the first is added: a remainder loaded one by one would wait
+// for each. Beyond the last it is loaded again, but not added.
 template <int N, int V>
 __device__ __forceinline__ void add_partials(float (&sum)[V], const float* source, int64_t stride, int first,
                                              int splits) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_partials(float (&sum)[V], const float* sourc
 }
 
 // One thread: V neighbours of a row of one result. The partials' rows are padded, so that reading V never leaves them.
-// Four blocks a multiprocessor: for eight ptxas would keep to 32 registers, with half as many loads on their way.
+// Four blocks a multiprocessor: for eight ptxas would keep to 32 registers, with half as many loads in flight.
 constexpr int kMostBlocks = 4;
 template <int V>
 __global__ void __launch_bounds__(kThreads, kMostBlocks) reduce_kernel(const __grid_constant__ Jobs jobs) {
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks) reduce_kernel(const __g
   }
 }
 
-// Whether the job alone reads the lines that its partial sums lie in.
+// Whether only this job reads the cache lines of its partial sums.
 bool owns_lines(const Reduction& r) {
   return r.cols == r.ld_partial && reinterpret_cast<uintptr_t>(r.partial) % kLine == 0 &&
          r.split_stride * 4 % kLine == 0 && r.rows * r.cols * 4 % kLine == 0 &&
@@ -94,8 +94,8 @@ int64_t threads_of(const Reduction& r, int width) {
   return r.in_units ? unit_rows(r.rows) * r.ld_partial / width : r.rows * ((r.cols + width - 1) / width);
 }
 
-// Shared memory that keeps a multiprocessor to its share of the blocks. Otherwise those that the pass leaves first
-// take as many as they hold, and few multiprocessors read everything: of 256 blocks, 64 multiprocessors.
+// Shared memory that limits a multiprocessor to its fraction of the blocks. Otherwise those that finish the pass first
+// take as many as they can hold, and few multiprocessors read everything: of 256 blocks, 64 multiprocessors.
 int bytes_that_spread(unsigned blocks, const Device& device) {
   const int share = static_cast<int>((blocks + device.multiprocessors - 1) / device.multiprocessors);
   if (device.capability < 90 || share >= kMostBlocks) return 0;
@@ -112,7 +112,7 @@ template <int V> cudaError_t launch(const Jobs& jobs, unsigned blocks, const Dev
 
 cudaError_t launch(const Reduction* given, int count, const Device& device, cudaStream_t stream) {
   Jobs all{};
-  Reduction jobs[kMaxReductions];  // what takes longest begins first
+  Reduction jobs[kMaxReductions];  // the longest begins first
   std::copy(given, given + count, jobs);
   std::stable_sort(jobs, jobs + count, [](const Reduction& a, const Reduction& b) { return a.splits > b.splits; });
   bool quads = true;  // 16-byte aligned groups of 4 in every row

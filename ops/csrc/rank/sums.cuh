@@ -4,7 +4,7 @@
 
 namespace zerolora {
 
-// V neighbours, the first `valid` of them: converted, and written or added to what is there.
+// Converts the first `valid` of V neighbours, and writes them or adds them to the result.
 template <typename T, int V>
 __device__ __forceinline__ void write_sums(T* out, const float (&sum)[V], int valid, bool accumulate) {
   if constexpr (V == 4) {

@@ -1,4 +1,4 @@
-// What the warpgroups that multiply do with the tiles: one result, or both. Legend and overview: rank_wgmma.cu.
+// Work of the multiplying warpgroups on the tiles: one result, or both. Legend and overview: rank_wgmma.cu.
 #pragma once
 #include <type_traits>
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
     }
     let_successor_start();
     if (shares_sums(args, a)) {
-      named_sync(kConsumers + L::kMaskers);  // the other group may still read what the sums take the place of
+      named_sync(kConsumers + L::kMaskers);  // the other group may still read the memory that the sums overwrite
       add_g<RP, kBlocks>(c, args, a, shared, place);
       return;
     }
@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
       at.next(L::kStages);
       if constexpr (kTakesU) hold(u);
       hold(g[block]);
-      if (row + 1 == row_blocks) {  // G is complete, and leaves while the tiles that follow are on their way
+      if (row + 1 == row_blocks) {  // G is complete, and is stored while the next tiles are in flight
         if (block == kBlocks - 1) let_successor_start();
         store_partial<RP>(g[block], partial_g<RP>(a, place.g_split), a.D, place.col0 + block * kCols + group * 64);
       }

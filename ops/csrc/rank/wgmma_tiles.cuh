@@ -1,5 +1,5 @@
-// What the wgmma kernel's CTAs work on: their place in the problem, the layout of shared memory, the products of one
-// tile, and where the accumulators go. Legend and overview: rank_wgmma.cu.
+// Parts of the wgmma kernel: the CTAs' position in the problem, the layout of shared memory, the products of one tile,
+// and the stores of the accumulators. Legend and overview: rank_wgmma.cu.
 #pragma once
 #include "exchange.cuh"
 #include "sums.cuh"
@@ -31,7 +31,7 @@ struct Args {
   bool accumulate;
 };
 
-// What one CTA works on, and which partial sums it leaves.
+// The work of one CTA and the partial sums it writes.
 struct Place {
   int64_t row0, col0;
   int u_split, g_split;
@@ -39,11 +39,11 @@ struct Place {
 
 template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr bool kBoth = kU && kG;
-  // dY is never dropped. Drawing waits for its own results: as many warps as the accumulators leave room for.
+  // dY is never dropped. Drawing is bound by latency, so use as many warps as the accumulators leave room for.
   static constexpr int kMaskers = kBoth ? 0 : kBlocks * RP <= 64 ? 512 : 256;
   static constexpr int kThreads = kConsumers + kCopiers + kMaskers;
   // setmaxnreg moves registers within what the launch gave: 168 each to 384 threads, 96 each to 640, 72 each to 896.
-  // Asking for more than the others return waits for ever.
+  // Asking for more than the others return waits forever.
   static constexpr int kConsumerRegisters = kBoth ? 216 : kMaskers == 512 ? 88 : 168;
   static constexpr int kMaskerRegisters = kMaskers == 512 ? 72 : 56;
   static constexpr int kCopierRegisters = kBoth ? 56 : kMaskers == 512 ? 40 : 32;
@@ -152,7 +152,7 @@ template <int RP> __device__ __forceinline__ float* partial_g(const Problem& a, 
   return a.g + split * unit_rows(a.D) * RP;
 }
 
-// Piece i of 16 bytes of units whose first is that of row0: as partial sums, or into a target.
+// Piece i of 16 bytes of the units from that of row0 on: as partial sums, or into a target.
 template <int RP>
 __device__ __forceinline__ void keep_piece(float* partial, int64_t rows, int64_t row0, int i, float4 sum) {
   if (row0 + i / (2 * RP) * kUnitRows < rows) reinterpret_cast<float4*>(partial + row0 * RP)[i] = sum;
@@ -164,8 +164,8 @@ __device__ __forceinline__ void put_piece(const Sink& sink, int64_t rows, int64_
   if (row < rows) put<false>(sink, i / 32 % (RP / 16) * 16 + quad_column(lane), row, sum);
 }
 
-// Whether a pass for one result brings its sums to shared memory: to add them over a cluster, or to write whole rows of
-// the result. One CTA's partial sums are stored as they lie in the accumulators.
+// Whether a pass for one result moves its sums to shared memory: to add them over a cluster, or to write whole rows of
+// the result. One CTA's partial sums are stored in the order of the accumulators.
 __device__ __forceinline__ bool shares_sums(const Args& args, const Problem& a) {
   return args.cluster > 1 || a.targets > 0;
 }
@@ -189,8 +189,8 @@ __device__ __forceinline__ void store_g_by_rank(const float (&g)[RP / 2], const 
   }
 }
 
-// The sums of a pass for one result, over the CTAs of a cluster; all 256 threads that multiply. U lies in shared memory
-// as [unit of 8 rows][pair of 8 ranks][lane], 16 bytes each, which is the order of the accumulators.
+// The sums of a pass for one result over the CTAs of a cluster, by all 256 threads that multiply. In shared memory U is
+// [unit of 8 rows][pair of 8 ranks][lane], 16 bytes each, which is the order of the accumulators.
 template <int RP>
 __device__ __forceinline__ void add_u(const float (&u)[RP / 2], const Args& args, const Problem& a, char* shared,
                                       const Place& place) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void add_u(const float (&u)[RP / 2], const Args& args
   }
 }
 
-// G lies as [RP][columns of the CTA], with 4 more in a row so that lanes of other ranks use other banks.
+// G is [RP][columns of the CTA], with 4 more in a row so that lanes of different ranks use different banks.
 template <int RP, int kBlocks>
 __device__ __forceinline__ void add_g(const float (&g)[kBlocks][RP / 2], const Args& args, const Problem& a,
                                       char* shared, const Place& place) {
