@@ -55,27 +55,11 @@ def load_streamed(
     With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole. What is
     stored in MXFP4 or FP8 stays so unless `unpack`; of FP8 `quantization` says that its products take 8-bit inputs.
     """
-    from accelerate import init_empty_weights
-
     if quantization is not None and quantization.eight_bit:
         check_card(quantization.quant_type, device)
         if device.type == "cuda":
             ops.load("auto")  # the layers' own forward is an operator: whichever has been loaded before, or can be
-    plain = full_precision(config)
-    with init_empty_weights(include_buffers=False):
-        model = auto_class(plain).from_config(
-            plain, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
-        )
-    model.tie_weights()
-    widen_kept(model, dtype)
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    initialisers = {
-        module: require(part, "_init_weights", "transformers") for part in parts for module in part.modules()
-    }
-    for module, initialise in initialisers.items():  # by the innermost model that the module belongs to
-        if require(module, "_non_persistent_buffers_set", "torch"):
-            # Built within the type of the weights, tables of positions would be computed in 16 bits.
-            initialise(module)
+    model = _build_empty(full_precision(config), section, dtype, attention)
     files: Tensors
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
@@ -104,6 +88,25 @@ def load_streamed(
         model.config.quantization_config = _quantization_record(quantization, dtype)
         model.is_quantized = True
         model.quantization_method = "bitsandbytes"
+    return model
+
+
+def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attention: str | None) -> Any:
+    """Return the model without memory for its weights, with types and buffers as `from_pretrained` gives them."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
+        )
+    model.tie_weights()
+    widen_kept(model, dtype)
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    innermost = {module: part for part in parts for module in part.modules()}
+    for module, part in innermost.items():
+        if require(module, "_non_persistent_buffers_set", "torch"):
+            # Built within the type of the weights, tables of positions would be computed in 16 bits.
+            require(part, "_init_weights", "transformers")(module)
     return model
 
 
