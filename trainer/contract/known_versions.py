@@ -60,11 +60,12 @@ def warning() -> str | None:
 
 
 def changed(library: str, what: str) -> UserError:
-    """The error for insides that are not as they were when they were read."""
-    return UserError(
-        f"{library} {installed(library)}: {what}, on which zerolora relies; install {library}=="
-        f"{KNOWN[library].tested[-1]}, with which it was tested"
-    )
+    """Return the error for private code of a library that differs from what zerolora relies on."""
+    found, tested = installed(library), KNOWN[library].tested[-1]
+    fix = f"install {library}=={tested}, with which it was tested"
+    if found == tested:  # so it is this model or setting
+        fix = "report it with the configuration of the run"
+    return UserError(f"{library} {found}: {what}, on which zerolora relies; {fix}")
 
 
 def require(owner: object, name: str, library: str) -> Any:
