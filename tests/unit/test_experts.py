@@ -127,7 +127,7 @@ def test_losses_and_factors_are_those_of_plain_peft(model_type: str, tmp_path: P
         torch.testing.assert_close(merged(input_ids=ids, use_cache=False).logits, logits[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_packed_experts_learn_as_their_dequantised_values_do(
     model_type: str, quant_type: Literal["nf4", "fp4"], tmp_path: Path
