@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.checkpoint.course import Course
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
@@ -82,7 +82,7 @@ class Run:
     memory: MemoryPlan
     decided: Decisions
     task: Task
-    course: Course
+    checkpoints: CheckpointManager
     folder: RunFolder
     # load, start engine
     deepspeed_config: dict[str, Any]
@@ -127,8 +127,10 @@ class Run:
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
         self._join()
-        self.course = Course(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
-        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.course, self.lock)
+        self.checkpoints = CheckpointManager(
+            self.config, self.prepared, self.ranks, self.device, self.precision, self.say
+        )
+        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.checkpoints, self.lock)
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
@@ -146,7 +148,7 @@ class Run:
         if not self.stop:
             if loop.stopped_early:
                 self._report_early_stop(position, total_steps)
-            kept_step = self.course.return_to_best(engine, position)
+            kept_step = self.checkpoints.restore_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # what was measured before is another adapter's
             after = self._evaluate_and_sample(position, "after")
@@ -222,7 +224,7 @@ class Run:
         total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
         assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
-        position, state = self.course.restore(engine, total_steps)
+        position, state = self.checkpoints.restore(engine, total_steps)
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
             self.restored_scu = state.get("scu")
@@ -270,8 +272,8 @@ class Run:
             evaluate=self.evaluation.loss if self.evaluation.has_data else None,
             copy_for_save=lambda: self._copy_for_save(engine),
             save=lambda position: self._save_checkpoint(engine, position),
-            hold_changes=self.course.hold_changes,
-            settle_save=self.course.settle,
+            hold_changes=self.checkpoints.hold_changes,
+            settle_save=self.checkpoints.settle,
             recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
@@ -368,8 +370,8 @@ class Run:
 
     def close(self) -> None:
         """Finish the files and the bar of a run that ends early, and the checkpoint if it is nearly written."""
-        if hasattr(self, "course"):
-            self.course.wait_for_save(TO_WRITE_S)
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.wait_for_save(TO_WRITE_S)
         if self.metrics is not None:
             self.metrics.close()
 

@@ -242,7 +242,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     train(ground, training__resume_from_checkpoint="latest")  # of step 4: nothing is left to train
     assert read_metrics(run_dir) == course, "the records of the failed start are void, those of the run are back"
     shown = train(ground, **again, training__max_steps=3)
-    told = "checkpoints later than step 2 belong to the earlier course: kept as abandoned-checkpoint-4"
+    told = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
     assert shown.count(told) == 1
     assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
     assert damage(run_dir / "abandoned-checkpoint-4") is None

@@ -39,7 +39,7 @@ class SaveFailed(UserError):
 
 
 @dataclass(frozen=True)
-class Order:
+class PublishOptions:
     """What rank 0 does with a checkpoint once it is written."""
 
     keep: int | None
@@ -96,7 +96,9 @@ class Saves:
         """Before what is copied is changed by the next update: have the device wait for the copies, not the host."""
         self._copies.hold_changes()
 
-    def begin(self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, order: Order) -> None:
+    def begin(
+        self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, order: PublishOptions
+    ) -> None:
         """Let what was copied be written as `checkpoint-<position["step"]>`; every rank must call it.
 
         Raises SaveFailed, on every rank, if its folder cannot be made.
@@ -183,7 +185,7 @@ class _Save:
         own: RankState,
         write_weights: WriteWeights,
         copies: HostCopies,
-        order: Order,
+        order: PublishOptions,
         ranks: Ranks,
     ) -> None:
         self.folder, self._final, self._own, self._write_weights = folder, final, own, write_weights

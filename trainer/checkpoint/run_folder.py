@@ -19,7 +19,7 @@ from rich.markup import escape
 from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
-from trainer.checkpoint.course import Course
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, make_way, note_written, place_result, write_run_record
@@ -56,12 +56,18 @@ class RunFolder:
     """The folder of one run, on one rank."""
 
     def __init__(
-        self, config: RunConfig, task: Task, ranks: Ranks, console: Console, course: Course, lock: FolderLock | None
+        self,
+        config: RunConfig,
+        task: Task,
+        ranks: Ranks,
+        console: Console,
+        checkpoints: CheckpointManager,
+        lock: FolderLock | None,
     ) -> None:
         """`config` is without `auto`; `lock` is the folder's, which rank 0 holds. Nothing is written yet."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
-        self._console, self._course, self._lock = console, course, lock
+        self._console, self._checkpoints, self._lock = console, checkpoints, lock
         self._metrics: Metrics | None = None
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
@@ -85,7 +91,7 @@ class RunFolder:
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and moves_base:
-            self._course.bring(INITIAL_ADAPTER)
+            self._checkpoints.copy_missing_folder(INITIAL_ADAPTER)
         if is_main:
             self.check()
             moved = make_way(self.path, config.output.overwrite) if position.step == 0 else None
@@ -140,7 +146,7 @@ class RunFolder:
         """Where checkpoints will be written while training goes on: have a thread do what the first of them needs."""
         training = self._config.training
         if training.save_steps or training.save_minutes:
-            self._course.prepare_saves(engine, lambda: self._adapter_form(engine))
+            self._checkpoints.prepare_saves(engine, lambda: self._adapter_form(engine))
 
     def copy_checkpoint(self, engine: Engine) -> None:
         """Copy engine and weights, behind the step that the device is in; every rank must call it."""
@@ -149,7 +155,7 @@ class RunFolder:
         def weights(copies: HostCopies) -> None:
             self._copied = gathered(engine.module, only_trained=only_trained, copy=copies.copy)
 
-        self._course.copy(engine, weights)
+        self._checkpoints.copy(engine, weights)
 
     def save_checkpoint(
         self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
@@ -163,7 +169,7 @@ class RunFolder:
             name = f"checkpoint-{position.step}"
             note_written(self.path, [name, f".writing-{name}"])
         write_weights = self._writer(engine, self._copied, must_have_moved)
-        self._course.save(engine, position, state, write_weights, self.check)
+        self._checkpoints.save(engine, position, state, write_weights, self.check)
 
     def save_result(self, engine: Engine, *, must_have_moved: bool, factor: float = 1.0) -> None:
         """What training ends with, written beside and moved into the folder when it is whole; every rank must call it.
@@ -182,7 +188,7 @@ class RunFolder:
             if self._ranks.is_main:
                 self.check()
                 self._write_card(result)
-                record_result(self.path, place_result(self.path), self._course.identity())
+                record_result(self.path, place_result(self.path), self._checkpoints.identity())
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
