@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from trainer.checkpoint.checkpoint_files import step_of, whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints, step_of
 from trainer.config import TierSection
 from trainer.monitor.metrics import Record
 
@@ -182,7 +182,7 @@ def checkpoints_are_whole(*steps: int) -> Checker:
         import torch
         from safetensors.torch import load_file
 
-        found = whole_checkpoints(run.folder)
+        found = list_checkpoints(run.folder)
         problems = [f"none at step {step}" for step in steps if step not in map(step_of, found)]
         for file in (file for folder in found for file in sorted(folder.glob("*.safetensors"))):
             if not all(bool(torch.isfinite(value).all()) for value in load_file(file).values()):

@@ -281,7 +281,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "output_dir=. ; training.resume_from_checkpoint=auto": ("output_dir=.: holds base_model (model)",),
     "output_dir=good.jsonl": ("output_dir=good.jsonl: good.jsonl is a file", "name another folder"),
     "output_dir=good.jsonl/x": ("output_dir=good.jsonl/x: good.jsonl is a file",),
-    "training.resume_from_checkpoint=latest": ("resume_from_checkpoint=latest: no whole checkpoint in out",),
+    "training.resume_from_checkpoint=latest": ("resume_from_checkpoint=latest: no complete checkpoint in out",),
     "training.resume_from_checkpoint=no-data": ("resume_from_checkpoint=no-data: not the folder of a checkpoint",),
     "training.resume_from_checkpoint=half/checkpoint-5": ("half/checkpoint-5: was not written to the end",),
     "dataset.path=nothing.jsonl": ("dataset.path=nothing.jsonl: no such file",),

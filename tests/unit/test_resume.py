@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
-from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.checkpoint.checkpoint_files import damage, list_checkpoints, reseal
 from trainer.checkpoint.finished_run import find_run
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.commands.estimate import main as estimate
@@ -23,7 +22,6 @@ from trainer.commands.prepare_run import main as prepare
 from trainer.commands.validate import main as validate
 from trainer.config import UserError
 from trainer.monitor.metrics import read_metrics
-from trainer.parallel.engine.state_pieces import Pieces, whole_state
 
 
 @pytest.fixture(scope="module")
@@ -166,24 +164,6 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
     assert state["run"]["settings"]["seed"] == 7
 
 
-def test_an_older_checkpoint_without_a_record_goes_on_with_a_note(run_dir: Path, ground: Path) -> None:
-    for folder in whole_checkpoints(run_dir):
-        # The state of all ranks in one file, as up to format 2.
-        part = folder / "training_state-00000.safetensors"
-        with safe_open(str(part), framework="pt") as handle:
-            pieces = Pieces.read(load_file(part), handle.metadata())
-        save_file(whole_state([pieces]), folder / "training_state.safetensors")
-        part.unlink()
-        state = json.loads((folder / "state.json").read_text())
-        del state["run"]
-        (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
-        (folder / "COMPLETE").write_text("")
-    again = {"training__resume_from_checkpoint": "latest", "training__max_steps": 5}
-    shown = train(ground, **again)
-    assert "note: checkpoint-4 is of an older version, which kept nothing to compare" in shown
-    assert len(read_metrics(run_dir)) == 5
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -215,9 +195,9 @@ def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: 
     file = run_dir / "checkpoint-4" / "training_state-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     shown = train(ground, training__resume_from_checkpoint="latest")
-    assert "warning: passed over checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
-    assert "going on from checkpoint-2" in shown and "resumed from" in shown
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
+    assert "warning: skipped checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
+    assert "resuming from checkpoint-2" in shown and "resumed from" in shown
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
     for name, value in load_file(run_dir / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
@@ -237,14 +217,14 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Saves, "begin", killed)
         train(ground, **again, training__max_steps=5, training__save_steps=0)
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
     train(ground, training__resume_from_checkpoint="latest")  # of step 4: nothing is left to train
     assert read_metrics(run_dir) == course, "the records of the failed start are void, those of the run are back"
     shown = train(ground, **again, training__max_steps=3)
     told = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
     assert shown.count(told) == 1
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
     assert damage(run_dir / "abandoned-checkpoint-4") is None
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
     assert read_metrics(run_dir, "abandoned-metrics.jsonl") == course[2:]
@@ -270,7 +250,7 @@ def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path)
     reseal(run_dir / "checkpoint-2", "state.json")
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2"), "training__max_steps": 3}
     shown = train(ground, **settings, **again)
-    assert "note: the best checkpoint so far, of step 1, is gone; the best is searched for again" in shown
+    assert "note: the best checkpoint so far (step 1) is missing; the search for the best starts over" in shown
     assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
 
 
@@ -298,7 +278,7 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     monkeypatch.setattr(Saves, "begin", refuse)
     shown = train(ground, output_dir=str(run_dir), training__save_steps=1, training__max_steps=3)
     assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
     assert not list(run_dir.glob(".writing-*"))
     card = (run_dir / "README.md").read_text()
     assert "A LoRA adapter for" in card and "| seed |" in card and "More Information Needed" not in card
@@ -307,17 +287,17 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     with pytest.raises(UserError, match="checkpoint-2 was not saved") as failed:
         train(ground, output_dir=str(tmp_path / "end"), training__save_steps=1, training__max_steps=2)
     assert failed.value.exit_code == 1
-    assert [damage(path) for path in whole_checkpoints(tmp_path / "end")] == [None]
+    assert [damage(path) for path in list_checkpoints(tmp_path / "end")] == [None]
 
 
 def test_minutes_make_checkpoints_beside_steps(ground: Path, tmp_path: Path) -> None:
     """A millisecond is over after every step; the last one is made anyway."""
     settings = {"training__save_steps": 0, "training__max_steps": 3, "training__save_total_limit": None}
     train(ground, output_dir=str(tmp_path / "often"), training__save_minutes=1e-6, **settings)
-    assert [path.name for path in whole_checkpoints(tmp_path / "often")] == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    assert [path.name for path in list_checkpoints(tmp_path / "often")] == [f"checkpoint-{step}" for step in (1, 2, 3)]
     assert [bool(record.get("perf/save_ms")) for record in read_metrics(tmp_path / "often")][1:3] == [True, True]
     train(ground, output_dir=str(tmp_path / "seldom"), training__save_minutes=60, **settings)
-    assert [path.name for path in whole_checkpoints(tmp_path / "seldom")] == ["checkpoint-3"]
+    assert [path.name for path in list_checkpoints(tmp_path / "seldom")] == ["checkpoint-3"]
 
 
 def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(ground: Path, tmp_path: Path) -> None:
@@ -327,11 +307,11 @@ def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(grou
     whole = load_file(tmp_path / "whole" / "adapter_model.safetensors")
     start = {"training__resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2"), "zero__stage": 0}
     shown = train(ground, **settings, **start, output_dir=str(tmp_path / "same"))
-    assert "rounded again" not in shown
+    assert "quantized again" not in shown
     for name, value in load_file(tmp_path / "same" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shown = train(ground, **settings, **start, output_dir=str(tmp_path / "other"), ops__flat=False)
-    assert "note: the 8-bit moments are cut into other blocks here than in the checkpoint" in shown
+    assert "note: the 8-bit moments are split into other blocks than in the checkpoint" in shown
     moved = load_file(tmp_path / "other" / "adapter_model.safetensors")
     assert 0 < max(float((moved[name] - value).abs().max()) for name, value in whole.items()) < 1e-3
 

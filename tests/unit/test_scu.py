@@ -396,9 +396,3 @@ def test_state_of_the_logit_law_survives_json_to_the_bit(target: float, measured
             resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
         whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed and law.lambda_min <= whole.lambda_ <= law.lambda_max
-
-
-def test_checkpoints_from_before_there_was_another_law_are_read() -> None:
-    old = {name: value for name, value in scu.initial(scu.Law(target=0.1)).to_dict().items() if name != "started"}
-    old["share"] = old.pop("measured")
-    assert scu.State.from_dict(old) == scu.initial(scu.Law(target=0.1))

@@ -37,9 +37,6 @@ from trainer.parallel.engine.state_pieces import Pieces, whole_state
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
-WHOLE_STATE = "training_state.safetensors"
-"""Of checkpoints up to format 2, which had the state of all ranks in one file."""
-
 
 @dataclass(frozen=True)
 class RankState:
@@ -145,9 +142,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Master weights and moments by name, whole."""
-    if (checkpoint / WHOLE_STATE).exists():
-        return _load(checkpoint / WHOLE_STATE)
+    """Return complete master weights and moments by name."""
     parts = sorted(checkpoint.glob("training_state-*.safetensors"))
     return whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
 

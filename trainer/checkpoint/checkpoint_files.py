@@ -1,7 +1,7 @@
 """The files of checkpoints: which are whole, the checksums that prove it, and how one takes its place for good.
 
 COMPLETE is written last. It holds a line `xxh3-128 bytes name` for every other file and ends with the digest of those
-lines, so that one changed bit is found wherever it is. Checkpoints of older versions have an empty one.
+lines, so that a single changed bit is found in any file.
 """
 
 import errno
@@ -16,13 +16,10 @@ import numpy
 import xxhash
 
 from trainer.config import UserError
-from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
+from trainer.config.files import read_json
 
 MARKER = "COMPLETE"
 FORMAT = 3
-READABLE = (1, 2, 3)
-"""1 has no checksums, up to 2 the state of all ranks is one file."""
-STATE_KEYS = ("step", "optimizer_steps", "schedule_steps", "world_size", "zero_stage", "loss_scale", "skipped_steps")
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
 NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -36,7 +33,7 @@ class Choice:
     warning: str | None = None
 
 
-def whole_checkpoints(run_dir: Path) -> list[Path]:
+def list_checkpoints(run_dir: Path) -> list[Path]:
     """All checkpoints of a run that were written to the end, oldest first; their bytes are not read."""
     return [path for path in checkpoint_folders(run_dir) if (path / MARKER).exists()]
 
@@ -67,9 +64,13 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     if problem is None:
         return Choice(path)
     step = step_of(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
-    before = [other for other in whole_checkpoints(path.parent) if step_of(other) < step]
-    whole = next((other for other in reversed(before) if damage(other) is None), None)
-    fix = f"the newest whole one before it is {whole}" if whole else "there is no whole one before it; begin a new run"
+    before = [other for other in list_checkpoints(path.parent) if step_of(other) < step]
+    complete = next((other for other in reversed(before) if damage(other) is None), None)
+    fix = (
+        f"the newest complete one before it is {complete}"
+        if complete
+        else "no earlier one is complete; start a new run"
+    )
     raise UserError(f"{asked}: {problem}; {fix}")
 
 
@@ -79,19 +80,19 @@ def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
     for folder in reversed(folders):
         problem = _problem(folder, read)
         if problem is None:
-            warning = f"passed over {'; '.join(damaged)}; going on from {folder.name}" if damaged else None
+            warning = f"skipped {'; '.join(damaged)}; resuming from {folder.name}" if damaged else None
             return Choice(folder, warning)
         damaged.append(f"{folder.name} ({problem})")
     if damaged:
         # `auto` does not start over here either: it would write over what may still be rescued.
         raise UserError(
-            f"training.resume_from_checkpoint={setting}: no whole checkpoint in {run_dir}: {'; '.join(damaged)}; "
-            "begin a new run in another output_dir"
+            f"training.resume_from_checkpoint={setting}: no complete checkpoint in {run_dir}: {'; '.join(damaged)}; "
+            "start a new run in another output_dir"
         )
     if setting == "latest":
         raise UserError(
-            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; "
-            "use auto, which then begins at the start"
+            f"training.resume_from_checkpoint=latest: no complete checkpoint in {run_dir}; "
+            "use auto, which then starts from scratch"
         )
     return Choice(None)
 
@@ -110,7 +111,7 @@ def damage(checkpoint: Path) -> str | None:
         for name, (digest, size) in sums.items():
             if problem := _difference(checkpoint / name, digest, size):
                 return f"{name} {problem}"
-        return None if sums else _damage_without_sums(checkpoint)
+        return None
     except FileNotFoundError as error:
         name = Path(error.filename).name
         return "was not written to the end: no COMPLETE in it" if name == MARKER else f"{name} is missing"
@@ -124,40 +125,15 @@ def recorded_checksums(checkpoint: Path) -> dict[str, str]:
     return {name: digest for name, (digest, _) in (sums or {}).items()}
 
 
-def _damage_of_safetensors(file: Path) -> str | None:
-    """Return what is wrong with a safetensors file by its header, without its data being read; None if nothing."""
-    try:
-        read_safetensors_header(file)
-    except UnreadableFile as error:
-        return error.problem
-    return None
-
-
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return `state.json` of a checkpoint. Raises UserError if it cannot be read or is of another version."""
     try:
         state: dict[str, Any] = read_json(checkpoint / "state.json")
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: has no state.json; use another checkpoint") from None
-    if state.get("format") not in READABLE:
+    if state.get("format") != FORMAT:
         raise UserError(f"{checkpoint}: written in format {state.get('format')}, this version reads {FORMAT}")
     return state
-
-
-def _damage_without_sums(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint from before there were checksums, by the form of its files."""
-    try:
-        state = read_json(checkpoint / "state.json")
-    except UnreadableFile as error:
-        return f"state.json {error.problem}"
-    if state.get("format") != READABLE[0]:
-        return f"{MARKER} is damaged: it has no checksums"
-    if missing := [key for key in STATE_KEYS if key not in state]:
-        return f"state.json lacks {missing[0]}"
-    for file in (checkpoint / "training_state.safetensors", *sorted(checkpoint.glob("*.safetensors"))):
-        if problem := _damage_of_safetensors(file):
-            return f"{file.name} {problem}"
-    return None
 
 
 def checksum(file: Path) -> str:
@@ -195,9 +171,7 @@ def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
 
 
 def _sums_in(marker: bytes) -> dict[str, tuple[str, int]] | None:
-    """File name -> checksum and size; empty for a marker without any, None for one that is damaged."""
-    if not marker:
-        return {}
+    """Return checksum and size by file name; None for a damaged marker."""
     lines, own = marker[:-33], marker[-33:]
     if own != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
         return None
@@ -261,4 +235,4 @@ def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
 def oldest_beyond(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
     """The whole checkpoints beyond the newest `keep`, but for those at the steps to `protect`."""
     if keep is not None:
-        yield from (path for path in whole_checkpoints(run_dir)[:-keep] if step_of(path) not in protect)
+        yield from (path for path in list_checkpoints(run_dir)[:-keep] if step_of(path) not in protect)

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from trainer.checkpoint.adapter_files import damage_of_adapter
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
 from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, read_record
 from trainer.config import RunConfig, UserError
@@ -77,7 +77,7 @@ def find_run(
         )
     missing = [name for name in ADAPTER if not (folder / name).is_file()]
     if missing:
-        whole = whole_checkpoints(run_dir)
+        whole = list_checkpoints(run_dir)
         fix = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
         raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {fix}")
     _check_adapter(folder, run_dir)
@@ -98,7 +98,7 @@ def find_run(
 def _check_adapter(folder: Path, run_dir: Path) -> None:
     """Raise UserError, naming the file, if the adapter is not what training wrote."""
     if problem := damage_of_adapter(folder):
-        whole = [path for path in whole_checkpoints(run_dir) if path.resolve() != folder.resolve()]
+        whole = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
         newest = f"; its newest checkpoint is {whole[-1]}" if whole else ""
         raise UserError(f"{folder}: {problem}{newest}")
 

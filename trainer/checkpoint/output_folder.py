@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.run_record import LOGS, files_in, holds_run, written_names
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import living_holder
@@ -59,7 +59,7 @@ def _occupied(config: RunConfig) -> str | None:
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
     overwriting = "output.overwrite: true to move it aside (delete to delete it)"
-    if whole_checkpoints(folder):
+    if list_checkpoints(folder):
         going_on = "training.resume_from_checkpoint: latest to go on with it"
         return f"holds another run; name a new folder, set {going_on}, or {overwriting}"
     return f"holds another run, without a whole checkpoint to go on from; name a new folder, or set {overwriting}"

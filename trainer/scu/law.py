@@ -113,10 +113,7 @@ class State:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "State":
-        """The state that `to_dict` wrote; ValueError names keys that are missing or unknown."""
-        values = {"started": True} | values  # checkpoints of the published law alone did not have it
-        # Those from before 0.1.0 call M `share`.
-        values = {"measured" if name == "share" else name: value for name, value in values.items()}
+        """Undo `to_dict`; raises ValueError, naming all keys, if some are missing or unknown."""
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             raise ValueError(f"controller state with keys {sorted(values)}: expected {sorted(known)}")
