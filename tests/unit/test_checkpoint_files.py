@@ -78,7 +78,7 @@ def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
         ("state.json", "cut", "state.json is "),
         ("state.json", "key", "state.json "),
         ("training_state.safetensors", "gone", "training_state.safetensors is missing"),
-        ("COMPLETE", "gone", "was not written to the end"),
+        ("COMPLETE", "gone", "was not written completely"),
     ],
 )
 def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: str, change: str, problem: str) -> None:

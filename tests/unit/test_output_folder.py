@@ -95,33 +95,33 @@ write_run_record(Path("out"), RunConfig.model_validate_json({settings.model_dump
     other = place / "other"
     other.mkdir()
     (other / "written.txt").write_text("mine")
-    assert "holds files that are no run's (written.txt)" in refusal(config("other"))
+    assert "holds files of something else (written.txt)" in refusal(config("other"))
 
 
 # output_dir: what the line must hold
 PLACES = {
-    "model": "is base_model as well",
-    "./data/../model": "is base_model as well",
-    "model/lora": "lies within base_model (model)",
-    ".": "holds base_model (model)",
-    "data": "holds dataset.path (data/train.jsonl)",
-    "cache": "is dataset.cache_dir as well",
-    "cache/run": "lies within dataset.cache_dir",
+    "model": "is also base_model",
+    "./data/../model": "is also base_model",
+    "model/lora": "is inside base_model (model)",
+    ".": "contains base_model (model)",
+    "data": "contains dataset.path (data/train.jsonl)",
+    "cache": "is also dataset.cache_dir",
+    "cache/run": "is inside dataset.cache_dir",
     "../home/me": "is your home folder",
     "../home": "is above your home folder",
     "/": "is above your home folder",
     "checkout": "is a git checkout",
-    "project": "holds files that are no run's (README.md, adapter_utils.py, metrics.jsonl, ...)",
+    "project": "holds files of something else (README.md, adapter_utils.py, metrics.jsonl, ...)",
     "data/train.jsonl": "data/train.jsonl is a file",
     "data/train.jsonl/x": "data/train.jsonl is a file",
-    "dangling": "dangling is a link to nowhere, which is not there",
+    "dangling": "dangling is a link to nowhere, which does not exist",
     "dangling/x": "dangling is a link to nowhere",
     "circle": "circle is a link to circle",
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
     "/proc/run": "0.00 GiB free",
-    "odd": "logs in it is a file",
+    "odd": "logs is a file",
 }
 
 
@@ -200,14 +200,14 @@ def test_a_folder_without_anybodys_files_is_free(place: Path, left: list[str]) -
 
 
 def test_the_advice_is_one_that_works(place: Path) -> None:
-    """A run stopped before its first checkpoint cannot be gone on with."""
+    """A run stopped before its first checkpoint cannot be resumed."""
     run = a_run(place / "out")
     line = refusal(config())
-    assert "holds another run, without a whole checkpoint to go on from" in line
+    assert "holds another run, without a complete checkpoint to resume from" in line
     assert "output.overwrite: true to move it aside" in line and "latest" not in line
     (run / "checkpoint-5").mkdir()
     (run / "checkpoint-5" / "COMPLETE").touch()
-    assert "set training.resume_from_checkpoint: latest to go on with it, or output.overwrite" in refusal(config())
+    assert "set training.resume_from_checkpoint: latest to resume it, or output.overwrite" in refusal(config())
     for changes in (
         {"output": {"overwrite": True}},
         {"output": {"overwrite": "delete"}},
@@ -217,12 +217,12 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
         assert obstacle(config(**changes)) is None
 
 
-def test_checkpoints_that_were_copied_can_be_gone_on_from(place: Path) -> None:
+def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
     (place / "out" / "checkpoint-5").mkdir(parents=True)
     (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
     check_place(config(training={"resume_from_checkpoint": "latest"}))
     (place / "out" / "thesis.tex").touch()
-    assert "no run's (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
+    assert "something else (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
 
 
 def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:

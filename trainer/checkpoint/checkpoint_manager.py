@@ -65,7 +65,7 @@ class CheckpointManager:
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
         self._say(f"resumed from {self.checkpoint} at step {position.step}")
-        if state.get("rounded_anew"):
+        if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
