@@ -51,7 +51,7 @@ from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
-from trainer.scu.in_a_run import begin_steering, fit_to_target
+from trainer.scu.in_a_run import fit_to_target, start_steering
 from trainer.setup.build import build_model, patches_wanted
 from trainer.setup.joining import join
 from trainer.step import evaluate_loss
@@ -243,7 +243,7 @@ class Run:
             flat=self.task.flat_packs, packed=self.decided.reference.value == "packed",
             total_steps=total_steps, step=position.step, say=self.say,
         )  # fmt: skip
-        steering, notes = begin_steering(given, self.restored_scu, self.folder.path)
+        steering, notes = start_steering(given, self.restored_scu, self.folder.path)
         batches, _ = self.batches.step(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]
@@ -319,7 +319,7 @@ class Run:
             return None
         graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, mixture=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.play_back(graphs.term, graphs.with_reference)
+            self.steering.use_captured(graphs.term, graphs.with_reference)
         return graphs
 
     @phase("save")
@@ -358,7 +358,7 @@ class Run:
             return
         self.folder.check()
         self.folder.write_times()
-        with self.folder.while_there_is_room("the measured memory"):
+        with self.folder.tolerating_full_disk("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")

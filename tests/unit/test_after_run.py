@@ -163,9 +163,9 @@ BAD_FOLDERS = [
     *[(module, "full", "adapter: none.*whole model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: Field required") for module in ALL],
     (evaluate, "latin-1", "training_config.json: the file: Invalid JSON: invalid unicode.*another version"),
-    (evaluate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
-    (generate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
-    (merge, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
+    (evaluate, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
+    (generate, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
+    (merge, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
     *[(module, "cut adapter", "adapter_model.safetensors is cut short: .* bytes ") for module in ALL],
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file") for module in ALL],
     *[
@@ -173,7 +173,7 @@ BAD_FOLDERS = [
         for module in ALL
     ],
     *[
-        (module, "changed settings", "adapter_config.json is not as training wrote it.*--allow-mismatch")
+        (module, "changed settings", "adapter_config.json was changed after training.*--allow-mismatch")
         for module in ALL
     ],
     (evaluate, "no data", "held no data out; name some with --data"),

@@ -14,7 +14,7 @@ from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.host_copies import ALIGNMENT, HostCopies
-from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
+from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
 from trainer.checkpoint.weights import gathered, write_adapter
 
 CPU = torch.device("cpu")
@@ -54,10 +54,10 @@ def test_what_is_not_finite_is_found_wherever_it_lies_in_a_file(tmp_path: Path) 
         damaged = {key: value.clone() for key, value in tensors.items()}
         damaged[name].view(-1)[-1] = float("nan")
         save_file(damaged, tmp_path / name)
-        found = [names for names, piece in float_pieces(tmp_path / name) if not torch.isfinite(piece).all()]
+        found = [names for names, piece in iterate_float_pieces(tmp_path / name) if not torch.isfinite(piece).all()]
         assert len(found) == 1 and name in found[0]
     save_file(tensors, tmp_path / "whole")
-    pieces = list(float_pieces(tmp_path / "whole"))
+    pieces = list(iterate_float_pieces(tmp_path / "whole"))
     assert sum(piece.numel() for _, piece in pieces) == 21 + 11 + 5
     assert all(torch.isfinite(piece).all() for _, piece in pieces)
 

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.checkpoint import checkpoint_files
-from trainer.checkpoint.adapter_files import damage_of_adapter
+from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import (
     choose_checkpoint,
     damage,
     later_checkpoints,
     list_checkpoints,
-    oldest_beyond,
     publish,
     reseal,
+    surplus_checkpoints,
 )
-from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
+from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
 from trainer.config import UserError
 
 
@@ -140,7 +140,7 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
     assert [path.name for path in aside] == ["abandoned-checkpoint-1000", "abandoned-checkpoint-1500"]
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-500", "checkpoint-800"]
     assert choose_checkpoint("latest", run_dir, read=True).checkpoint == run_dir / "checkpoint-800"
-    assert list(oldest_beyond(run_dir, 3, ())) == []
+    assert list(surplus_checkpoints(run_dir, 3, ())) == []
     write(run_dir, 1000, name=".writing-checkpoint-1000")
     publish(run_dir / ".writing-checkpoint-1000", run_dir / "checkpoint-1000", [])
     write(run_dir, 900, name=".writing-checkpoint-900")
@@ -220,7 +220,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
 def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> None:
     folder = run_dir / "checkpoint-15"
     file = folder / "adapter_model.safetensors"
-    assert damage_of_adapter(folder) is None
+    assert find_adapter_damage(folder) is None
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     elif change == "pickle":
@@ -235,7 +235,7 @@ def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> No
         file.unlink()
     else:
         (folder / "adapter_config.json").write_text('{"r": ')
-    found = damage_of_adapter(folder)
+    found = find_adapter_damage(folder)
     assert found is not None and found.startswith(told)
 
 
@@ -246,7 +246,7 @@ def test_a_header_of_any_length_is_no_pickle(run_dir: Path, pad: int) -> None:
     (run_dir / "checkpoint-15" / "COMPLETE").unlink()
     digest = write_tensors(file, {"layer.lora_A.weight": torch.ones(4, 3)}, {"pad": "x" * pad})
     assert digest == checkpoint_files.checksum(file)
-    assert damage_of_adapter(run_dir / "checkpoint-15") is None
-    [(names, values)] = float_pieces(file)
+    assert find_adapter_damage(run_dir / "checkpoint-15") is None
+    [(names, values)] = iterate_float_pieces(file)
     assert names == ["layer.lora_A.weight"] and values.tolist() == [1.0] * 12
     assert list(load_file(file)) == names

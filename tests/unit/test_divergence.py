@@ -98,7 +98,7 @@ def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool
 
 
 def batch_of(reference: Reference, step: int) -> Tensor:
-    return reference.batch(reference.mine(step)).input_ids
+    return reference.batch(reference.select(step)).input_ids
 
 
 def by_hand(model: Any, samples: list[Sample]) -> Tensor:

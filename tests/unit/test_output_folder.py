@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_free, check_place, obstacle
+from trainer.checkpoint.output_folder import check_free, check_place, find_obstacle
 from trainer.checkpoint.run_record import (
     RESULT,
+    clear_folder,
     holds_run,
-    make_way,
     note_written,
     place_result,
     write_run_record,
@@ -214,7 +214,7 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
         {"training": {"resume_from_checkpoint": "latest"}},
     ):
         check_place(config(**changes))
-        assert obstacle(config(**changes)) is None
+        assert find_obstacle(config(**changes)) is None
 
 
 def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
@@ -230,7 +230,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
         run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5/state.json")
         (run / "notes.txt").write_text("mine")
         before = contents(run)
-        assert make_way(run, True) == f"the earlier run is now {place / expected}"
+        assert clear_folder(run, True) == f"the earlier run is now {place / expected}"
         assert contents(place / expected) == before
         assert [path.name for path in run.iterdir()] == ["logs"], "the new run's logs are there already"
         assert holds_run(place / expected)
@@ -239,7 +239,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
 def test_a_run_behind_a_link_is_moved_where_it_is(place: Path) -> None:
     a_run(place / "disk" / "run", "adapter_model.safetensors")
     (place / "out").symlink_to(place / "disk" / "run")
-    make_way(place / "out", True)
+    clear_folder(place / "out", True)
     assert (place / "disk" / "run.1" / "adapter_model.safetensors").exists() and (place / "out").is_symlink()
 
 
@@ -254,7 +254,7 @@ def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
     (place / "kept" / "weights").write_text("mine")
     note_written(run, ["link"])
     (run / "link").symlink_to(place / "kept")
-    assert make_way(run, "delete") is None
+    assert clear_folder(run, "delete") is None
     assert contents(run) == {**mine, "logs/rank-0.log": "of the run: logs/rank-0.log"}
     assert contents(place / "kept") == {"weights": "mine"}, "a link is deleted, not what it leads to"
     write_run_record(run, config(), 1, "cpu", "fp32")
@@ -267,7 +267,7 @@ def test_a_list_can_name_nothing_outside_of_the_folder(place: Path, line: str) -
     with (run / "written.txt").open("a") as file:
         file.write(f"{line}\nnot written to the e")
     (run / "not written to the e").write_text("mine")
-    make_way(run, "delete")
+    clear_folder(run, "delete")
     assert contents(place / "model") and contents(place / "data")
     assert contents(run) == {"logs/rank-0.log": "of the run: logs/rank-0.log", "not written to the e": "mine"}
 
@@ -278,7 +278,7 @@ def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) 
     (run / "written.txt").unlink()
     note_written(run, ["merged"])
     assert not (run / "written.txt").exists(), "half a list would pass for the whole"
-    assert make_way(run, "delete") == (
+    assert clear_folder(run, "delete") == (
         f"the earlier run is now {place / 'out.1'} (it has no list of its files, so nothing was deleted)"
     )
     assert (place / "out.1" / "adapter_model.safetensors").exists()
@@ -292,7 +292,7 @@ def test_a_run_that_was_killed_while_it_began_can_be_begun_again(place: Path) ->
     run = a_run(place / "out")
     (run / "run.json").unlink()
     assert holds_run(run)
-    make_way(run, True)
+    clear_folder(run, True)
     assert holds_run(place / "out.1") and not holds_run(run)
 
 

@@ -59,7 +59,7 @@ def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -
 
 
 ALLOW = "set it back, or allow the change with training.resume_changes: [{}]"
-NEW_RUN = "its optimizer state fits nothing else; set it back, or begin a new run with lora.adapter_path: "
+NEW_RUN = "its optimizer state fits nothing else; set it back, or start a new run with lora.adapter_path: "
 CHANGES = [
     ("lora.alpha=16", "lora.alpha=16.0: checkpoint-4 was trained with 8.0", ALLOW.format("adapter")),
     ("lora.dropout=0.1", "lora.dropout=0.1: checkpoint-4 was trained with 0.0", ALLOW.format("adapter")),
@@ -100,7 +100,7 @@ def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixtur
         f"dataset.path={ground}/other.jsonl",
         "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 samples a step",
     ]
-    assert "has other weights than" in lines[1] and "[base_model]" in lines[1]
+    assert "its weights differ from" in lines[1] and "[base_model]" in lines[1]
     assert "not the data that checkpoint-4 was trained with" in lines[2] and "[data]" in lines[2]
     assert "trained with 4" in lines[3] and "[batch]" in lines[3]
     lines = refusal(ground, capsys, *changes, "training.resume_changes=[seed, data, base_model]")
@@ -117,7 +117,7 @@ def test_validate_says_the_same(ground: Path, capsys: pytest.CaptureFixture[str]
     changed = "training.max_steps 4 -> 9, training.learning_rate 0.001 -> 0.0001, zero.stage 2 -> 1"
     assert f"resume: changed since checkpoint-4: {changed}" in out
     assert validate(config) == 0
-    assert "there is nothing left to train; raise them to go on" in capsys.readouterr().out
+    assert "nothing is left to train; raise them to continue" in capsys.readouterr().out
 
 
 def test_the_same_run_under_other_names_is_the_same(
@@ -156,7 +156,7 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
         "training__max_steps": 5,
         "base_model": str(ground / "other"),
     }
-    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*other weights than"):
+    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*weights differ from"):
         train(ground, seed=7, **again)
     shown = train(ground, seed=7, training__resume_changes=["seed", "base_model"], **again)
     assert "seed 42 -> 7" in shown and "the weights of base_model" in shown and "resumed from" in shown
@@ -348,7 +348,7 @@ def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
     for name, value in load_file(tmp_path / "moved" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shutil.rmtree(tmp_path / "whole" / "initial_adapter")
-    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot go on without it"):
+    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot continue without it"):
         train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
 
 

@@ -354,7 +354,7 @@ def test_kl_comes_back_from_a_lambda_that_has_become_useless() -> None:
     [(0.5, 0.2, "ki=0.2: with scu.kp=0.5"), (0.5, 3.0, "ki=3: with scu.kp=0.5"), (0.0, 0.1, "ki=0.1: with scu.kp=0")],
 )
 def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float, wrong: str) -> None:
-    said = rf"^{wrong} .* swings ever wider; kp: .* is stable"
+    said = rf"^{wrong} .* oscillates ever wider; kp: .* is stable"
     with pytest.raises(ValueError, match=said) as refused:
         ours(kp=kp, ki=ki)
     words = str(refused.value).replace(";", " ").split()

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.checkpoint.checkpoint import RankState, sizes_of
-from trainer.checkpoint.checkpoint_files import oldest_beyond, publish
+from trainer.checkpoint.checkpoint_files import publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
 from trainer.contract.full_disk import disk_errors_into
@@ -242,7 +242,7 @@ class _Save:
         self.aside = publish(self.folder, self._final, self._order.later)
         self._order.after_publishing(self.aside)
         step = int(self._own.state["step"])
-        for checkpoint in list(oldest_beyond(self.folder.parent, self._order.keep, (*self._order.protect, step))):
+        for checkpoint in list(surplus_checkpoints(self.folder.parent, self._order.keep, (*self._order.protect, step))):
             shutil.rmtree(checkpoint)
 
     def _mark(self, rank: int) -> Path:

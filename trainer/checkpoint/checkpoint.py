@@ -94,7 +94,7 @@ def sizes_of(engine: Engine, ranks: Ranks) -> list[Size]:
     return EngineState(engine).sizes() + sizes
 
 
-def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
+def share_damage(checkpoint: Path, ranks: Ranks) -> str | None:
     """Return on all ranks the damage that rank 0 finds in a checkpoint; a collective call."""
     answer = [damage(checkpoint) if ranks.is_main else None]
     if dist.is_initialized() and ranks.world_size > 1:

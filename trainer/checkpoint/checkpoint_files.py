@@ -40,10 +40,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
     """Return all folders `checkpoint-N` of a run, complete or not, oldest first."""
-    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """Return the optimizer step in a checkpoint's name."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
@@ -63,8 +63,8 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     problem = _problem(path, read)
     if problem is None:
         return Choice(path)
-    step = step_of(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
-    before = [other for other in list_checkpoints(path.parent) if step_of(other) < step]
+    step = checkpoint_step(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
+    before = [other for other in list_checkpoints(path.parent) if checkpoint_step(other) < step]
     complete = next((other for other in reversed(before) if damage(other) is None), None)
     fix = (
         f"the newest complete one before it is {complete}"
@@ -229,10 +229,10 @@ def _sync(path: Path) -> None:
 
 def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
     """Return the checkpoints after a step, complete or not, which a run that resumes from that step abandons."""
-    return [path for path in checkpoint_folders(run_dir) if step_of(path) > step]
+    return [path for path in checkpoint_folders(run_dir) if checkpoint_step(path) > step]
 
 
-def oldest_beyond(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
+def surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
     """Yield the complete checkpoints beyond the newest `keep`, except for those at steps in `protect`."""
     if keep is not None:
-        yield from (path for path in list_checkpoints(run_dir)[:-keep] if step_of(path) not in protect)
+        yield from (path for path in list_checkpoints(run_dir)[:-keep] if checkpoint_step(path) not in protect)

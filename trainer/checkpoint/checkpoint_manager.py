@@ -11,7 +11,7 @@ import torch
 from rich.markup import escape
 
 from trainer.checkpoint.background import PublishOptions, SaveFailed, Saves, WriteWeights
-from trainer.checkpoint.checkpoint import agreed_damage, restore_checkpoint
+from trainer.checkpoint.checkpoint import restore_checkpoint, share_damage
 from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
@@ -171,7 +171,7 @@ class CheckpointManager:
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._checkpoint_path(position.best_step)
-        if problem := agreed_damage(best, self._ranks):
+        if problem := share_damage(best, self._ranks):
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)

@@ -41,7 +41,7 @@ def check_free(config: RunConfig) -> None:
         raise UserError(f"output_dir={config.output_dir}: {problem}")
 
 
-def obstacle(config: RunConfig) -> str | None:
+def find_obstacle(config: RunConfig) -> str | None:
     """Return why `zerolora train` would refuse to write into the folder now, with the fix; None if it would not."""
     holder = living_holder(Path(config.output_dir))
     if holder:

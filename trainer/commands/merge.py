@@ -19,9 +19,9 @@ from torch import nn
 from trainer.checkpoint.finished_run import (
     FinishedRun,
     add_run_arguments,
+    attach_adapter,
     find_run,
     load_trained,
-    put_adapter,
     quiet_libraries,
     run_command,
     run_device,
@@ -132,7 +132,7 @@ def merged_model(
         unpack=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
-    adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
+    adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
     if integers is not None:

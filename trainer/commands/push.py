@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint.adapter_files import SETTINGS
-from trainer.checkpoint.checkpoint_files import reseal, step_of
+from trainer.checkpoint.checkpoint_files import checkpoint_step, reseal
 from trainer.checkpoint.finished_run import (
     ADAPTER,
     FinishedRun,
@@ -67,7 +67,7 @@ def records_of(run: FinishedRun) -> list[Record]:
         records = read_metrics(run.run_dir)
     except UserError:
         return []  # a run without its metrics is pushed without results
-    last = step_of(run.folder.resolve()) if run.folder != run.run_dir else None
+    last = checkpoint_step(run.folder.resolve()) if run.folder != run.run_dir else None
     return [record for record in records if last is None or (record["step"] or 0) <= last]
 
 

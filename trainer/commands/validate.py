@@ -14,7 +14,7 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.output_folder import obstacle
+from trainer.checkpoint.output_folder import find_obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.config.command_parser import from_one
 from trainer.config.repair import repaired
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    problem = obstacle(loaded.config)
+    problem = find_obstacle(loaded.config)
     if problem:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.finished_run import FinishedRun, put_adapter
+from trainer.checkpoint.finished_run import FinishedRun, attach_adapter
 from trainer.commands.export.gguf import write_gguf
 from trainer.commands.export.readers import add_gains, read_llama_cpp, read_sglang, read_vllm
 from trainer.config import UserError
@@ -72,7 +72,7 @@ def verify(run: FinishedRun, form: str, exported: Path, tokenizer: Any) -> str:
     prompts = [tokenizer(text).input_ids[:LONGEST] for text in PROMPTS]
     before = logits(base, prompts)
     got, by = _exported(run, form, exported, base, tokenizer, prompts)
-    trained = logits(put_adapter(base, tokenizer, run, in_32_bits=True), prompts)
+    trained = logits(attach_adapter(base, tokenizer, run, in_32_bits=True), prompts)
     if got.dim() == 2:  # llama.cpp says probabilities, of the next token alone
         trained, before = trained[:, -1].log_softmax(-1), before[:, -1].log_softmax(-1)
     return Comparison(_largest(got - trained), _largest(trained - before), by).check()
