@@ -13,7 +13,7 @@ from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands import evaluate
 from trainer.commands.merge import check_saved, main, merge
-from trainer.commands.scale import scale_of
+from trainer.commands.scale import parse_scale
 from trainer.commands.whole_output import check_output
 from trainer.config import UserError
 
@@ -134,5 +134,5 @@ def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monke
 @pytest.mark.parametrize("text", ["x", "", "0", "11", "nan"])
 def test_a_scale_is_auto_or_a_factor(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="auto, or a factor above 0"):
-        scale_of(text)
-    assert scale_of("auto") == "auto" and scale_of("0.35") == 0.35
+        parse_scale(text)
+    assert parse_scale("auto") == "auto" and parse_scale("0.35") == 0.35

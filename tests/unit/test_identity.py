@@ -107,19 +107,19 @@ def edit(file: Path, **changes: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "alpha": (
         lambda run: edit(run / "adapter_config.json", lora_alpha=1),
-        "adapter_config.json was changed after training",
+        "adapter_config.json was changed after",
     ),
     "tokenizer": (
         lambda run: edit(run / "tokenizer.json", truncation=None),
-        "tokenizer.json was changed after training",
+        "tokenizer.json was changed after",
     ),
     "template": (
         lambda run: (run / "chat_template.jinja").write_text("{{ 1 }}"),
-        "chat_template.jinja was changed after training",
+        "chat_template.jinja was changed after",
     ),
     "no template": (
         lambda run: (run / "chat_template.jinja").unlink(),
-        "chat_template.jinja was changed after training",
+        "chat_template.jinja was changed after",
     ),
     "quantisation": (lambda run: edit(run / "training_config.json", adapter="qlora"), "adapter=qlora: .* with lora"),
 }

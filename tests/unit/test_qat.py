@@ -17,7 +17,7 @@ from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.integers import apart
+from trainer.commands.integers import mixed_format_warnings
 from trainer.commands.merge import main as merge_main
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -287,8 +287,8 @@ def test_a_plain_run_is_rounded_too_and_told_that_it_costs(tmp_path: Path, capsy
 
 
 def test_servers_want_all_of_what_they_compute_as_one() -> None:
-    assert apart(["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj", "lm_head"]) == []
-    (line,) = apart(["a.gate_proj"], ["a.up_proj"])
+    assert mixed_format_warnings(["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj", "lm_head"]) == []
+    (line,) = mixed_format_warnings(["a.gate_proj"], ["a.up_proj"])
     assert "up_proj without an adapter stays in 16 bits beside gate_proj" in line
 
 

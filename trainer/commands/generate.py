@@ -30,7 +30,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
-from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
+from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import shown
 from trainer.config.files import check_shape, read_json
@@ -229,7 +229,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> None:
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, DRAWN_BY_DIFFUSERS)
+    refuse_images(run, USE_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)

@@ -29,10 +29,10 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.evaluate import evaluate, held_out_documents
-from trainer.commands.image_adapter import is_of_images, merge_images
-from trainer.commands.integers import InIntegers
+from trainer.commands.image_adapter import is_image_run, merge_images
+from trainer.commands.integers import IntegerMerge
 from trainer.commands.requantised import in_mxfp4_again
-from trainer.commands.scale import AUTO, scale_of
+from trainer.commands.scale import AUTO, parse_scale
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.model.adapter_scale import scale_adapter
@@ -73,7 +73,7 @@ def merge(
     return output
 
 
-def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
+def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
     """What rounds the adapted layers; `auto` is the number format that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
@@ -86,11 +86,11 @@ def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
         print(f"note: the run was {how} (training.qat); rounding it afterwards costs more", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
-    return InIntegers(kind, _number_format(run, dtype), run_device())
+    return IntegerMerge(kind, _number_format(run, dtype), run_device())
 
 
 def load_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: InIntegers | None = None
+    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: IntegerMerge | None = None
 ) -> tuple[Any, Any]:
     """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base.
 
@@ -120,7 +120,7 @@ def merged_model(
     dtype: torch.dtype,
     *,
     scale: float = 1.0,
-    integers: InIntegers | None = None,
+    integers: IntegerMerge | None = None,
 ) -> Any:
     """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
     base = load_base_model(
@@ -254,7 +254,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--scale",
-        type=scale_of,
+        type=parse_scale,
         default=1.0,
         metavar="X",
         help="how much of the adapter is added, or auto (1)",
@@ -279,7 +279,7 @@ def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     output = arguments.output or arguments.run / name
-    if not is_of_images(run):
+    if not is_image_run(run):
         merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize)
         print(f"merged model written to {output}; load it with AutoModelForCausalLM.from_pretrained({str(output)!r})")
         return

@@ -26,7 +26,7 @@ from trainer.checkpoint.finished_run import (
     run_command,
     saved_tokenizer,
 )
-from trainer.commands.image_adapter import card_of_images, copy_of_images, is_of_images
+from trainer.commands.image_adapter import copy_image_files, image_model_card, is_image_run
 from trainer.config import CommandParser, UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.output_file import check_output_file
@@ -41,9 +41,9 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     """Put what is to be uploaded into `folder`, the card also beside the adapter; returns the files, sorted."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    pictures = is_of_images(run)
+    pictures = is_image_run(run)
     if pictures:
-        copy_of_images(run, folder)
+        copy_image_files(run, folder)
     else:
         write_files(tokenizer_files(saved_tokenizer(run)), folder)
     base = public_name(run.config.base_model)
@@ -52,7 +52,7 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     card = run.folder / CARD
     if not is_own_card(card):
         if pictures:
-            text = card_of_images(run, records_of(run), repo)
+            text = image_model_card(run, records_of(run), repo)
         else:
             text = model_card(run.config, run.run_dir, records_of(run), name=repo)
         card.write_text(text, encoding="utf-8")

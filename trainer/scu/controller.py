@@ -219,7 +219,7 @@ class Steering:
         self._pending = _Pending(step, sums, arrived, memory)
 
     def settle(self) -> None:
-        """Apply the pending measurement, if any, to lambda; called by `term`, and earlier calls give the same lambda."""
+        """Apply the pending measurement, if any, to lambda. `term` calls it; earlier calls give the same lambda."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

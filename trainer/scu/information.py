@@ -252,7 +252,7 @@ def _matrices(stacked: Tensor) -> Tensor:
 
 
 def _gram(b_NOR: Tensor) -> Tensor:
-    """Compute B^T B per layer, split along O: a GPU computes a small product in a single block, however long its sums."""
+    """Compute B^T B per layer, split along O since a GPU computes a small product in a single block."""
     layers, rows, rank = b_NOR.shape
     pieces = math.gcd(rows, GRAM_PIECES)
     parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)

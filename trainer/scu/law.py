@@ -253,10 +253,11 @@ def gain_bound(target: float) -> float:
 def is_stable(law: Law, slope: float) -> bool:
     """Return whether small deviations decay if M responds to ln lambda with -slope.
 
-    Published: S responds at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies (S_hat, I, x)
-    by a matrix whose characteristic polynomial is (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z).
-    Smoothing is a lag, which requires Ki well below ema Kp. Ours: L responds with a lag of LAG_STEPS,
-    l <- p l - (1 - p) slope x; (L_hat, l, x) has (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
+    Published: S responds at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies
+    (S_hat, I, x) by a matrix with the characteristic polynomial
+    (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z). Smoothing is a lag, which requires Ki well below
+    ema Kp. Ours: L responds with a lag of LAG_STEPS, l <- p l - (1 - p) slope x; (L_hat, l, x) has
+    (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
     """
     a = 1.0 - law.ema
     if law.form == "published":

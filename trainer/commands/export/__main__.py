@@ -24,7 +24,7 @@ from trainer.commands.export.gguf import FORMATS, check_architecture, convert, l
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import trained_form
-from trainer.commands.image_adapter import export_images, is_of_images
+from trainer.commands.image_adapter import export_images, is_image_run
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
@@ -116,7 +116,7 @@ def export(
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, and --format {form} writes a file; --output {output / FILES[form]}")
     check_output(output)
-    if is_of_images(run):
+    if is_image_run(run):
         return export_images(run, form, output)
     if form == "kohya":
         raise UserError("--format kohya: a format of image models, and this run trained a language model; use peft")
