@@ -17,7 +17,7 @@ import yaml
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
-from trainer.commands.push import records_of, stage
+from trainer.commands.push import read_records, stage
 from trainer.config import LoraSection
 from trainer.monitor.report.model_card import OF_PEFT, OURS, model_card, public_name
 
@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def card_of(run: FinishedRun) -> str:
-    return model_card(run.config, run.run_dir, records_of(run), name="me/tiny")
+    return model_card(run.config, run.run_dir, read_records(run), name="me/tiny")
 
 
 def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine(run_dir: Path, tmp_path: Path) -> None:

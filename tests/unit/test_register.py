@@ -47,7 +47,7 @@ VALUES = {
     "trainer/commands/merge.py: tie_word_embeddings": "a model that is written out",
     "trainer/commands/merge.py: use_cache": "a model that is written out",
     "trainer/commands/integers.py: quantization_config": "a model that is written out",
-    "trainer/commands/requantised.py: quantization_config": "a model that is written out",
+    "trainer/commands/requantized.py: quantization_config": "a model that is written out",
     "trainer/parallel/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
     "trainer/parallel/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",
     "trainer/patches/update_guard.py: grad": "of a scratch tensor",

@@ -308,9 +308,7 @@ def _run(arguments: argparse.Namespace) -> None:
     size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
     show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     if arguments.scale == AUTO:
-        print(
-            f"best scale {evaluation.scale:g}; each half of the documents measured at the best scale of the other"
-        )
+        print(f"best scale {evaluation.scale:g}; each half of the documents measured at the best scale of the other")
         print(f"zerolora merge {arguments.run} --scale {evaluation.scale:g}")
     if arguments.json is not None:
         record = {

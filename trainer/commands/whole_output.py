@@ -1,4 +1,4 @@
-"""A model for other programs on the disk: written beside its place, renamed when it is whole, gone if it cannot be."""
+"""Atomic output of models for other programs: written to a temporary folder, renamed when complete."""
 
 import os
 import shutil
@@ -16,63 +16,64 @@ from trainer.contract.whole_files import apply_umask
 
 
 def check_output(output: Path) -> None:
-    """Raise UserError unless `output` is free: not there or an empty folder, and not in a folder that a run is in."""
+    """Raise UserError unless `output` does not exist or is empty, is writable, and is not in an active run's folder."""
     if output.name in ("", ".."):
-        raise UserError(f"{output}: a new folder is written, which needs a name; name one in it with --output")
+        raise UserError(f"{output}: not the name of a new folder; give one with --output")
     try:
         occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
         os.lstat(output.with_name(f".writing-{output.name}"))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror}); name another folder with --output") from None
+        raise UserError(f"{output}: cannot be written ({error.strerror}); use another folder with --output") from None
     if occupied:
-        raise UserError(f"{output}: exists and would be overwritten; remove it, or name another folder with --output")
+        raise UserError(f"{output}: already exists; remove it, or use another folder with --output")
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"{output}: cannot be written in {existing}; name another folder with --output")
+        raise UserError(f"{output}: cannot be written in {existing}; use another folder with --output")
     _check_no_run_in(output)
 
 
 def _check_no_run_in(output: Path) -> None:
-    """A run that trains clears its folder, and removes its older checkpoints with all that is in them."""
+    """Raise UserError if a run is training in a parent folder, since it may delete what is written there."""
     for folder in output.absolute().parents:
         try:
             holder = living_holder(folder)
         except OSError:
-            continue  # nothing can be asked of a folder above that this user may not look into
+            continue  # this user may not read that parent folder
         if holder is not None:
             raise UserError(
-                f"{output}: a run is training in {folder} ({holder}), and may remove what is written there; "
-                "name a folder elsewhere with --output"
+                f"{output}: a run is training in {folder} ({holder}) and may remove what is written there; "
+                "use a folder elsewhere with --output"
             )
 
 
 @contextmanager
 def writing(output: Path) -> Iterator[Path]:
-    """A new folder beside `output` to write in, both on the list of the run that they lie in; it is gone afterwards.
+    """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `put_in_place`.
 
-    What is whole is moved out of it: `put_in_place`. Raises RuntimeError, with the disk's name, if writing fails.
+    Both are added to the list of files of the run they lie in. Raises RuntimeError, with the disk's name, if writing
+    fails.
     """
-    beside = output.with_name(f".writing-{output.name}")
-    shutil.rmtree(beside, ignore_errors=True)
+    temporary = output.with_name(f".writing-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        note_written(output.parent, [output.name, beside.name])
-        beside.mkdir(parents=True)
-        yield beside
+        note_written(output.parent, [output.name, temporary.name])
+        temporary.mkdir(parents=True)
+        yield temporary
     except Exception as error:  # tokenizers raises plain Exception
         reason = disk_error(error) or (str(error) if isinstance(error, OSError | SafetensorError) else None)
         if reason is None:
             raise
         raise RuntimeError(
-            f"{output}: cannot be written ({reason}); {disk_of(output)}; make room, or name another with --output"
+            f"{output}: cannot be written ({reason}); {disk_of(output)}; make room, or use another with --output"
         ) from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def put_in_place(whole: Path, output: Path) -> None:
-    """Rename a finished file or folder to `output`, which may be an empty folder; other users may then read it."""
+    """Rename a finished file or folder to `output`, replacing an empty folder, with permissions by the umask."""
     apply_umask(whole)
     if output.is_dir():
         output.rmdir()
