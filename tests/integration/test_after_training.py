@@ -152,7 +152,7 @@ def test_merged_in_full_precision_it_gives_the_adapters_logits(
             expected = PeftModel.from_pretrained(base, folder).eval()(TOKENS).logits
             assert (merged(TOKENS).logits - expected).abs().max() < 1e-5
         assert merge.main([str(folder)]) == 2
-        assert "exists and would be overwritten" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
 
 
 def test_eval_finds_the_losses_that_training_measured(run_dir: Path) -> None:

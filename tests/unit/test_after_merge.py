@@ -133,6 +133,6 @@ def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("text", ["x", "", "0", "11", "nan"])
 def test_a_scale_is_auto_or_a_factor(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="auto, or a factor above 0"):
+    with pytest.raises(ArgumentTypeError, match="must be auto, or a factor above 0"):
         parse_scale(text)
     assert parse_scale("auto") == "auto" and parse_scale("0.35") == 0.35

@@ -282,9 +282,9 @@ def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys:
     assert main([str(file), "lora_r=16", "training.batch_size=2", "--gpu-memory", "6GiB"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("lora_r is read as lora.r\n")
-    assert "as configured it is too large; the lowest stage that fits" in out
+    assert "too large as configured; the lowest stage that fits" in out
     assert "zero.stage=3 zero.offload_optimizer=true zero.offload_parameters=true" in out
-    assert "on 1 GPU of 6.00 GiB: " in out and "as many as fit in 6.00 GiB)" in out
+    assert "on 1 GPU of 6.00 GiB: " in out and "the most that fit in 6.00 GiB)" in out
     assert main([str(file), "training.optimizer=adamw_8bit"]) == 0
     out = capsys.readouterr().out
     assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out

@@ -36,7 +36,7 @@ def test_experts_that_were_not_adapted_are_the_bases_to_the_bit(
 ) -> None:
     run = find_run(run_dir)
     output = merge(run, tmp_path / "merged")
-    assert "experts: as they were, in MXFP4" in capsys.readouterr().err
+    assert "experts: unchanged, in MXFP4" in capsys.readouterr().err
     before, after = load_file(run_dir.parent / "model" / "model.safetensors"), load_file(output / "model.safetensors")
     assert before.keys() == after.keys()
     for name in (name for name in before if "experts" in name):

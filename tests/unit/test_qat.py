@@ -280,8 +280,8 @@ def test_a_plain_run_is_rounded_too_and_told_that_it_costs(tmp_path: Path, capsy
     run = find_run(make_run(tmp_path, lora={"target_modules": ["q_proj", "up_proj"]}))
     output = merge(run, tmp_path / "served", quantize="int4")
     told = capsys.readouterr().err
-    assert "note: the run was not trained for whole numbers (training.qat)" in told
-    assert "warning: k_proj, v_proj without an adapter stays in 16 bits beside q_proj" in told
+    assert "note: the run was not trained for integers (training.qat)" in told
+    assert "warning: k_proj, v_proj without an adapter stays in 16 bits, unlike q_proj" in told
     stored = load_file(output / "model.safetensors")
     assert f"{LAYER}.weight_packed" in stored and "model.layers.1.mlp.gate_proj.weight" in stored
 
@@ -289,7 +289,7 @@ def test_a_plain_run_is_rounded_too_and_told_that_it_costs(tmp_path: Path, capsy
 def test_servers_want_all_of_what_they_compute_as_one() -> None:
     assert mixed_format_warnings(["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj", "lm_head"]) == []
     (line,) = mixed_format_warnings(["a.gate_proj"], ["a.up_proj"])
-    assert "up_proj without an adapter stays in 16 bits beside gate_proj" in line
+    assert "up_proj without an adapter stays in 16 bits, unlike gate_proj" in line
 
 
 def test_a_merge_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_the_patterns_take_what_training_reads_and_nothing_else() -> None:
     files += ["chat_template.jinja", "merges.txt"]
     others = ["pytorch_model.bin", "original/consolidated.safetensors", "onnx/model.json", "README.md", "model.gguf"]
     kept = filter_repo_objects(
-        files + others, allow_patterns=list(download.PATTERNS), ignore_patterns=list(download.LEFT_OUT)
+        files + others, allow_patterns=list(download.PATTERNS), ignore_patterns=list(download.EXCLUDED)
     )
     assert list(kept) == files
 
