@@ -51,7 +51,7 @@ from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
-from trainer.scu.in_a_run import fit_to_target, start_steering
+from trainer.scu.steering import fit_to_target, start_steering
 from trainer.setup.build import build_model, patches_wanted
 from trainer.setup.joining import join
 from trainer.step import evaluate_loss

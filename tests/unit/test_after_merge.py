@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands import evaluate
+from trainer.commands.atomic_output import check_output
 from trainer.commands.merge import check_saved, main, merge
 from trainer.commands.scale import parse_scale
-from trainer.commands.whole_output import check_output
 from trainer.config import UserError
 
 CPU = torch.device("cpu")

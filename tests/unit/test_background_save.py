@@ -15,7 +15,7 @@ from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.host_copies import ALIGNMENT, HostCopies
 from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
-from trainer.checkpoint.weights import gathered, write_adapter
+from trainer.checkpoint.weights import gather_weights, write_adapter
 
 CPU = torch.device("cpu")
 
@@ -92,10 +92,10 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     more: dict[str, Any] = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [1, 5]}}
     config = LoraConfig(r=4, rank_pattern={"q_proj": 2}, task_type="CAUSAL_LM", **settings, **more)
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)), config)
-    trained = gathered(model)
+    trained = gather_weights(model)
     for value in trained.values():
         value.normal_()
-    write_adapter(AdapterForm.of(model, trained), trained, tmp_path / "ours", must_have_moved=True)
+    write_adapter(AdapterForm.from_model(model, trained), trained, tmp_path / "ours", must_have_moved=True)
     model.save_pretrained(tmp_path / "theirs", state_dict=trained)
     theirs = tmp_path / "theirs"
     expected = load_file(theirs / "adapter_model.safetensors")
@@ -106,10 +106,10 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     last = next(name for name in broken if "lora_B" in name)
     broken[last].view(-1)[0] = float("inf")
     with pytest.raises(RuntimeError, match=r"lora_B\.weight is not finite; the last good weights"):
-        write_adapter(AdapterForm.of(model, trained), broken, tmp_path / "broken", must_have_moved=True)
+        write_adapter(AdapterForm.from_model(model, trained), broken, tmp_path / "broken", must_have_moved=True)
     with pytest.raises(RuntimeError, match="every lora_B is still zero"):
         still = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in trained.items()}
-        write_adapter(AdapterForm.of(model, trained), still, tmp_path / "still", must_have_moved=True)
+        write_adapter(AdapterForm.from_model(model, trained), still, tmp_path / "still", must_have_moved=True)
 
 
 def test_peft_is_asked_once_in_a_run_how_it_stores_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,9 +303,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_every_preset_has_an_estimate() -> None:
     """The hub is not asked: published shapes stand in for names that cannot be read."""
     for file in sorted((ROOT / "configs").glob("*b.yaml")):
-        from trainer.commands.estimate import model_config_of
+        from trainer.commands.estimate import read_model_config
 
-        model_config, _ = model_config_of(load_config(file).config)
+        model_config, _ = read_model_config(load_config(file).config)
         assert model_config.num_hidden_layers > 1
 
 

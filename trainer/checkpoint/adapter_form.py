@@ -32,7 +32,7 @@ class AdapterForm:
     """Factors that PEFT stores in another shape, by name in the model."""
 
     @classmethod
-    def of(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
+    def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
         """Have PEFT save the model with a number in place of each tensor, which takes tenths of a second.
 
         Raises UserError for tensors that PEFT alone could not load.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoint.checkpoint import RankState, sizes_of
+from trainer.checkpoint.checkpoint import RankState, checkpoint_sizes
 from trainer.checkpoint.checkpoint_files import publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
@@ -66,7 +66,7 @@ class Saves:
 
     def prepare(self, engine: Engine, also: Callable[[], object]) -> None:
         """Allocate page-locked memory and call `also` in a thread, so that the first save does not stall training."""
-        sizes = sizes_of(engine, self._ranks)
+        sizes = checkpoint_sizes(engine, self._ranks)
         self._preparing = threading.Thread(target=self._prepare, args=(sizes, also), name="save", daemon=True)
         self._preparing.start()
 
@@ -86,7 +86,7 @@ class Saves:
         assert self._current is None, "the previous save was not finished"
         if self._preparing is not None:
             self._has_memory.wait()
-        self._copied = RankState.of(engine, self._ranks, self._copies)
+        self._copied = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"):
             weights(self._copies)
         self._copies.begun()
@@ -103,7 +103,7 @@ class Saves:
         Raises SaveFailed, on every rank, if the folder cannot be created.
         """
         assert self._copied is not None, "nothing was copied"
-        own, self._copied = self._copied.at(position, engine, self._ranks), None
+        own, self._copied = self._copied.complete(position, engine, self._ranks), None
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []

@@ -50,7 +50,7 @@ class RankState:
     """Content of `state.json`, which rank 0 writes."""
 
     @classmethod
-    def of(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
+    def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
         """Queue copies of the engine's state, all but `state`; they are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.pieces()
@@ -61,7 +61,7 @@ class RankState:
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
         return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
 
-    def at(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
+    def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Add `state`, once the device has computed what was copied."""
         state = {
             "format": FORMAT,
@@ -87,7 +87,7 @@ class RankState:
         return files
 
 
-def sizes_of(engine: Engine, ranks: Ranks) -> list[Size]:
+def checkpoint_sizes(engine: Engine, ranks: Ranks) -> list[Size]:
     """Return the sizes of what this rank will copy for a checkpoint of an adapter, except for small tensors."""
     weights = trained_parameters(engine.module) if ranks.is_main else []
     sizes = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]

@@ -107,7 +107,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
 
 
 def _check_not_among(config: RunConfig, folder: Path) -> None:
-    """Raise UserError if the folder is a home folder, a git checkout, or contains or lies in an input of the run."""
+    """Raise UserError if the folder is a home folder or git checkout, or contains or is inside an input of the run."""
     real = folder.resolve()
     try:
         home = Path.home().resolve()

@@ -32,7 +32,7 @@ from trainer.checkpoint.run_record import (
     write_run_record,
 )
 from trainer.checkpoint.weights import (
-    gathered,
+    gather_weights,
     save_adapter,
     save_full_model,
     save_initial_adapter,
@@ -125,7 +125,7 @@ class RunFolder:
             with self.tolerating_full_disk(ANSWERS):
                 keep_answer(self.path, prompt, when, answer)
 
-    def save_picture(self, prompt: str, when: str, step: int, picture: Any) -> None:
+    def save_image(self, prompt: str, when: str, step: int, picture: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
         if self._ranks.is_main:
             self.check()
@@ -161,7 +161,7 @@ class RunFolder:
         only_trained = self._config.adapter != "none"
 
         def weights(copies: HostCopies) -> None:
-            self._copied = gathered(engine.module, only_trained=only_trained, copy=copies.copy)
+            self._copied = gather_weights(engine.module, only_trained=only_trained, copy=copies.copy)
 
         self._checkpoints.copy(engine, weights)
 
@@ -248,7 +248,7 @@ class RunFolder:
     def _adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
-            self._form = AdapterForm.of(engine.module, [name for name, _ in trained_parameters(engine.module)])
+            self._form = AdapterForm.from_model(engine.module, [name for name, _ in trained_parameters(engine.module)])
         return self._form
 
     def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:

@@ -31,11 +31,11 @@ def save_adapter(
 
     `factor` scales the update: W + factor s B A.
     """
-    trained = gathered(model)
+    trained = gather_weights(model)
     if factor != 1.0:
         trained |= {name: value * factor for name, value in trained.items() if "lora_B" in name}
     if is_main:
-        form = form or AdapterForm.of(model, trained)
+        form = form or AdapterForm.from_model(model, trained)
         write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)
 
 
@@ -78,7 +78,7 @@ def write_adapter(
 
 def save_full_model(model: Any, folder: Path, *, is_main: bool) -> None:
     """Write the full model as safetensors (adapter: none); a collective call, rank 0 writes."""
-    weights = gathered(model, only_trained=False)
+    weights = gather_weights(model, only_trained=False)
     if is_main:
         write_full_model(model, weights, folder)
 
@@ -91,10 +91,10 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
         _check_read_back(file)
 
 
-def gathered(
+def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return unsharded weights by name on the CPU of rank 0 (empty elsewhere), gathered one tensor at a time.
+    """Return unsharded weights by name on the CPU of rank 0 (empty elsewhere), gather_weights one tensor at a time.
 
     `copy(name, tensor)` copies one to the CPU. A collective call.
     """

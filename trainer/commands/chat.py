@@ -22,12 +22,12 @@ from trainer.checkpoint.finished_run import (
 from trainer.commands.generate import (
     Sampling,
     add_answer_options,
-    continued,
-    load_to_answer,
+    find_prompt_form,
+    generate_answers,
+    load_for_inference,
     prompt_settings,
     prompts_on_stdin,
-    readable,
-    trained_form,
+    replace_invalid,
 )
 from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
@@ -56,7 +56,7 @@ class Conversation:
         turns = [*self.turns, {"role": "user", "content": question}]
         row = self._fitting(turns)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        [answer] = continued(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
+        [answer] = generate_answers(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _fitting(self, turns: list[dict[str, Any]]) -> torch.Tensor:
@@ -97,7 +97,7 @@ def converse(conversation: Conversation) -> None:
             elif line in ("/help", "/save"):
                 print(HELP, file=sys.stderr)
             else:
-                conversation.ask(str(readable(line)))
+                conversation.ask(str(replace_invalid(line)))
         except KeyboardInterrupt:
             return
         except UserError as error:
@@ -119,11 +119,11 @@ def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, USE_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
-    text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
-    model = load_to_answer(run, tokenizer, both=False)
+    model = load_for_inference(run, tokenizer, both=False)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     converse(Conversation(model, tokenizer, sampling, section, text))

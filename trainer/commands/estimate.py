@@ -58,7 +58,7 @@ def parse_memory(text: str) -> int:
     return size
 
 
-def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
+def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
     """Return sequence lengths, the tokenizer's size, and a line on where they come from."""
     try:
         tokenizer = load_tokenizer(config.base_model, config.model)
@@ -77,7 +77,7 @@ def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
     return lengths, len(tokenizer), f"longest sequence in the data: {lengths.longest:,} tokens"
 
 
-def model_config_of(config: RunConfig) -> tuple[Any, str]:
+def read_model_config(config: RunConfig) -> tuple[Any, str]:
     """Load the model's configuration, or use the published shape of that name with a note."""
     try:
         return load_model_config(config.base_model, config.model), ""
@@ -145,7 +145,7 @@ def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
 
 
 def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
-    choice = on_cpu(planner, config)
+    choice = plan_on_cpu(planner, config)
     if choice.found is None:
         return None
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
@@ -236,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
         config = loaded.config
         PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
-            config = fit_max_length(config, context_length(model_config_of(config)[0]))
-        planner, notes = planner_for(config, gpus)
+            config = fit_max_length(config, context_length(read_model_config(config)[0]))
+        planner, notes = build_planner(config, gpus)
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def on_cpu(planner: Planner, config: RunConfig) -> Choice:
+def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
     """Plan the same run on CPUs, with `auto` as resolved without a GPU."""
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
     there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
@@ -263,7 +263,7 @@ def on_cpu(planner: Planner, config: RunConfig) -> Choice:
         return Choice(config, None, str(error))
 
 
-def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
+def build_planner(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
     """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assumed(world_size, precision)
@@ -271,8 +271,8 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
         pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
         where = f"every image counts as {config.image.resolution} x {config.image.resolution}"
         return picture_planner(config, pipeline, machine), [where]
-    model_config, note = model_config_of(config)
-    lengths, vocabulary, where = lengths_of(config)
+    model_config, note = read_model_config(config)
+    lengths, vocabulary, where = read_lengths(config)
     shapes = read_shapes(
         model_config,
         config.model,

@@ -67,7 +67,7 @@ class Sampling:
 
 
 @torch.no_grad()
-def continued(
+def generate_answers(
     model: Any,
     tokenizer: Any,
     rows: Sequence[torch.Tensor],
@@ -100,7 +100,7 @@ def continued(
     return [str(tokenizer.decode(row[length:], skip_special_tokens=True)).strip() for row in generated]
 
 
-def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
+def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     """Load the trained model for inference; unless `both`, its adapter is merged (16 or 32-bit weights) or fused."""
     model = load_trained(run, tokenizer, run_device())
     if both:
@@ -115,7 +115,7 @@ def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     return model
 
 
-def trained_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
+def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
     """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
@@ -124,11 +124,11 @@ def trained_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: b
     return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
-def encoded(
+def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
     """Yield prompts with their token ids; those that cannot be answered are reported and added to `failed`."""
-    for prompt in map(readable, prompts):
+    for prompt in map(replace_invalid, prompts):
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
@@ -181,10 +181,10 @@ def prompts_on_stdin(terminal: bool) -> Iterator[str]:
             yield prompt
 
 
-def readable(prompt: Prompt) -> Prompt:
+def replace_invalid(prompt: Prompt) -> Prompt:
     """Replace lone surrogates and bytes that are not UTF-8 by U+FFFD, with a note on stderr."""
     if isinstance(prompt, list):
-        return [turn | {"content": readable(turn["content"])} for turn in prompt]
+        return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
         print(f"note: {shown(text)!r} is not valid Unicode; invalid parts are replaced by \ufffd", file=sys.stderr)
@@ -228,9 +228,9 @@ def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, USE_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
-    text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)
-    model = load_to_answer(run, tokenizer, both=arguments.base)
+    model = load_for_inference(run, tokenizer, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers may hold characters that the terminal cannot show
@@ -240,7 +240,7 @@ def _run(arguments: argparse.Namespace) -> None:
     def encode(prompt: Prompt) -> torch.Tensor:
         return prompt_ids(tokenizer, section, prompt, text)
 
-    rows = encoded(prompts, encode, context_length(model.config), failed)
+    rows = encode_prompts(prompts, encode, context_length(model.config), failed)
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
     streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
@@ -251,7 +251,7 @@ def _run(arguments: argparse.Namespace) -> None:
             console.print(Text(f"> {as_text(batch[0][0])}", style="bold"), soft_wrap=True)
         try:
             answers = {
-                name: continued(
+                name: generate_answers(
                     model, tokenizer, [row for _, row in batch], sampling, with_adapter=with_adapter, streamer=streamer
                 )
                 for name, with_adapter in names.items()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun
-from trainer.commands.whole_output import check_output, put_in_place, writing
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.config import UserError
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.saved_adapter import load_adapter
@@ -52,13 +52,13 @@ def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
         return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
     if form not in ("peft", "kohya"):
         refuse_images(run, f"--format {form} is for language models")
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         if form == "kohya":
             save_file(as_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
         else:
             for name in (*ADAPTER, DIFFUSERS):
                 shutil.copyfile(run.folder / name, folder / name)
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     if form == "kohya":
         return [f"{output / KOHYA}: for ComfyUI's models/loras, and programs that read kohya's format"]
     return [f"pipeline.load_lora_weights({str(output)!r})"]
@@ -94,14 +94,14 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | s
     merged: Any = adapted.merge_and_unload()
     kept = _stored_dtype(pipeline.folder / pipeline.family.denoiser) if dtype == "auto" else DTYPES[dtype]
     parts = {pipeline.family.denoiser: merged.denoiser, **merged.text_encoders}
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
             if path.is_dir() and path.name not in parts:
                 shutil.copytree(path, folder / path.name)
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
         for name, part in parts.items():
             part.to(kept).save_pretrained(folder / name, safe_serialization=True)
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     return output
 
 

@@ -28,12 +28,12 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import ALLOW
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
 from trainer.commands.requantized import requantize_mxfp4
 from trainer.commands.scale import AUTO, parse_scale
-from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.base import load_base_model, load_model_config
@@ -66,9 +66,9 @@ def merge(
     else:
         values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
     check_room(model, output)
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         save_merged(model, tokenizer, folder, values)
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     return output
 
 
@@ -100,7 +100,7 @@ def load_merged(
     factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
     if integers is not None:
         wanted = integers.dtype
-    return merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
+    return build_merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
 
 
 def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
@@ -113,7 +113,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torc
     check_saved(model, folder, values)
 
 
-def merged_model(
+def build_merged_model(
     run: FinishedRun,
     tokenizer: Any,
     dtype: torch.dtype,

@@ -44,7 +44,7 @@ class Outcome:
         return float(self.held_out.values[-1]) if len(self.held_out) else None
 
 
-def outcomes(folder: Path) -> list[Outcome]:
+def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
     found = [_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not found:
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     quiet_libraries()
     try:
-        runs = outcomes(arguments.folder)
+        runs = read_outcomes(arguments.folder)
         show(Console(soft_wrap=True), runs)
         if any(run.loss is not None for run in runs):
             draw(runs, arguments.folder / PLOT)

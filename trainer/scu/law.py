@@ -130,14 +130,12 @@ def initial(law: Law) -> State:
 def advance(law: Law, state: State, measured: float) -> State:
     """Return the state after a measurement of S (dimensionless, in [0, 1]) or of K (bits per token).
 
-    Raises ValueError for any other number, since going on would hide a broken run.
+    Raises ValueError for any other number, since continuing would hide a broken run.
     """
     if law.form == "kl" and not 0.0 <= measured < math.inf:
         raise ValueError(f"K={measured}: a divergence is positive; the logits of adapter or base are not finite")
     if law.form != "kl" and not 0.0 <= measured <= 1.0:
-        raise ValueError(
-            f"S={measured}: a fraction of information lies in [0, 1]; the loss or the adapter is not finite"
-        )
+        raise ValueError(f"S={measured}: a fraction must be in [0, 1]; the loss or the adapter is not finite")
     state = replace(state, measured=measured, updates=state.updates + 1)
     if law.form != "published" and law.controller == "pi":
         return _proportional_integral(law, state, measured)
@@ -195,7 +193,7 @@ def _of_level(law: Law, level: float) -> float:
     return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
 
 
-def deadband_of(form: Form, target: float, deadband: float) -> tuple[float, float]:
+def deadband_bounds(form: Form, target: float, deadband: float) -> tuple[float, float]:
     """Return the interval of M in which lambda does not move."""
     if form == "published":
         return target - deadband, target + deadband

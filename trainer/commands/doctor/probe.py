@@ -203,12 +203,12 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Findin
     On a CPU this is a rank's whole process, otherwise what it needs in addition to the process.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    from trainer.commands.estimate import on_cpu, planner_for
+    from trainer.commands.estimate import build_planner, plan_on_cpu
 
     try:
-        planner, _ = planner_for(config, ranks)
+        planner, _ = build_planner(config, ranks)
         if not on_gpu:
-            choice = on_cpu(planner, config)
+            choice = plan_on_cpu(planner, config)
             if choice.found is None:
                 return {}, Finding("estimate", "WARN", f"no memory estimate: {choice.refusal}")
             return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None

@@ -19,14 +19,14 @@ from trainer.checkpoint.finished_run import (
     quiet_libraries,
     run_command,
 )
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
-from trainer.commands.generate import trained_form
+from trainer.commands.generate import find_prompt_form
 from trainer.commands.image_adapter import export_images, is_image_run
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
-from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.model.base import load_model_config
 
@@ -37,22 +37,22 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """Write the merged model as one GGUF file; return what to print."""
-    source = Source.of(run, output, converter)
-    with writing(output) as folder:
+    source = Source.load(run, output, converter)
+    with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
-        put_in_place(folder / GGUF_NAME, output)
+        move_into_place(folder / GGUF_NAME, output)
     return lines
 
 
 def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """Write a folder with the GGUF file and a Modelfile; return what to print."""
-    source = Source.of(run, output, converter)
-    system_prompt, form = run.config.dataset.system_prompt, trained_form(run, source.tokenizer)
+    source = Source.load(run, output, converter)
+    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
     text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form)
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     if "TEMPLATE" not in text.partition("#")[0]:
         lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
     if "\n# No SYSTEM" in text:
@@ -71,7 +71,7 @@ class Source:
     converter: Path | None
 
     @classmethod
-    def of(cls, run: FinishedRun, output: Path, converter: Path | None) -> "Source":
+    def load(cls, run: FinishedRun, output: Path, converter: Path | None) -> "Source":
         """Merge the run's model and check that it can be written. Raises UserError."""
         config = load_model_config(run.config.base_model, run.config.model)
         if converter is None:

@@ -11,10 +11,10 @@ from safetensors import safe_open
 
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
+from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.gguf_lora import write_gguf_lora
 from trainer.commands.export.servers import write_for_server
 from trainer.commands.export.verify import verify
-from trainer.commands.whole_output import put_in_place, writing
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -32,7 +32,7 @@ def export_adapter(
     adapter that the target program cannot apply, RuntimeError if the comparison fails.
     """
     tokenizer = saved_tokenizer(run)  # read before anything is written
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         written = folder
         if form == "gguf-lora":
             written = folder / "adapter.gguf"
@@ -42,7 +42,7 @@ def export_adapter(
             lines = [_command(form, output, settings, folder)]
         if verified:
             lines.insert(0, verify(run, form, written, tokenizer))
-        put_in_place(written, output)
+        move_into_place(written, output)
     return lines
 
 

@@ -49,8 +49,8 @@ def _check_no_run_in(output: Path) -> None:
 
 
 @contextmanager
-def writing(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `put_in_place`.
+def temporary_output(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `move_into_place`.
 
     Both are added to the list of files of the run they lie in. Raises RuntimeError, with the disk's name, if writing
     fails.
@@ -72,7 +72,7 @@ def writing(output: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def put_in_place(whole: Path, output: Path) -> None:
+def move_into_place(whole: Path, output: Path) -> None:
     """Rename a finished file or folder to `output`, replacing an empty folder, with permissions by the umask."""
     apply_umask(whole)
     if output.is_dir():
