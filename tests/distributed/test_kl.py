@@ -1,4 +1,4 @@
-"""`scu.measure: kl` in whole runs on two ranks: the same course at every stage, and with the base's states kept."""
+"""`scu.measure: kl` in whole runs on two ranks: the same history at every stage, and with the base's states kept."""
 
 import json
 from itertools import pairwise
@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(folder, cases)
 
 
-def course(run: Case) -> list[dict[str, float]]:
+def history(run: Case) -> list[dict[str, float]]:
     records: list[dict[str, float]] = json.loads((run.folder / "scu_metrics.json").read_text())
     return records
 
@@ -90,7 +90,7 @@ def course(run: Case) -> list[dict[str, float]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str) -> None:
     other = next(name for name in STANDARDS if name.split("-")[0] == way.split("-")[0])
-    ours, theirs = course(runs[way]), course(runs[other])
+    ours, theirs = history(runs[way]), history(runs[other])
     for name in ("kl_bits", "lambda", "ce_loss"):
         wanted = [record[name] for record in theirs]
         assert [record[name] for record in ours] == pytest.approx(wanted, rel=RELATIVE, abs=1e-7), name
@@ -112,7 +112,7 @@ def test_the_record_says_how_reference_text_was_computed(runs: Matrix, name: str
 @pytest.mark.parametrize("name", ["drawn", "drawn-packed"])
 def test_a_resumed_run_holds_k_to_the_bit(runs: Matrix, name: str) -> None:
     """On the base's own samples, which lie in the run's folder."""
-    whole, again = course(runs[name]), course(runs[f"again-{name}"])
+    whole, again = history(runs[name]), history(runs[f"again-{name}"])
     assert again == [record for record in whole if record["step"] >= CUT]
     for key, value in runs[name].adapter().items():
         assert torch.equal(runs[f"again-{name}"].adapter()[key], value)

@@ -58,7 +58,7 @@ def train(folder: Path, *overrides: str, program: tuple[str, ...] = ("-m", "trai
     return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-def course(run: Path) -> dict[int, dict[str, float]]:
+def history(run: Path) -> dict[int, dict[str, float]]:
     """Step -> what the controller measured and did; JSON keeps every bit of a double."""
     return {record["step"]: record for record in json.loads((run / "scu_metrics.json").read_text())}
 
@@ -67,7 +67,7 @@ def course(run: Path) -> dict[int, dict[str, float]]:
 def whole(folder: Path) -> dict[int, dict[str, float]]:
     result = train(folder)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = course(folder / "whole")
+    found = history(folder / "whole")
     assert [*found] == [*range(1, STEPS + 1)]
     lambdas = [record["lambda"] for record in found.values()]
     held = lambdas.count(lambdas[0])  # until S first reaches the target
@@ -82,7 +82,7 @@ def test_evaluation_leaves_the_controller_untouched(folder: Path, whole: dict[in
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum("eval/loss" in line for line in lines) == STEPS + 1
-    assert course(run) == whole
+    assert history(run) == whole
 
 
 def test_a_resumed_run_has_the_lambdas_of_the_uninterrupted_one(folder: Path, whole: dict[int, Any]) -> None:
@@ -91,7 +91,7 @@ def test_a_resumed_run_has_the_lambdas_of_the_uninterrupted_one(folder: Path, wh
     checkpoint = folder / "whole" / f"checkpoint-{CUT}"
     result = train(folder, f"output_dir={run}", f"training.resume_from_checkpoint={checkpoint}")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert course(run) == {step: record for step, record in whole.items() if step >= CUT}
+    assert history(run) == {step: record for step, record in whole.items() if step >= CUT}
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
@@ -108,7 +108,7 @@ def test_param_bpt_is_that_of_the_saved_adapter(folder: Path, whole: dict[int, A
     assert len(pairs) == 14, "seven linear layers in each of two blocks"
     squares = sum(((lora["lora_alpha"] / lora["r"]) * (b @ a)).double().square().sum().item() for b, a in pairs)
     expected = squares / (2 * config["sigma"] ** 2 * config["tokens"] * math.log(2))
-    assert course(run)[CUT + 1]["param_bpt"] == pytest.approx(expected, rel=1e-4)
+    assert history(run)[CUT + 1]["param_bpt"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_fault_inside_the_controller_stops_the_run(folder: Path) -> None:

@@ -137,8 +137,8 @@ def test_prompts_come_from_the_command_line_or_line_by_line(
     piped = capsys.readouterr().out
     assert piped.startswith(single) and len(piped) > len(single)
     assert generate.main([str(run_dir), "seven cats", "--base", *few]) == 0
-    beside = capsys.readouterr().out
-    assert "base" in beside and "base + adapter" in beside
+    shown = capsys.readouterr().out
+    assert "base" in shown and "base + adapter" in shown
 
 
 def test_bytes_that_are_no_text_are_answered_with_a_note(

@@ -1,4 +1,4 @@
-"""What the thread that writes a checkpoint does beside training: files from memory as it is, and nothing of PEFT's."""
+"""The thread that writes checkpoints during training: files straight from memory, without PEFT."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A base model known again: by what lies in its files, whatever the folder, or by its commit on the hub."""
+"""Identify a base model by the content of its files in any folder, or by its commit on the hub."""
 
 import json
 import os

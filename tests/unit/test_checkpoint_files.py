@@ -155,7 +155,7 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
 def test_a_crash_while_a_checkpoint_takes_its_place_loses_none(
     tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended before each of the renames: the checkpoint that was gone on from is there, and so is every other's data."""
+    """Killed before each rename: the resumed checkpoint exists, and no other checkpoint's data is lost."""
     run_dir, replace = tmp_path / "run", os.replace
     for step in (500, 1000, 1500):
         write(run_dir, step)
@@ -206,7 +206,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ("cut", "adapter_model.safetensors is cut short"),
         ("pickle", "adapter_model.safetensors is not a safetensors file"),
@@ -217,7 +217,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
         ("config", "adapter_config.json is not JSON"),
     ],
 )
-def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> None:
+def test_a_damaged_adapter_is_named(run_dir: Path, change: str, problem: str) -> None:
     folder = run_dir / "checkpoint-15"
     file = folder / "adapter_model.safetensors"
     assert find_adapter_damage(folder) is None
@@ -236,7 +236,7 @@ def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> No
     else:
         (folder / "adapter_config.json").write_text('{"r": ')
     found = find_adapter_damage(folder)
-    assert found is not None and found.startswith(told)
+    assert found is not None and found.startswith(problem)
 
 
 @pytest.mark.parametrize("pad", range(0, 512, 8))

@@ -1,4 +1,4 @@
-"""KL to the base: its value and gradient beside plain torch, the reference text of a step, and a loop that holds it."""
+"""KL to the base: value and gradient compared with plain torch, the reference text of a step, and a control loop."""
 
 import json
 import math
@@ -236,7 +236,7 @@ def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
 
 
 def pack(*, flat: bool) -> MicroBatch:
-    """Two packs of two documents each, of which the first tokens are prompts."""
+    """Two packs of two documents each, with prompts as the first tokens."""
     texts = documents()
     packs = [
         Sample(

@@ -268,8 +268,8 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
         "3 OK, 1 WARN, 1 FAIL",
     ]
     show(checks, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and told["checks"][1]["fix"] == "rm /x/[1]/lock"
+    report = json.loads(capsys.readouterr().out)
+    assert report["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and report["checks"][1]["fix"] == "rm /x/[1]/lock"
 
 
 def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +289,7 @@ def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
 def test_answers_of_hosts_arrive_whole_though_their_lines_are_mixed() -> None:
     long, short = Check("disk", "OK", "x" * 700), Check("gpu", "WARN", "none", "a fix")
     checks = {host: [replace(check, host=host) for check in (long, short)] for host in "ab"}
-    lines = {host: list(answer_lines(host, told)) for host, told in checks.items()}
+    lines = {host: list(answer_lines(host, report)) for host, report in checks.items()}
     assert all(len(line) < 500 for host in lines for line in lines[host]) and len(lines["a"]) > 2
     mixed = ["srun: noise", *(line for pair in zip(lines["a"], lines["b"], strict=True) for line in pair)]
     assert sorted(checks_told("\n".join(mixed)), key=lambda check: check.host) == [*checks["a"], *checks["b"]]

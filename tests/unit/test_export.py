@@ -30,7 +30,7 @@ def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
     output = tmp_path / "sub" / "tiny.gguf"
     assert main([str(run_dir), "--format", "gguf", "--output", str(output)]) == 0
     assert "in f32, written by the gguf package" in capsys.readouterr().out
-    assert [path.name for path in output.parent.iterdir()] == ["tiny.gguf"], "nothing is left beside it"
+    assert [path.name for path in output.parent.iterdir()] == ["tiny.gguf"], "no temporary files remain"
     merged = merge(find_run(run_dir), tmp_path / "merged")
     weights = load_file(merged / "model.safetensors")
     read = {tensor.name: torch.from_numpy(numpy.array(tensor.data)) for tensor in GGUFReader(output).tensors}

@@ -251,8 +251,8 @@ def test_transformers_loads_what_was_trained_to_the_bit(
     assert f"fake-quantised: the merged weights of 14 adapted layers ({kind}" in console
     assert f"zerolora merge {folder} --quantize {kind}" in console
     assert merge_main([str(folder), "--quantize", kind]) == 0
-    told = capsys.readouterr().err
-    assert f"14 layers in {kind}, a scale for each" in told and "note" not in told and "warning" not in told
+    printed = capsys.readouterr().err
+    assert f"14 layers in {kind}, a scale for each" in printed and "note" not in printed and "warning" not in printed
     merged = folder / f"merged-{kind}"
     stored = load_file(merged / "model.safetensors")
     bits = 8 if kind == "int8" else 4
@@ -279,9 +279,9 @@ def test_a_plain_run_is_rounded_too_and_told_that_it_costs(tmp_path: Path, capsy
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install 'zerolora[qat]'")
     run = find_run(make_run(tmp_path, lora={"target_modules": ["q_proj", "up_proj"]}))
     output = merge(run, tmp_path / "served", quantize="int4")
-    told = capsys.readouterr().err
-    assert "note: the run was not trained for integers (training.qat)" in told
-    assert "warning: k_proj, v_proj without an adapter stays in 16 bits, unlike q_proj" in told
+    printed = capsys.readouterr().err
+    assert "note: the run was not trained for integers (training.qat)" in printed
+    assert "warning: k_proj, v_proj without an adapter stays in 16 bits, unlike q_proj" in printed
     stored = load_file(output / "model.safetensors")
     assert f"{LAYER}.weight_packed" in stored and "model.layers.1.mlp.gate_proj.weight" in stored
 

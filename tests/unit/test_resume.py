@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: only as the same run, only from whole files, and losing no other course."""
+"""Resuming from a checkpoint: only the same run, only from complete files, without losing an earlier run."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from trainer.monitor.metrics import read_metrics
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4, and other models and data beside it."""
+    """A run of four steps with checkpoints at 2 and 4, next to other models and data."""
     folder = make_ground(tmp_path_factory.mktemp("resume"))
     train(folder)
     make_model(folder / "other", seed=9)
@@ -46,7 +46,7 @@ def run_dir(ground: Path) -> Iterator[Path]:
 
 
 def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """The lines with which `zerolora prepare` refuses to go on; nothing is written then."""
+    """Return the errors with which `zerolora prepare` refuses to resume; nothing is written then."""
     before = {path: path.stat().st_mtime_ns for path in (ground / "run").rglob("*")}
     capsys.readouterr()
     code = prepare([str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", *overrides])
@@ -82,12 +82,12 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "told", "fix"), CHANGES, ids=[change[0] for change in CHANGES])
+@pytest.mark.parametrize(("changes", "expected", "fix"), CHANGES, ids=[change[0] for change in CHANGES])
 def test_what_changes_the_run_is_refused(
-    ground: Path, capsys: pytest.CaptureFixture[str], changes: str, told: str, fix: str
+    ground: Path, capsys: pytest.CaptureFixture[str], changes: str, expected: str, fix: str
 ) -> None:
     lines = refusal(ground, capsys, *changes.split(" "))
-    assert len(lines) == 1 and lines[0].startswith(told) and fix in lines[0], lines
+    assert len(lines) == 1 and lines[0].startswith(expected) and fix in lines[0], lines
 
 
 def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,8 +145,8 @@ def test_a_global_batch_is_the_same_before_the_ranks_divide_it(
     assert "changed since checkpoint-4: training.max_steps 4 -> 9\n" in capsys.readouterr().out
     assert prepare([*goes_on, "training.global_batch_size=2", "--world-size=2"]) == 2
     trained_with = 8 if size == 8 else 1
-    told = f"= 2 samples a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
-    assert told in capsys.readouterr().err
+    expected = f"= 2 samples a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
+    assert expected in capsys.readouterr().err
 
 
 def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"lora__r": 8}, "is [4, 64] there and [8, 64] here, so it is of another model or adapter"),
         ({"lora__target_modules": ["q_proj"]}, "it has 24 trained tensors more than this run, so it is of another"),
@@ -173,7 +173,7 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
     ],
 )
 def test_an_older_one_of_another_model_or_adapter_is_one_line(
-    run_dir: Path, ground: Path, changes: dict[str, Any], told: str
+    run_dir: Path, ground: Path, changes: dict[str, Any], expected: str
 ) -> None:
     folder = run_dir / "checkpoint-4"
     state = json.loads((folder / "state.json").read_text())
@@ -185,12 +185,12 @@ def test_an_older_one_of_another_model_or_adapter_is_one_line(
     metrics = (run_dir / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError) as refused:
         train(ground, training__resume_from_checkpoint="latest", training__max_steps=5, **changes)
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
     assert (run_dir / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: Path) -> None:
-    """The run goes on from the one before to the bits of the run that was never damaged."""
+    """The run resumes from the previous one and is bitwise equal to an undamaged run."""
     whole = load_file(run_dir / "adapter_model.safetensors")
     file = run_dir / "checkpoint-4" / "training_state-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
@@ -212,7 +212,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    course = read_metrics(run_dir)
+    history = read_metrics(run_dir)
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2")}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Saves, "begin", killed)
@@ -220,14 +220,14 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
     train(ground, training__resume_from_checkpoint="latest")  # of step 4: nothing is left to train
-    assert read_metrics(run_dir) == course, "the records of the failed start are void, those of the run are back"
+    assert read_metrics(run_dir) == history, "the records of the failed start are dropped, those of the run restored"
     shown = train(ground, **again, training__max_steps=3)
-    told = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
-    assert shown.count(told) == 1
+    expected = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
+    assert shown.count(expected) == 1
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
     assert damage(run_dir / "abandoned-checkpoint-4") is None
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
-    assert read_metrics(run_dir, "abandoned-metrics.jsonl") == course[2:]
+    assert read_metrics(run_dir, "abandoned-metrics.jsonl") == history[2:]
     assert not (run_dir / "metrics.later.jsonl").exists()
 
 

@@ -35,7 +35,7 @@ def laws(draw: st.DrawFn) -> scu.Law:
 
 
 def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[bool, scu.State]:
-    """Run the law on S / (1 - S) = odds / lambda^2, whose slope is 2 S (1 - S): do the last errors stay `within`?"""
+    """Run the law on S / (1 - S) = odds / lambda^2, with slope 2 S (1 - S): do the last errors stay `within`?"""
     state, errors = scu.initial(law), []
     for _ in range(3000):
         state = scu.advance(law, state, 1.0 / (1.0 + state.lambda_**2 / odds))
@@ -45,7 +45,7 @@ def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[boo
 
 
 def odds_for(target: float, lambda_: float) -> float:
-    """The plant whose S is `target` at lambda = `lambda_`."""
+    """Build a plant with S = `target` at lambda = `lambda_`."""
     return target / (1.0 - target) * lambda_**2
 
 

@@ -1,4 +1,4 @@
-"""Adapters as servers load them: their files give the trained model's logits; what would not is told, not written."""
+"""Adapters for inference servers: their files reproduce the trained logits; unsupported ones are refused."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_every_form_gives_the_trained_models_logits(
     assert f"verified by {by.get(form, 'the rules of llama.cpp')}: on 16 prompts logits differ by" in said
     commands = {"vllm": "--max-lora-rank 8", "sglang": "--lora-paths", "gguf-lora": "llama-server"}
     assert commands.get(form, "PeftModel") in said
-    assert [path.name for path in tmp_path.iterdir()] == [output.name], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == [output.name], "no temporary files remain"
 
 
 @pytest.mark.parametrize(

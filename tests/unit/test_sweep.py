@@ -65,7 +65,7 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "problem"),
     [
         (["seed=1,2", "seed=3,4"], "seed=3,4: seed is also set by seed=1,2"),
         (["lr=1e-4,2e-4", "training.learning_rate=1e-3,2e-3"], "also set by lr=1e-4,2e-4"),
@@ -78,14 +78,14 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
     ],
 )
 def test_runs_that_would_be_the_same_are_refused(
-    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "sweep", "c.yaml", *words, "--dry-run") == 2
-    assert told in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     axes, fixed = split_axes(words)
     options = [word for axis in axes for word in ("--sweep", axis)]
     assert run(monkeypatch, "submit", "c.yaml", *fixed, *options, "--dry-run") == 2
-    assert told in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def test_too_many_combinations_are_counted_not_made(config: Path) -> None:

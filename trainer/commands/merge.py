@@ -261,7 +261,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quantize",
         choices=tuple(BITS),
-        help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang; needs training.qat",
+        help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang (see training.qat)",
     )
     return parser.parse_args(argv)
 
