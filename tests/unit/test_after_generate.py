@@ -178,7 +178,7 @@ def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any
     assert generate.generate_answers(model, tokenizer, rows, sampling) == alone and len(set(alone)) > 1
 
 
-def test_a_merged_adapter_answers_as_an_adapter_beside_the_base(run_dir: Path, trained: tuple[Any, Any]) -> None:
+def test_a_merged_adapter_answers_as_an_unmerged_one(run_dir: Path, trained: tuple[Any, Any]) -> None:
     tokenizer = trained[1]
     merged = generate.load_for_inference(find_run(run_dir), tokenizer, both=False)
     ids = prompt_ids(tokenizer, PLAIN, "seven green cats", None)
@@ -297,7 +297,7 @@ def test_a_chat_remembers_until_it_begins_anew(
     assert chat.main([str(run_dir), "--top-p", "2"]) == 2
 
 
-def test_a_chat_longer_than_the_context_goes_on(
+def test_a_chat_longer_than_the_context_continues(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []

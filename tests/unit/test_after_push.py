@@ -58,7 +58,7 @@ def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine
     assert (folder / "adapter_model.safetensors").read_bytes() == (run_dir / "adapter_model.safetensors").read_bytes()
 
 
-def test_the_card_says_what_it_was_made_of_and_how_it_is_used(run_dir: Path) -> None:
+def test_the_card_names_base_data_and_usage(run_dir: Path) -> None:
     card = card_of(find_run(run_dir, "org/Base-1B", needs_base=False))
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["base_model"] == "org/Base-1B"
@@ -99,7 +99,7 @@ def test_a_card_for_the_hub_has_a_placeholder_for_a_local_base(run_dir: Path) ->
     assert 'from_pretrained("path/to/model", ' in card_of(find_run(run_dir))
 
 
-def test_the_card_of_a_checkpoint_tells_of_no_later_step(run_dir: Path) -> None:
+def test_the_card_of_a_checkpoint_has_no_later_steps(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoint-2"
     checkpoint.mkdir()
     for path in run_dir.glob("adapter_*"):

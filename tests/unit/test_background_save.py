@@ -45,7 +45,7 @@ def test_more_tensors_than_one_call_takes_are_written_though_the_system_takes_th
         assert handle.metadata() == {"format": "pt"}
 
 
-def test_what_is_not_finite_is_found_wherever_it_lies_in_a_file(tmp_path: Path) -> None:
+def test_non_finite_values_are_found_anywhere_in_a_file(tmp_path: Path) -> None:
     tensors = {
         "a": torch.ones(3, 7, dtype=torch.bfloat16), "b": torch.arange(9), "c": torch.ones(11),
         "d": torch.ones(5, dtype=torch.float16), "empty": torch.ones(0, 4),

@@ -266,7 +266,7 @@ def test_a_target_that_a_falling_loss_will_reach_is_not_refused() -> None:
     assert not any("out of reach" in line for line in steering.check_target(8.5, [1e-4]))
 
 
-def test_a_resumed_run_is_told_of_a_target_out_of_reach_and_goes_on() -> None:
+def test_a_resumed_run_warns_of_a_target_out_of_reach() -> None:
     steering = steer(adapted(), measure="factors", target=0.01)
     with pytest.raises(UserError, match="out of reach"):
         steering.check_target(6.0, [1e-5] * 5)

@@ -92,7 +92,7 @@ def test_a_run_removes_what_only_a_killed_build_can_have_left(
     )
 
 
-def test_a_rank_that_waits_for_a_build_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_waiting_for_a_build_names_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert build_waited_for() == "the build of an operator"
     lock = tmp_path / "cpu_adam" / "lock"
@@ -213,7 +213,7 @@ def _link(package: str, folder: Path) -> None:
     (folder / source.name).symlink_to(source)
 
 
-def test_an_mpi_library_that_does_not_load_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_mpi_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -241,7 +241,7 @@ def test_versions_that_differ_are_named_by_host() -> None:
     assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
 
 
-def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     check = check_srun()
     assert (check.state, check.found) == ("FAIL", "not installed here") and check.fix

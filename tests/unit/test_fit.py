@@ -30,7 +30,7 @@ def test_a_k_that_is_no_number_scales_nothing() -> None:
     assert found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "it stays as it is" in found.line(0.02)
 
 
-def test_an_adapter_no_part_of_which_is_within_the_target_stays_as_it_is() -> None:
+def test_an_adapter_above_the_target_at_every_scale_is_unchanged() -> None:
     """DoRA's magnitudes are no part of what is scaled."""
     found = fit(lambda factor: 1.0 + factor, 0.02, 8)
     assert found.factor == 1.0 and found.kl_bits == 2.0 and "it stays as it is" in found.line(0.02)

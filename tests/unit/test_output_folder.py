@@ -288,7 +288,7 @@ def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) 
     assert written_names(resumed) is None
 
 
-def test_a_run_that_was_killed_while_it_began_can_be_begun_again(place: Path) -> None:
+def test_a_run_killed_at_its_start_can_be_started_again(place: Path) -> None:
     run = a_run(place / "out")
     (run / "run.json").unlink()
     assert holds_run(run)

@@ -275,7 +275,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
             assert (served(ids).logits - trained(ids).logits).abs().max() > 1e-3, "rounding does something"
 
 
-def test_a_plain_run_is_rounded_too_and_told_that_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_run_is_rounded_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install 'zerolora[qat]'")
     run = find_run(make_run(tmp_path, lora={"target_modules": ["q_proj", "up_proj"]}))
     output = merge(run, tmp_path / "served", quantize="int4")

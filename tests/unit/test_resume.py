@@ -290,7 +290,7 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     assert [damage(path) for path in list_checkpoints(tmp_path / "end")] == [None]
 
 
-def test_minutes_make_checkpoints_beside_steps(ground: Path, tmp_path: Path) -> None:
+def test_checkpoints_by_minutes_and_by_steps(ground: Path, tmp_path: Path) -> None:
     """A millisecond is over after every step; the last one is made anyway."""
     settings = {"training__save_steps": 0, "training__max_steps": 3, "training__save_total_limit": None}
     train(ground, output_dir=str(tmp_path / "often"), training__save_minutes=1e-6, **settings)
@@ -338,7 +338,7 @@ def test_bytes_of_moments_are_found_again_by_their_scales() -> None:
     assert not requantise(entry, names, dense, state.absmax / 2), "scales of another quantisation are not believed"
 
 
-def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
+def test_pissa_resumes_in_another_folder(ground: Path, tmp_path: Path) -> None:
     """The start of its adapter, which what it saves is the difference to, comes along."""
     settings = {"lora__init": "pissa", "training__max_steps": 3, "training__save_steps": 1}
     train(ground, **settings, output_dir=str(tmp_path / "whole"))

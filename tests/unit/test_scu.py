@@ -335,7 +335,7 @@ def test_kl_lets_go_sooner_than_it_takes_hold() -> None:
     assert math.log(through.lambda_) == pytest.approx(4.0 * math.log(0.8) - 0.5 * math.log(2.0) + 0.4 * math.log(0.8))
 
 
-def test_kl_comes_back_from_a_lambda_that_has_become_useless() -> None:
+def test_kl_recovers_from_a_useless_lambda() -> None:
     """The text is known by heart: the lambda that holds K falls by 4 % a step. K stays near its target."""
     law = ours(form="kl", target=0.05, kp=0.5, ki=0.1)
     state, level, lowest = scu.initial(law), math.log(0.01), 0.0

@@ -227,7 +227,7 @@ def test_verify_is_for_adapters(run_dir: Path, tmp_path: Path, capsys: pytest.Ca
     assert "--verify: is for adapters (peft, vllm, sglang, gguf-lora), not for --format hf" in capsys.readouterr().err
 
 
-def test_a_host_without_memory_is_told(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_refuses_a_host_without_memory(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         available = 1000
 
