@@ -27,7 +27,9 @@ def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
 
 def test_a_k_that_is_no_number_scales_nothing() -> None:
     found = fit(lambda _: math.nan, 0.02, 8)
-    assert found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "the update is not scaled" in found.line(0.02)
+    assert (
+        found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "the update is not scaled" in found.line(0.02)
+    )
 
 
 def test_an_adapter_above_the_target_at_every_scale_is_unchanged() -> None:

@@ -2,7 +2,7 @@
 
 Optimizer step t:
 
-    last micro-step:  forward, by loss(t) if reference text is in its pack; term(t) takes in S (or K) of step t-1,
+    last micro-step:  forward, by loss(t) if reference text is in its pack; penalty(t) takes in S (or K) of step t-1,
                       which moves lambda; backward of loss + penalty
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
@@ -97,12 +97,12 @@ class Steering:
 
     def use_captured(
         self,
-        term: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
+        capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
         with_reference: Callable[..., tuple[Tensor, Tensor]],
     ) -> None:
-        """Measure by captured CUDA graphs: the adapter's factors by `term(measure)`, `kl` by `with_reference`."""
+        """Measure by captured CUDA graphs: the adapter's factors by `capture(measure)`, `kl` by `with_reference`."""
         if self._squares is not None:
-            self._squares = term(self._squares)
+            self._squares = capture(self._squares)
         if self.divergence is not None:
             self.divergence.with_reference = with_reference
 
@@ -152,7 +152,7 @@ class Steering:
     def loss(self, step: int, batch: Any) -> Tensor | None:
         """Return the loss sum of the last micro-batch with reference text appended to its pack; None if it is not.
 
-        A collective call that replaces the forward pass before `term`. Only used while lambda is above 0: otherwise
+        A collective call that replaces the forward pass before `penalty`. Only used while lambda is above 0: otherwise
         no gradient is needed, and a separate pass keeps no activations. This lambda does not include the newest
         measurement yet, which would need a wait for the GPU.
         """
@@ -160,7 +160,7 @@ class Steering:
             return None
         return self.divergence.loss(step, batch)
 
-    def term(self, step: int) -> Tensor:
+    def penalty(self, step: int) -> Tensor:
         """Return the penalty of step `step` (from 1): lambda ln 2 ParamBPT, or lambda K, differentiable nats per token.
 
         A collective call, once per step between the last micro-step's forward and backward. The penalty is the mean
@@ -168,9 +168,9 @@ class Steering:
         """
         self.settle()
         if self.divergence is not None:
-            term = self.divergence.term(step, self.lambda_)
+            penalty = self.divergence.penalty(step, self.lambda_)
             self._measured = self.divergence.local()
-            return term
+            return penalty
         assert self.information is not None and self._squares is not None
         squares = self._squares()
         self._measured = squares.detach()
@@ -181,7 +181,7 @@ class Steering:
     def measured_local(self) -> Tensor:
         """Return this rank's addend to Q, or to the sum of KL: fp64 on the device, to be summed over the ranks."""
         if self._measured is None:
-            raise ScuFault("scu: measured_local() without term() in this step")
+            raise ScuFault("scu: measured_local() without penalty() in this step")
         return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)
 
     def observe(
@@ -219,7 +219,7 @@ class Steering:
         self._pending = _Pending(step, sums, arrived, memory)
 
     def settle(self) -> None:
-        """Apply the pending measurement, if any, to lambda. `term` calls it; earlier calls give the same lambda."""
+        """Apply the pending measurement, if any, to lambda. `penalty` calls it; earlier calls give the same lambda."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -331,7 +331,7 @@ class Steering:
     def _check_ranks_agree(self, step: int) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        assert self._measured is not None, "observe() before term()"
+        assert self._measured is not None, "observe() before penalty()"
         smoothed = math.nan if self.state.smoothed is None else self.state.smoothed
         mine = torch.tensor([self.lambda_, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
         mine = mine.to(self._measured.device)

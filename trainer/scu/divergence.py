@@ -122,7 +122,7 @@ class Divergence:
         self._held_out_states: BaseStates | None = None
 
     def loss(self, step: int, batch: MicroBatch) -> Tensor:
-        """Return the loss sum (nats) of a packed batch; the same pass computes K of the step for `term`."""
+        """Return the loss sum (nats) of a packed batch; the same pass computes K of the step for `penalty`."""
         selected = self.reference.select(step)
         base_states, together = self._base_output(selected), self.reference.append_to(batch, selected)
         loss, self._pack_sum = self.with_reference(
@@ -130,7 +130,7 @@ class Divergence:
         )
         return loss
 
-    def term(self, step: int, lambda_: float) -> Tensor:
+    def penalty(self, step: int, lambda_: float) -> Tensor:
         """Return lambda K in nats per token, of which the mean over the ranks is the penalty; a collective call.
 
         While lambda is 0, K is measured without a gradient.
@@ -156,7 +156,7 @@ class Divergence:
         return self._token_loss.of_base(self._engine, self.reference.batch(documents), self._engine.device)
 
     def local(self) -> Tensor | None:
-        """Return this rank's sum of divergences in the step (nats, fp64); None before `term`."""
+        """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""
         return None if self._sum is None else self._sum.double()
 
     def bits(self, step: int, sum_global: float) -> float:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from safetensors import safe_open
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
+from trainer.commands.export.gguf import convert
 from trainer.commands.export.gguf_lora import write_gguf_lora
 from trainer.commands.export.servers import write_for_server
 from trainer.commands.export.verify import verify
@@ -94,10 +93,6 @@ def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
     adapter, base = file.with_name(".adapter"), run.config.base_model
     adapter.mkdir()
     _write_folder(run, "gguf-lora", adapter, saved_tokenizer(run))
-    where = ["--base", base] if Path(base).is_dir() else ["--base-model-id", base]
-    command = [sys.executable, str(converter), str(adapter), "--outfile", str(file), "--outtype", "f32", *where]
-    result = subprocess.run(command, capture_output=True, text=True)
+    options = ("--base" if Path(base).is_dir() else "--base-model-id", base)
+    convert(adapter, file, dtype="f32", converter=converter, options=options)
     shutil.rmtree(adapter)
-    if result.returncode or not file.is_file():
-        last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"{converter.name} ended with exit code {result.returncode}: {' '.join(last)}")

@@ -8,6 +8,7 @@ are stored in the requested format and vectors in 32 bits.
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
-def convert(model_folder: Path, output: Path, *, dtype: str, converter: Path) -> None:
-    """Run the user's copy of llama.cpp's convert_hf_to_gguf.py. Raises RuntimeError with its last line if it fails."""
-    command = [sys.executable, str(converter), str(model_folder), "--outfile", str(output), "--outtype", dtype]
+def convert(source: Path, output: Path, *, dtype: str, converter: Path, options: Sequence[str] = ()) -> None:
+    """Run one of llama.cpp's converter scripts on a folder. Raises RuntimeError with its last line if it fails."""
+    command = [sys.executable, str(converter), str(source), "--outfile", str(output), "--outtype", dtype, *options]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode or not output.is_file():
         last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
