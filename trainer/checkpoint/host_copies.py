@@ -113,7 +113,7 @@ class _Block:
         self._taken = 0
 
     def has_room(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy of the tensor fits into the remaining memory."""
+        """Return whether a copy of the tensor fits into the remaining memory."""
         return tensor.device.type == self.device.type and self._taken + tensor.nbytes <= len(self.memory)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
