@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.checkpoint.course import Course
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
@@ -52,7 +52,7 @@ from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
-from trainer.scu.in_a_run import begin_steering, fit_to_target
+from trainer.scu.steering import fit_to_target, start_steering
 from trainer.setup.build import build_model, patches_wanted
 from trainer.setup.joining import join
 from trainer.step import evaluate_loss
@@ -83,7 +83,7 @@ class Run:
     memory: MemoryPlan
     decided: Decisions
     task: Task
-    course: Course
+    checkpoints: CheckpointManager
     folder: RunFolder
     # load, start engine
     deepspeed_config: dict[str, Any]
@@ -128,8 +128,10 @@ class Run:
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
         self._join()
-        self.course = Course(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
-        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.course, self.lock)
+        self.checkpoints = CheckpointManager(
+            self.config, self.prepared, self.ranks, self.device, self.precision, self.say
+        )
+        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.checkpoints, self.lock)
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
@@ -152,7 +154,7 @@ class Run:
         if not self.stop:
             if loop.stopped_early:
                 self._report_early_stop(position, total_steps)
-            kept_step = self.course.return_to_best(engine, position)
+            kept_step = self.checkpoints.restore_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # what was measured before is another adapter's
             after = self._evaluate_and_sample(position, "after")
@@ -228,7 +230,7 @@ class Run:
         total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
         assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
-        position, state = self.course.restore(engine, total_steps)
+        position, state = self.checkpoints.restore(engine, total_steps)
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
             self.restored_scu = state.get("scu")
@@ -247,7 +249,7 @@ class Run:
             flat=self.task.flat_packs, packed=self.decided.reference.value == "packed",
             total_steps=total_steps, step=position.step, say=self.say,
         )  # fmt: skip
-        steering, notes = begin_steering(given, self.restored_scu, self.folder.path)
+        steering, notes = start_steering(given, self.restored_scu, self.folder.path)
         batches, _ = self.batches.step(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]
@@ -276,8 +278,8 @@ class Run:
             evaluate=self.evaluation.loss if self.evaluation.has_data else None,
             copy_for_save=lambda: self._copy_for_save(engine),
             save=lambda position: self._save_checkpoint(engine, position),
-            hold_changes=self.course.hold_changes,
-            settle_save=self.course.settle,
+            hold_changes=self.checkpoints.hold_changes,
+            settle_save=self.checkpoints.settle,
             recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
@@ -323,7 +325,7 @@ class Run:
             return None
         graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, mixture=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.play_back(graphs.term, graphs.with_reference)
+            self.steering.use_captured(graphs.term, graphs.with_reference)
         return graphs
 
     @phase("save")
@@ -362,7 +364,7 @@ class Run:
             return
         self.folder.check()
         self.folder.write_times()
-        with self.folder.while_there_is_room("the measured memory"):
+        with self.folder.tolerating_full_disk("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
@@ -374,8 +376,8 @@ class Run:
 
     def close(self) -> None:
         """Finish the files and the bar of a run that ends early, and the checkpoint if it is nearly written."""
-        if hasattr(self, "course"):
-            self.course.wait_for_save(TO_WRITE_S)
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.wait_for_save(TO_WRITE_S)
         if self.metrics is not None:
             self.metrics.close()
 

@@ -144,7 +144,7 @@ def train_step(
         total = (loss_local + loss.balancing) * to_engine
         if is_last and steering is not None:
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
-            total = total + steering.term(step) * len(batches)
+            total = total + steering.penalty(step) * len(batches)
             sums[1] = steering.measured_local()
         with phase("backward"):
             engine.backward(total)

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from benchmarks.compare.results import Comparison, Result, Values
 from benchmarks.compare.trials import Setting
 from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
-from trainer.scu.law import deadband_of
+from trainer.scu.law import deadband_bounds
 
 PURPLE = "#7d5ba6"
 RED = "#b23a48"
@@ -98,7 +98,7 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
         if setting.controller == "pi":
             scu = runs[0].trial.config.scu
             if scu.target != "auto":
-                low, high = deadband_of(scu.law if scu.measure != "kl" else "kl", scu.target, float(scu.deadband))
+                low, high = deadband_bounds(scu.law if scu.measure != "kl" else "kl", scu.target, float(scu.deadband))
                 measured_axes.axhspan(low, high, color=ORANGE, alpha=0.2, linewidth=0)
     measured_axes.set_ylabel(MEASURED[next(iter(comparison.by_setting)).measure])
     measured_axes.set_ylim(bottom=0)

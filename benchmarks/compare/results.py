@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.compare.measured_run import DOCUMENTS_FILE
 from benchmarks.compare.trials import Setting, Trial
-from trainer.commands.scale import SCALES, best_scale, chosen_on_the_other_half
+from trainer.commands.scale import SCALES, best_scale, cross_validated_losses
 from trainer.config import UserError
 
 CONFIDENCE = 0.95
@@ -78,9 +78,9 @@ class Result:
     def losses(self, moment: str) -> Values | None:
         """Return the loss sum of each document, nats; None if it was not measured."""
         if moment == "stopped":
-            return chosen_on_the_other_half(self.losses_ED)
+            return cross_validated_losses(self.losses_ED)
         if moment == "scaled":
-            return None if self.scaled_FD is None else chosen_on_the_other_half(self.scaled_FD)
+            return None if self.scaled_FD is None else cross_validated_losses(self.scaled_FD)
         losses: Values = self.losses_ED[self.index(moment)]
         return losses
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from trainer.checkpoint.checkpoint_files import step_of, whole_checkpoints
+from trainer.checkpoint.checkpoint_files import checkpoint_step, list_checkpoints
 from trainer.config import TierSection
 from trainer.monitor.metrics import Record
 
@@ -182,8 +182,8 @@ def checkpoints_are_whole(*steps: int) -> Checker:
         import torch
         from safetensors.torch import load_file
 
-        found = whole_checkpoints(run.folder)
-        problems = [f"none at step {step}" for step in steps if step not in map(step_of, found)]
+        found = list_checkpoints(run.folder)
+        problems = [f"none at step {step}" for step in steps if step not in map(checkpoint_step, found)]
         for file in (file for folder in found for file in sorted(folder.glob("*.safetensors"))):
             if not all(bool(torch.isfinite(value).all()) for value in load_file(file).values()):
                 problems.append(f"{file.parent.name}/{file.name} is not finite")

@@ -19,9 +19,9 @@ import torch
 
 from tests.engine import adapted_engine_of, one_rank
 from trainer.checkpoint.adapter_form import AdapterForm
-from trainer.checkpoint.background import Order, Saves
+from trainer.checkpoint.background import PublishOptions, Saves
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.weights import gathered, write_adapter
+from trainer.checkpoint.weights import gather_weights, write_adapter
 from trainer.config import LoraSection
 from trainer.parallel.ranks.group import Ranks
 
@@ -73,19 +73,21 @@ def main() -> None:
     run_dir = arguments.out.absolute() / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
-    ranks, order = Ranks(0, 1, 0), Order(1, (), [], lambda: None, lambda _: None)
+    ranks, order = Ranks(0, 1, 0), PublishOptions(1, (), [], lambda: None, lambda _: None)
     rows = []
     with one_rank(arguments.out):
         engine = engine_of_8b_adapter()
         forms: list[AdapterForm] = []
         saves = Saves(run_dir, ranks)
-        saves.prepare(engine, lambda: forms.append(AdapterForm.of(engine.module, gathered(engine.module))))
+        saves.prepare(
+            engine, lambda: forms.append(AdapterForm.from_model(engine.module, gather_weights(engine.module)))
+        )
         time.sleep(2.0)  # steps, in a run
 
         weights: dict[str, torch.Tensor] = {}
 
         def copied(copies: HostCopies) -> None:
-            weights.update(gathered(engine.module, copy=copies.copy))
+            weights.update(gather_weights(engine.module, copy=copies.copy))
 
         def write(folder: Path) -> None:
             write_adapter(forms[0], weights, folder, must_have_moved=False)

@@ -204,7 +204,7 @@ FAULTS = (
     Fault("file server gone", EVERY[1:], "Transport endpoint is not connected", outside=acts.kill_file_server,
           disk=FileServer, places=RANKS_OF_CPU),
     *[
-        Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",
+        Fault(f"checkpoint {what}, rank killed", ("step",), "skipped checkpoint-8",
               outside=acts.damage_checkpoint(how), reported_by_start=True, places=ANYWHERE)
         for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
     ],

@@ -9,7 +9,7 @@ import yaml
 from tests.cluster.conftest import STEPS, ZEROLORA, end_of, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.tiny import write_chats
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.slow
 ONE_RANK = ["--gpus-per-node=1", "--cpus-per-task=1", "--time=30"]
@@ -98,7 +98,7 @@ def test_jobs_of_a_chain_continue_one_run(slurm: SlurmCluster, workplace: Path, 
     slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0", check=False)
     assert end_of(slurm, f"{job}_0") == "FAILED"
     assert slurm.field(f"{job}_0", "ExitCode") == "75:0", log_of(workplace, "chain")
-    stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
+    stopped_at = int(list_checkpoints(run)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS
     for task in (1, 2):
         assert end_of(slurm, f"{job}_{task}") == "COMPLETED", log_of(workplace, "chain")

@@ -17,7 +17,7 @@ import pytest
 
 from tests.distributed.conftest import environment
 from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.contract.ports import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -78,7 +78,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(start: Start, 
     assert ended == code, err
     assert "saved; continue with" in out
     assert [run.beat(rank)["exit_code"] for rank in (0, 1)] == [code, code]
-    checkpoint = whole_checkpoints(run.logs.parent)[-1]
+    checkpoint = list_checkpoints(run.logs.parent)[-1]
     if number != signal.SIGUSR1:
         return
     step = int(checkpoint.name.split("-")[1])
@@ -99,7 +99,7 @@ def test_preemption_of_the_launcher_is_75(start: Start) -> None:
     run.process.send_signal(signal.SIGTERM)
     code, _, err = run.end()
     assert code == 75, err
-    assert whole_checkpoints(run.logs.parent)
+    assert list_checkpoints(run.logs.parent)
 
 
 def test_preemption_before_the_first_step_is_75_too(start: Start) -> None:
@@ -238,7 +238,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path
     _, alive = psutil.wait_procs(below, timeout=PATIENCE_S)
     assert alive == []
     if phase == "save":
-        assert [path.name for path in whole_checkpoints(run.logs.parent)] == ["checkpoint-2"]
+        assert [path.name for path in list_checkpoints(run.logs.parent)] == ["checkpoint-2"]
     if phase == "tokenise":
         assert not run.logs.exists()
 

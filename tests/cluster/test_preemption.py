@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, STEPS, end_of, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TWO_RANKS = ["--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=30"]
@@ -36,7 +36,7 @@ def was_queued_again(slurm: SlurmCluster, workplace: Path, name: str, job: str) 
 
     # Not the first state that is another one: while SLURM is about to take the node there are some for a moment.
     wait_for(lambda: slurm.state(job) == "PENDING" and slurm.restarts(job) == 1, shown)
-    stopped_at = int(whole_checkpoints(workplace / name)[-1].name.rpartition("-")[2])
+    stopped_at = int(list_checkpoints(workplace / name)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS and len(losses(workplace / name)) == stopped_at, shown()
     return stopped_at
 

@@ -24,7 +24,7 @@ from tests.cluster.conftest import (
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.foreign_files import write_foreign_files
 from tests.tiny import write_chats
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SIZE = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]
@@ -83,7 +83,7 @@ def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, wor
     shown = slurm.run(*ZEROLORA, "status", job)
     assert f"job      {job} CANCELLED" in shown and "running" not in shown, shown
     wait_for(lambda: "stopped at step" in log_of(workplace, "cancelled"), lambda: log_of(workplace, "cancelled"))
-    assert int(whole_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run))
+    assert int(list_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run))
 
 
 def test_a_lost_node_is_named_and_the_job_queued_again(
@@ -91,7 +91,7 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
 ) -> None:
     run = workplace / "lost"
     job = batch(slurm, workplace, "lost")
-    wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "lost"))
+    wait_for(lambda: list_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "lost"))
     slurm.kill_processes("n2")
     try:
         wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "lost"))
@@ -119,7 +119,7 @@ def test_a_lost_node_is_excluded_if_the_job_survives(
         "login", [*command, "training.elastic=true", "training.max_restarts=null"], env=slurm.environment(), cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    wait_for(lambda: process.poll() is not None or (run.exists() and whole_checkpoints(run)), lambda: "no checkpoint")
+    wait_for(lambda: process.poll() is not None or (run.exists() and list_checkpoints(run)), lambda: "no checkpoint")
     slurm.switch_off("n2")
     try:
         out, _ = process.communicate(timeout=PATIENCE_S)
@@ -158,7 +158,7 @@ def test_a_job_that_lost_its_first_node_waits_for_the_old_lock_and_resumes_elsew
     """Nothing is left to release the folder; the other node detects the dead holder after 120 s of silence."""
     run, log = workplace / "moved", workplace / "moved.log"
     job = batch(slurm, workplace, "moved", options=["--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2"])
-    wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "moved"))
+    wait_for(lambda: list_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "moved"))
     lost = slurm.field(job, "BatchHost")
     slurm.switch_off(lost)
     try:
@@ -188,11 +188,11 @@ def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
     job = slurm.run(*slow, *ZEROLORA, "submit", *arguments, *options).split()[0]
     # On a machine that is busy with others the time may be up before there is anything to save.
     wait_for(
-        lambda: slurm.state(job) in ("PENDING", "COMPLETED") and run.exists() and whole_checkpoints(run),
+        lambda: slurm.state(job) in ("PENDING", "COMPLETED") and run.exists() and list_checkpoints(run),
         lambda: log_of(workplace, "limit"),
         every_s=0.5,
     )
-    stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
+    stopped_at = int(list_checkpoints(run)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
     assert "stopped at step" in (run / "logs" / "console.log").read_text()
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "limit")

@@ -12,7 +12,7 @@ from tests.cluster.conftest import COMMAND, ROOT, ZEROLORA, kill_rank, losses, w
 from tests.cluster.hosts import LOGIN, Hosts
 from tests.cluster.ssh_daemons import start_sshd
 from tests.foreign_files import write_foreign_files
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_ctrl_c_on_the_launching_host_saves_on_the_others(
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 130, out
     assert "stopped at step" in out
-    assert int(whole_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run)) > 0
+    assert int(list_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run)) > 0
     assert_no_rank_is_left(hosts)
 
 
@@ -83,7 +83,7 @@ def test_a_lost_host_is_excluded_and_the_global_batch_stays(
     options = ["training.elastic=true", "training.max_restarts=3", "training.gradient_accumulation_steps=1"]
     command = train(workplace, run.name, "--hostfile", str(tmp_path / "hosts"), *options)
     process = hosts.start(LOGIN, command, env=ssh, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: process.poll() is not None or (run.exists() and whole_checkpoints(run)), lambda: "no checkpoint")
+    wait_for(lambda: process.poll() is not None or (run.exists() and list_checkpoints(run)), lambda: "no checkpoint")
     for found in hosts.processes("n2"):
         found.kill()
     try:

@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.conftest import ROOT
 from tests.ends import HOST, TRAIN, Run, Start, runs_below, write_endless_run
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -117,4 +117,4 @@ def test_a_signal_saves_and_ends(start: Start, tmp_path: Path, number: signal.Si
     run.wait_for_step(3)
     run.process.send_signal(number)
     assert end(run)[0] == code
-    assert len(whole_checkpoints(tmp_path / "run")) == 1
+    assert len(list_checkpoints(tmp_path / "run")) == 1

@@ -68,12 +68,12 @@ def whole(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def fraction(folder: Path) -> float:
     """A quarter more than the estimate for 8 rows, which is less than 16 need."""
-    from trainer.commands.estimate import planner_for
+    from trainer.commands.estimate import build_planner
     from trainer.config import load_config
     from trainer.memory.planner import with_changes
 
     config = load_config(folder / "base.yaml").config
-    planner, _ = planner_for(config, torch.cuda.device_count())
+    planner, _ = build_planner(config, torch.cuda.device_count())
     room = 1.25 * planner.of(with_changes(config, {"training.batch_size": FIT})).peak
     assert planner.of(with_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
     return room / torch.cuda.get_device_properties(0).total_memory

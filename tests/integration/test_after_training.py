@@ -29,7 +29,7 @@ def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model whenever its weights are copied or written."""
     import trainer.checkpoint.run_folder
     import trainer.train
-    from trainer.checkpoint.weights import gathered, save_adapter, write_adapter
+    from trainer.checkpoint.weights import gather_weights, save_adapter, write_adapter
 
     seen: dict[int, torch.Tensor] = {}
 
@@ -41,7 +41,7 @@ def train_and_keep_logits() -> None:
         return logits.float().cpu().contiguous()
 
     def copying(model: Any, **settings: Any) -> dict[str, torch.Tensor]:
-        weights = gathered(model, **settings)
+        weights = gather_weights(model, **settings)
         seen[id(weights)] = logits_of(model)
         return weights
 
@@ -53,7 +53,7 @@ def train_and_keep_logits() -> None:
         save_adapter(model, folder, **settings)
         save_file({"logits": logits_of(model)}, folder / LOGITS)
 
-    replaced = {"gathered": copying, "write_adapter": writing, "save_adapter": saving}
+    replaced = {"gather_weights": copying, "write_adapter": writing, "save_adapter": saving}
     vars(trainer.checkpoint.run_folder).update(replaced)
     sys.exit(trainer.train.main(sys.argv[1:]))
 
@@ -152,7 +152,7 @@ def test_merged_in_full_precision_it_gives_the_adapters_logits(
             expected = PeftModel.from_pretrained(base, folder).eval()(TOKENS).logits
             assert (merged(TOKENS).logits - expected).abs().max() < 1e-5
         assert merge.main([str(folder)]) == 2
-        assert "exists and would be overwritten" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
 
 
 def test_eval_finds_the_losses_that_training_measured(run_dir: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from tests.distributed.conftest import environment
 from tests.tiny import make_model, make_tokenizer, write_chats
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -91,7 +91,7 @@ def test_the_console_is_calm(finished: subprocess.CompletedProcess[str], workpla
 
 def test_the_run_is_complete(finished: subprocess.CompletedProcess[str], workplace: Path) -> None:
     run = workplace / "run"
-    assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
     saved = "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", TEMPLATE
     for name in (*saved, "report.html", "run.json"):
         assert (run / name).exists(), name
@@ -157,7 +157,7 @@ def test_sigterm_saves_and_the_run_resumes_to_the_same_end(workplace: Path) -> N
         out, _ = process.communicate(timeout=500)
     assert process.returncode == 143, out
     assert "stopped at step" in out and "saved" in out
-    stopped_at = int(whole_checkpoints(cut)[-1].name.split("-")[1])
+    stopped_at = int(list_checkpoints(cut)[-1].name.split("-")[1])
     assert 0 < stopped_at < 80
     typed = shlex.split(out.rpartition("continue with: ")[2])
     assert typed == ["zerolora", *command[3:], "training.resume_from_checkpoint=latest"]
@@ -213,8 +213,8 @@ def test_two_ranks_skip_a_damaged_checkpoint_together(
     command = [*common, "training.resume_from_checkpoint=latest"]
     done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.count("warning: passed over checkpoint-13 (training_state-00001.safetensors is damaged: ") == 1
-    assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
+    assert done.stdout.count("warning: skipped checkpoint-13 (training_state-00001.safetensors is damaged: ") == 1
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
     expected = load_file(workplace / "run" / "adapter_model.safetensors")
     for name, value in load_file(run / "adapter_model.safetensors").items():
         assert torch.equal(value, expected[name]), name

@@ -114,7 +114,7 @@ def test_the_table_the_file_and_another_data_set(
     assert max(len(line) for line in shown.splitlines() if "target tokens" not in line) <= 80
 
 
-def test_a_run_whose_training_data_is_gone_is_still_evaluated(run_dir: Path) -> None:
+def test_evaluate_works_after_the_training_data_was_deleted(run_dir: Path) -> None:
     run = find_run(run_dir)
     assert run.config.dataset.path is not None and not Path(run.config.dataset.path).exists()
     assert len(held_out_documents(run, saved_tokenizer(run), None, None)) == 9

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import chat, generate
-from trainer.commands.generate import Sampling, continued, show
+from trainer.commands.generate import Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
 from trainer.data.records import PLAIN_TEXT
 from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
@@ -46,7 +46,7 @@ def answer(
 ) -> str:
     """The answer to a user message."""
     rows = [prompt_ids(tokenizer, section, prompt, None)]
-    return continued(model, tokenizer, rows, sampling, with_adapter=adapter)[0]
+    return generate_answers(model, tokenizer, rows, sampling, with_adapter=adapter)[0]
 
 
 def by_hand(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> str:
@@ -137,8 +137,8 @@ def test_prompts_come_from_the_command_line_or_line_by_line(
     piped = capsys.readouterr().out
     assert piped.startswith(single) and len(piped) > len(single)
     assert generate.main([str(run_dir), "seven cats", "--base", *few]) == 0
-    beside = capsys.readouterr().out
-    assert "base" in beside and "base + adapter" in beside
+    shown = capsys.readouterr().out
+    assert "base" in shown and "base + adapter" in shown
 
 
 def test_bytes_that_are_no_text_are_answered_with_a_note(
@@ -175,12 +175,12 @@ def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any
     prompts, sampling = ["a", "seven green cats went over", "over under"], Sampling(max_new_tokens=8)
     rows = [prompt_ids(tokenizer, PLAIN, prompt, None) for prompt in prompts]
     alone = [answer(model, tokenizer, prompt, sampling) for prompt in prompts]
-    assert generate.continued(model, tokenizer, rows, sampling) == alone and len(set(alone)) > 1
+    assert generate.generate_answers(model, tokenizer, rows, sampling) == alone and len(set(alone)) > 1
 
 
-def test_a_merged_adapter_answers_as_an_adapter_beside_the_base(run_dir: Path, trained: tuple[Any, Any]) -> None:
+def test_a_merged_adapter_answers_as_an_unmerged_one(run_dir: Path, trained: tuple[Any, Any]) -> None:
     tokenizer = trained[1]
-    merged = generate.load_to_answer(find_run(run_dir), tokenizer, both=False)
+    merged = generate.load_for_inference(find_run(run_dir), tokenizer, both=False)
     ids = prompt_ids(tokenizer, PLAIN, "seven green cats", None)
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, trained[0](ids).logits, atol=1e-4, rtol=1e-4)
@@ -239,7 +239,7 @@ def test_odd_prompts_are_answered_and_one_that_is_too_long_alone_is_not(
     assert generate.main([str(run_dir), "--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "2"]) == 2
     captured = capsys.readouterr()
     assert captured.out.count("> ") == 3 and "> over under\n" in captured.out
-    assert "was made for 256" in captured.err and "error: 1 prompts were not answered" in captured.err
+    assert "context is 256" in captured.err and "error: 1 prompts were not answered" in captured.err
 
 
 FORMS = {
@@ -270,7 +270,7 @@ def test_generate_and_chat_use_the_form_of_the_run(
     (copied / "run.json").write_text(json.dumps({"prompt_text": "Q: {prompt}\nA:"}))
     seen: list[str] = []
     for module in (generate, chat):
-        monkeypatch.setattr(module, "continued", lambda model, tokenizer, rows, *_, **__: (
+        monkeypatch.setattr(module, "generate_answers", lambda model, tokenizer, rows, *_, **__: (
             seen.extend(tokenizer.decode(row[0]) for row in rows), [""])[1])  # fmt: skip
     assert generate.main([str(copied), "red cat", *options]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover\n"))
@@ -279,7 +279,7 @@ def test_generate_and_chat_use_the_form_of_the_run(
     assert first == second and ("<|im_start|>" in first) == template
     assert template or first == ("red cat" if options else "Q: red cat\nA:")
     assert ("red cat" in third) == template, "what is no conversation has no earlier turns"
-    assert ("asked by itself" in capsys.readouterr().err) != template
+    assert ("answered independently" in capsys.readouterr().err) != template
 
 
 def test_a_chat_remembers_until_it_begins_anew(
@@ -297,11 +297,11 @@ def test_a_chat_remembers_until_it_begins_anew(
     assert chat.main([str(run_dir), "--top-p", "2"]) == 2
 
 
-def test_a_chat_longer_than_the_context_goes_on(
+def test_a_chat_longer_than_the_context_continues(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(chat, "continued", lambda model, tokenizer, rows, *_, **__: (
+    monkeypatch.setattr(chat, "generate_answers", lambda model, tokenizer, rows, *_, **__: (
         seen.append(tokenizer.decode(rows[0][0])), ["yes"])[1])  # fmt: skip
     lines = ["first " + "cat " * 120, "second " + "dog " * 120, "cat " * 300, "/save /nowhere/x", "third"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))

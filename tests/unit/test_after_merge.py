@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands import evaluate
+from trainer.commands.atomic_output import check_output
 from trainer.commands.merge import check_saved, main, merge
-from trainer.commands.scale import scale_of
-from trainer.commands.whole_output import check_output
+from trainer.commands.scale import parse_scale
 from trainer.config import UserError
 
 CPU = torch.device("cpu")
@@ -133,6 +133,6 @@ def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("text", ["x", "", "0", "11", "nan"])
 def test_a_scale_is_auto_or_a_factor(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="auto, or a factor above 0"):
-        scale_of(text)
-    assert scale_of("auto") == "auto" and scale_of("0.35") == 0.35
+    with pytest.raises(ArgumentTypeError, match="must be auto, or a factor above 0"):
+        parse_scale(text)
+    assert parse_scale("auto") == "auto" and parse_scale("0.35") == 0.35

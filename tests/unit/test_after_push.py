@@ -17,7 +17,7 @@ import yaml
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
-from trainer.commands.push import records_of, stage
+from trainer.commands.push import read_records, stage
 from trainer.config import LoraSection
 from trainer.monitor.report.model_card import OF_PEFT, OURS, model_card, public_name
 
@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def card_of(run: FinishedRun) -> str:
-    return model_card(run.config, run.run_dir, records_of(run), name="me/tiny")
+    return model_card(run.config, run.run_dir, read_records(run), name="me/tiny")
 
 
 def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine(run_dir: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine
     assert (folder / "adapter_model.safetensors").read_bytes() == (run_dir / "adapter_model.safetensors").read_bytes()
 
 
-def test_the_card_says_what_it_was_made_of_and_how_it_is_used(run_dir: Path) -> None:
+def test_the_card_names_base_data_and_usage(run_dir: Path) -> None:
     card = card_of(find_run(run_dir, "org/Base-1B", needs_base=False))
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["base_model"] == "org/Base-1B"
@@ -99,7 +99,7 @@ def test_a_card_for_the_hub_has_a_placeholder_for_a_local_base(run_dir: Path) ->
     assert 'from_pretrained("path/to/model", ' in card_of(find_run(run_dir))
 
 
-def test_the_card_of_a_checkpoint_tells_of_no_later_step(run_dir: Path) -> None:
+def test_the_card_of_a_checkpoint_has_no_later_steps(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoint-2"
     checkpoint.mkdir()
     for path in run_dir.glob("adapter_*"):

@@ -160,12 +160,12 @@ ALL = (evaluate, generate, merge, push)
 BAD_FOLDERS = [
     *[(module, "not a run", "not the folder of a run") for module in ALL],
     *[(module, "no adapter", "no adapter_model.safetensors.*train it first") for module in ALL],
-    *[(module, "full", "adapter: none.*whole model") for module in ALL],
+    *[(module, "full", "adapter: none.*full model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: Field required") for module in ALL],
     (evaluate, "latin-1", "training_config.json: the file: Invalid JSON: invalid unicode.*another version"),
-    (evaluate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
-    (generate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
-    (merge, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
+    (evaluate, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
+    (generate, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
+    (merge, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
     *[(module, "cut adapter", "adapter_model.safetensors is cut short: .* bytes ") for module in ALL],
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file") for module in ALL],
     *[
@@ -173,11 +173,11 @@ BAD_FOLDERS = [
         for module in ALL
     ],
     *[
-        (module, "changed settings", "adapter_config.json is not as training wrote it.*--allow-mismatch")
+        (module, "changed settings", "adapter_config.json was changed after training.*--allow-mismatch")
         for module in ALL
     ],
-    (evaluate, "no data", "held no data out; name some with --data"),
-    (merge, "occupied", "merged: exists and would be overwritten"),
+    (evaluate, "no data", "held no data out; give some with --data"),
+    (merge, "occupied", "merged: already exists"),
 ]
 
 
@@ -194,16 +194,16 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(
 
 
 BAD_ARGUMENTS = [
-    (evaluate, ["RUN", "--split", "test"], "--split=test: chooses among the splits of --data"),
+    (evaluate, ["RUN", "--split", "test"], "--split=test: needs --data"),
     (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
     (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; name a file in it"),
     (evaluate, ["RUN", "--json", "TMP/file"], "file: exists and holds something else; name a new file, or remove it"),
     (bench, ["--json", "TMP"], "--json=.*: is a folder; name a file in it"),
     (bench, ["--json", "TMP/file"], "file: exists and holds something else; name a new file, or remove it"),
     (evaluate, ["RUN", "--json", "TMP/" + "x" * 300], "--json=.*: File name too long"),
-    (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, and --format gguf"),
-    (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: exists and would be overwritten"),
-    (merge, ["RUN", "--output", "TMP/dangling"], "dangling: exists and would be overwritten"),
+    (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, but --format gguf"),
+    (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: already exists"),
+    (merge, ["RUN", "--output", "TMP/dangling"], "dangling: already exists"),
     (merge, ["RUN", "--output", "TMP/" + "x" * 300], "File name too long"),
     (push, ["FOLDER_CARD", "me/tiny", "--dry-run"], "README.md: is a folder"),
     (report, ["FOLDER_CARD"], "report.html: is a folder"),
@@ -211,12 +211,12 @@ BAD_ARGUMENTS = [
     (generate, ["RUN", "x", "--temperature", "-1"], "--temperature=-1.0: must be 0 or more"),
     (generate, ["RUN", "x", "--top-p", "0"], "--top-p=0.0: must be above 0"),
     (generate, ["RUN", "x", "--max-new-tokens", "0"], "--max-new-tokens=0: must be 1 or more"),
-    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, and the model was made for 256"),
+    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, and the model.s context is 256"),
     (generate, ["TMP/none", "x"], "no such folder"),
-    (merge, ["RUN", "--output", "TMP/file"], "exists and would be overwritten"),
+    (merge, ["RUN", "--output", "TMP/file"], "already exists"),
     (merge, ["RUN", "--output", "TMP/file/below"], "cannot be written in"),
-    (push, ["RUN", "not a name"], "not a name for the hub"),
-    (push, ["RUN", "a/b/c"], "not a name for the hub"),
+    (push, ["RUN", "not a name"], "not a valid name"),
+    (push, ["RUN", "a/b/c"], "not a valid name"),
     (push, ["RUN", "me/tiny"], "not logged in to the hub; run `hf auth login`"),
 ]
 
@@ -250,7 +250,7 @@ def test_a_base_that_is_stored_quantised_is_not_merged_into(tmp_path: Path, caps
     config = tmp_path / "model" / "config.json"
     stored = '"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true},'
     config.write_text(config.read_text().replace("{", "{" + stored, 1))
-    _is_one_line(merge.main([str(folder)]), capsys, "is stored quantised.*--base-model")
+    _is_one_line(merge.main([str(folder)]), capsys, "is stored quantized.*--base-model")
 
 
 def _is_one_line(code: int, capsys: pytest.CaptureFixture[str], message: str) -> None:

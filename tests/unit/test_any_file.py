@@ -30,7 +30,7 @@ from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import read_hostfile
 from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
-from trainer.commands.sweep_table import outcomes
+from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.folder_lock import living_holder, refuse_if_held
@@ -181,7 +181,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),
         lambda: read_metrics(run),
         lambda: read_sweep(run),
-        lambda: outcomes(run),
+        lambda: read_outcomes(run),
         lambda: read_hostfile(run / "hostfile"),
         lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
         lambda: Attempts._global_batch(_attempts_in(run)),
@@ -285,7 +285,7 @@ def test_names_and_errors_are_printable(place: Path) -> None:
 
     with run_with(place, "sweep.json", json.dumps(record).encode()) as run:
         console = Console(file=open(os.devnull, "w"), record=True, soft_wrap=True)
-        show(console, outcomes(run))
+        show(console, read_outcomes(run))
     assert "red" in console.export_text() and "\x1b" not in console.export_text()
 
 

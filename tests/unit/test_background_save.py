@@ -1,4 +1,4 @@
-"""What the thread that writes a checkpoint does beside training: files from memory as it is, and nothing of PEFT's."""
+"""The thread that writes checkpoints during training: files straight from memory, without PEFT."""
 
 import os
 from pathlib import Path
@@ -14,8 +14,8 @@ from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.host_copies import ALIGNMENT, HostCopies
-from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
-from trainer.checkpoint.weights import gathered, write_adapter
+from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
+from trainer.checkpoint.weights import gather_weights, write_adapter
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_more_tensors_than_one_call_takes_are_written_though_the_system_takes_th
         assert handle.metadata() == {"format": "pt"}
 
 
-def test_what_is_not_finite_is_found_wherever_it_lies_in_a_file(tmp_path: Path) -> None:
+def test_non_finite_values_are_found_anywhere_in_a_file(tmp_path: Path) -> None:
     tensors = {
         "a": torch.ones(3, 7, dtype=torch.bfloat16), "b": torch.arange(9), "c": torch.ones(11),
         "d": torch.ones(5, dtype=torch.float16), "empty": torch.ones(0, 4),
@@ -54,10 +54,10 @@ def test_what_is_not_finite_is_found_wherever_it_lies_in_a_file(tmp_path: Path) 
         damaged = {key: value.clone() for key, value in tensors.items()}
         damaged[name].view(-1)[-1] = float("nan")
         save_file(damaged, tmp_path / name)
-        found = [names for names, piece in float_pieces(tmp_path / name) if not torch.isfinite(piece).all()]
+        found = [names for names, piece in iterate_float_pieces(tmp_path / name) if not torch.isfinite(piece).all()]
         assert len(found) == 1 and name in found[0]
     save_file(tensors, tmp_path / "whole")
-    pieces = list(float_pieces(tmp_path / "whole"))
+    pieces = list(iterate_float_pieces(tmp_path / "whole"))
     assert sum(piece.numel() for _, piece in pieces) == 21 + 11 + 5
     assert all(torch.isfinite(piece).all() for _, piece in pieces)
 
@@ -92,10 +92,10 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     more: dict[str, Any] = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [1, 5]}}
     config = LoraConfig(r=4, rank_pattern={"q_proj": 2}, task_type="CAUSAL_LM", **settings, **more)
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)), config)
-    trained = gathered(model)
+    trained = gather_weights(model)
     for value in trained.values():
         value.normal_()
-    write_adapter(AdapterForm.of(model, trained), trained, tmp_path / "ours", must_have_moved=True)
+    write_adapter(AdapterForm.from_model(model, trained), trained, tmp_path / "ours", must_have_moved=True)
     model.save_pretrained(tmp_path / "theirs", state_dict=trained)
     theirs = tmp_path / "theirs"
     expected = load_file(theirs / "adapter_model.safetensors")
@@ -106,10 +106,10 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     last = next(name for name in broken if "lora_B" in name)
     broken[last].view(-1)[0] = float("inf")
     with pytest.raises(RuntimeError, match=r"lora_B\.weight is not finite; the last good weights"):
-        write_adapter(AdapterForm.of(model, trained), broken, tmp_path / "broken", must_have_moved=True)
+        write_adapter(AdapterForm.from_model(model, trained), broken, tmp_path / "broken", must_have_moved=True)
     with pytest.raises(RuntimeError, match="every lora_B is still zero"):
         still = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in trained.items()}
-        write_adapter(AdapterForm.of(model, trained), still, tmp_path / "still", must_have_moved=True)
+        write_adapter(AdapterForm.from_model(model, trained), still, tmp_path / "still", must_have_moved=True)
 
 
 def test_peft_is_asked_once_in_a_run_how_it_stores_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

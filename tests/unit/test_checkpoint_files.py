@@ -1,10 +1,9 @@
-"""Which checkpoint is gone on from: any damage is found and named, and taking a name never costs the older ones."""
+"""Choose the checkpoint to resume from: any damage is found and named, and publishing never harms older checkpoints."""
 
 import json
 import os
 import pickle
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.checkpoint import checkpoint_files
-from trainer.checkpoint.adapter_files import damage_of_adapter
+from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import (
-    STATE_KEYS,
     choose_checkpoint,
     damage,
     later_checkpoints,
-    oldest_beyond,
+    list_checkpoints,
     publish,
-    read_state,
     reseal,
-    whole_checkpoints,
+    surplus_checkpoints,
 )
-from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
+from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
 from trainer.config import UserError
 
 
-def write(run_dir: Path, step: int, *, sums: bool = True, name: str = "") -> Path:
-    """A checkpoint's files, small ones."""
+def write(run_dir: Path, step: int, *, name: str = "") -> Path:
+    """Write a checkpoint of small files."""
     folder = run_dir / (name or f"checkpoint-{step}")
     (folder / "additional_chat_templates").mkdir(parents=True)
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
@@ -38,12 +35,8 @@ def write(run_dir: Path, step: int, *, sums: bool = True, name: str = "") -> Pat
     (folder / "empty.txt").touch()
     for file in ("adapter_model", "training_state", "rank-00000"):
         save_file({"w": torch.arange(64.0) + step}, folder / f"{file}.safetensors")
-    state = dict.fromkeys(STATE_KEYS, step) | {"format": 2 if sums else 1}
-    (folder / "state.json").write_text(json.dumps(state))
-    if sums:
-        checkpoint_files.seal(folder)
-    else:
-        (folder / "COMPLETE").touch()
+    (folder / "state.json").write_text(json.dumps({"format": 3, "step": step}))
+    checkpoint_files.seal(folder)
     return folder
 
 
@@ -77,47 +70,40 @@ def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
     assert damage(checkpoint) is None
 
 
-@pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "problem"),
     [
         ("training_state.safetensors", "cut", "training_state.safetensors is "),
         ("rank-00000.safetensors", "pickle", "rank-00000.safetensors is "),
         ("state.json", "cut", "state.json is "),
         ("state.json", "key", "state.json "),
         ("training_state.safetensors", "gone", "training_state.safetensors is missing"),
-        ("COMPLETE", "gone", "was not written to the end"),
+        ("COMPLETE", "gone", "was not written completely"),
     ],
 )
-def test_latest_passes_over_a_damaged_one_and_says_so(
-    run_dir: Path, tmp_path: Path, sums: bool, name: str, change: str, told: str
-) -> None:
-    if not sums:
-        shutil.rmtree(run_dir)
-        for step in (5, 10, 15):
-            write(run_dir, step, sums=False)
+def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: str, change: str, problem: str) -> None:
     file = run_dir / "checkpoint-15" / name
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-7])
     elif change == "pickle":
         file.write_bytes(pickle.dumps({"w": [1.0] * 100}))
     elif change == "key":
-        file.write_text(json.dumps({"format": 2 if sums else 1, "step": 15}))
+        file.write_text(json.dumps({"format": 2, "step": 15}))
     else:
         file.unlink()
     for setting in ("latest", "auto"):
         found = choose_checkpoint(setting, run_dir, read=True)
         assert found.checkpoint == run_dir / "checkpoint-10"
         assert found.warning is not None and "\n" not in found.warning
-        assert f"checkpoint-15 ({told}" in found.warning and "going on from checkpoint-10" in found.warning
+        assert f"checkpoint-15 ({problem}" in found.warning and "resuming from checkpoint-10" in found.warning
     with pytest.raises(UserError) as refused:
         choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, read=True)
     line = str(refused.value)
-    assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {told}") and "\n" not in line
-    assert f"the newest whole one before it is {run_dir / 'checkpoint-10'}" in line
+    assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {problem}") and "\n" not in line
+    assert f"the newest complete one before it is {run_dir / 'checkpoint-10'}" in line
 
 
-def test_all_that_are_damaged_are_told_and_auto_does_not_begin_anew(run_dir: Path) -> None:
+def test_all_damaged_checkpoints_are_listed_and_auto_does_not_start_over(run_dir: Path) -> None:
     for step in (10, 15):
         flip(run_dir / f"checkpoint-{step}" / "state.json", 3, 1)
     found = choose_checkpoint("latest", run_dir, read=True)
@@ -125,21 +111,14 @@ def test_all_that_are_damaged_are_told_and_auto_does_not_begin_anew(run_dir: Pat
     assert found.warning is not None and "checkpoint-15 (" in found.warning and "checkpoint-10 (" in found.warning
     flip(run_dir / "checkpoint-5" / "state.json", 3, 1)
     for setting in ("latest", "auto"):
-        with pytest.raises(UserError, match=r"no whole checkpoint in .*checkpoint-15 .*checkpoint-5 "):
+        with pytest.raises(UserError, match=r"no complete checkpoint in .*checkpoint-15 .*checkpoint-5 "):
             choose_checkpoint(setting, run_dir, read=True)
     assert choose_checkpoint("auto", run_dir.parent / "new", read=True).checkpoint is None
 
 
-def test_checksums_cannot_be_lost_in_silence(run_dir: Path) -> None:
-    """An empty COMPLETE is that of an older version, and state.json says that this is none."""
+def test_an_empty_list_of_checksums_is_damage(run_dir: Path) -> None:
     (run_dir / "checkpoint-15" / "COMPLETE").write_bytes(b"")
-    assert damage(run_dir / "checkpoint-15") == "COMPLETE is damaged: it has no checksums"
-
-
-def test_older_checkpoints_still_count(tmp_path: Path) -> None:
-    folder = write(tmp_path, 3, sums=False)
-    assert damage(folder) is None and read_state(folder)["step"] == 3
-    assert choose_checkpoint("latest", tmp_path, read=True).checkpoint == folder
+    assert damage(run_dir / "checkpoint-15") == "COMPLETE is damaged"
 
 
 def test_a_card_that_push_has_written_is_no_damage(run_dir: Path) -> None:
@@ -159,9 +138,9 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
     later = later_checkpoints(run_dir, 500)
     aside = publish(run_dir / ".writing-checkpoint-800", run_dir / "checkpoint-800", later)
     assert [path.name for path in aside] == ["abandoned-checkpoint-1000", "abandoned-checkpoint-1500"]
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-500", "checkpoint-800"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-500", "checkpoint-800"]
     assert choose_checkpoint("latest", run_dir, read=True).checkpoint == run_dir / "checkpoint-800"
-    assert list(oldest_beyond(run_dir, 3, ())) == []
+    assert list(surplus_checkpoints(run_dir, 3, ())) == []
     write(run_dir, 1000, name=".writing-checkpoint-1000")
     publish(run_dir / ".writing-checkpoint-1000", run_dir / "checkpoint-1000", [])
     write(run_dir, 900, name=".writing-checkpoint-900")
@@ -176,7 +155,7 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
 def test_a_crash_while_a_checkpoint_takes_its_place_loses_none(
     tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended before each of the renames: the checkpoint that was gone on from is there, and so is every other's data."""
+    """Killed before each rename: the resumed checkpoint exists, and no other checkpoint's data is lost."""
     run_dir, replace = tmp_path / "run", os.replace
     for step in (500, 1000, 1500):
         write(run_dir, step)
@@ -227,7 +206,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ("cut", "adapter_model.safetensors is cut short"),
         ("pickle", "adapter_model.safetensors is not a safetensors file"),
@@ -238,10 +217,10 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
         ("config", "adapter_config.json is not JSON"),
     ],
 )
-def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> None:
+def test_a_damaged_adapter_is_named(run_dir: Path, change: str, problem: str) -> None:
     folder = run_dir / "checkpoint-15"
     file = folder / "adapter_model.safetensors"
-    assert damage_of_adapter(folder) is None
+    assert find_adapter_damage(folder) is None
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     elif change == "pickle":
@@ -256,8 +235,8 @@ def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> No
         file.unlink()
     else:
         (folder / "adapter_config.json").write_text('{"r": ')
-    found = damage_of_adapter(folder)
-    assert found is not None and found.startswith(told)
+    found = find_adapter_damage(folder)
+    assert found is not None and found.startswith(problem)
 
 
 @pytest.mark.parametrize("pad", range(0, 512, 8))
@@ -267,7 +246,7 @@ def test_a_header_of_any_length_is_no_pickle(run_dir: Path, pad: int) -> None:
     (run_dir / "checkpoint-15" / "COMPLETE").unlink()
     digest = write_tensors(file, {"layer.lora_A.weight": torch.ones(4, 3)}, {"pad": "x" * pad})
     assert digest == checkpoint_files.checksum(file)
-    assert damage_of_adapter(run_dir / "checkpoint-15") is None
-    [(names, values)] = float_pieces(file)
+    assert find_adapter_damage(run_dir / "checkpoint-15") is None
+    [(names, values)] = iterate_float_pieces(file)
     assert names == ["layer.lora_A.weight"] and values.tolist() == [1.0] * 12
     assert list(load_file(file)) == names

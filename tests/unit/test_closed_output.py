@@ -38,7 +38,7 @@ PRINTING = (
 @pytest.mark.parametrize("words", PRINTING)
 def test_what_only_prints_fails_in_one_line(folder: Path, words: str, how: str) -> None:
     code, printed = run(words, how, folder)
-    assert code == 1 and "error: standard output: " in printed and "not complete" in printed
+    assert code == 1 and "error: standard output: " in printed and "the output is incomplete" in printed
 
 
 @pytest.mark.parametrize("how", ["2>&-", "2> /dev/full", "<&-", "2>&- <&-"])

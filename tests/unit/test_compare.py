@@ -345,7 +345,7 @@ def test_files_hold_every_run(comparison: Comparison, tmp_path: Path) -> None:
     assert "…" not in console.export_text()
 
 
-def test_a_seed_whose_adapter_was_scaled_is_drawn_with_one_whose_was_not(config: Path, tmp_path: Path) -> None:
+def test_scaled_and_unscaled_seeds_are_drawn_together(config: Path, tmp_path: Path) -> None:
     """The scaled adapter is evaluated once more at the last step."""
     losses_ED, tokens_D = np.outer([60.0, 40.0, 45.0], np.ones(4)), np.full(4, 20.0)
     results = [

@@ -54,7 +54,7 @@ class Loop:
     def run(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
             loss_sum, tokens = self.loss_sum(step)
-            loss = loss_sum / tokens + self.steering.term(step)
+            loss = loss_sum / tokens + self.steering.penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
             self.steering.observe(step, loss_sum, tokens, self.steering.measured_local())
@@ -155,7 +155,7 @@ def test_the_pending_measurement_is_in_the_state() -> None:
 def test_a_step_without_target_tokens_measures_nothing() -> None:
     loop = Loop()
     loop.run(1, 1)
-    loop.steering.term(2)
+    loop.steering.penalty(2)
     loop.steering.observe(2, torch.zeros(()), 0, loop.steering.measured_local())
     lambda_ = loop.steering.lambda_
     loop.run(3, 3)
@@ -165,7 +165,7 @@ def test_a_step_without_target_tokens_measures_nothing() -> None:
 def test_none_measures_only() -> None:
     loop = Loop(controller="none")
     loop.run(1, 3)
-    term = loop.steering.term(4)
+    term = loop.steering.penalty(4)
     assert not term.requires_grad and term.item() == 0.0
     assert loop.lambdas == [0.0] * 3
     assert loop.steering.records[-1]["s_ratio"] > 0
@@ -180,14 +180,14 @@ def test_a_fault_stops_the_run_with_its_step(poison: str) -> None:
         next(p for n, p in loop.model.named_parameters() if "lora_B" in n).data.fill_(math.nan)
         loop.run(3, 3)
     else:
-        loop.steering.term(3)
+        loop.steering.penalty(3)
         loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.measured_local())
     with pytest.raises(ScuFault, match="step 3 measured"):
         loop.run(4, 4)
 
 
 def test_measuring_before_the_term_is_a_fault() -> None:
-    with pytest.raises(ScuFault, match="without term"):
+    with pytest.raises(ScuFault, match="without penalty"):
         steer(adapted()).measured_local()
 
 
@@ -266,7 +266,7 @@ def test_a_target_that_a_falling_loss_will_reach_is_not_refused() -> None:
     assert not any("out of reach" in line for line in steering.check_target(8.5, [1e-4]))
 
 
-def test_a_resumed_run_is_told_of_a_target_out_of_reach_and_goes_on() -> None:
+def test_a_resumed_run_warns_of_a_target_out_of_reach() -> None:
     steering = steer(adapted(), measure="factors", target=0.01)
     with pytest.raises(UserError, match="out of reach"):
         steering.check_target(6.0, [1e-5] * 5)
@@ -391,7 +391,7 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            (loss_sum + steering.term(step)).backward()
+            (loss_sum + steering.penalty(step)).backward()
             steering.observe(step, loss_sum.detach(), 22, steering.measured_local())
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -93,7 +93,7 @@ def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[st
     Path("a.txt").write_text("red green\nblue\n")
     settings = ["dataset.path=a.txt", f"dataset.streaming={streaming}", "training.max_steps=2"]
     assert "warning" not in shown(capsys, *settings)
-    assert "questions as well as answers" in shown(capsys, *settings[1:], "dataset.train_on=all")
+    assert "prompts as well as answers" in shown(capsys, *settings[1:], "dataset.train_on=all")
 
 
 def test_warns_of_nothing_trained() -> None:

@@ -1,4 +1,4 @@
-"""KL to the base: its value and gradient beside plain torch, the reference text of a step, and a loop that holds it."""
+"""KL to the base: value and gradient compared with plain torch, the reference text of a step, and a control loop."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool
 
 
 def batch_of(reference: Reference, step: int) -> Tensor:
-    return reference.batch(reference.mine(step)).input_ids
+    return reference.batch(reference.select(step)).input_ids
 
 
 def by_hand(model: Any, samples: list[Sample]) -> Tensor:
@@ -211,7 +211,7 @@ def engine_of(model: Any) -> Any:
 def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packed: bool) -> None:
     model, passes = adapted(), list[Any]()
     engine, loss, texts = engine_of(model), TokenLoss(model), reference(3, packed=packed)
-    plain_term = Divergence(engine, loss, texts).term(2, 0.5)
+    plain_term = Divergence(engine, loss, texts).penalty(2, 0.5)
     states = BaseStates.compute(engine, loss, texts)
     assert states is not None and model.training
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packe
                 parameter.mul_(1.5)  # what the adapter has become since then is not in them
     kept = Divergence(engine, loss, texts, base_states=states)
     model.register_forward_hook(lambda *_: passes.append(1))
-    changed, wanted = kept.term(2, 0.5), Divergence(engine, loss, texts).term(2, 0.5)
+    changed, wanted = kept.penalty(2, 0.5), Divergence(engine, loss, texts).penalty(2, 0.5)
     assert len(passes) == 1 + 2
     assert changed.item() == pytest.approx(wanted.item(), rel=1e-6) and changed.item() > plain_term.item()
     gradients = [
@@ -236,7 +236,7 @@ def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
 
 
 def pack(*, flat: bool) -> MicroBatch:
-    """Two packs of two documents each, of which the first tokens are prompts."""
+    """Two packs of two documents each, with prompts as the first tokens."""
     texts = documents()
     packs = [
         Sample(
@@ -267,11 +267,11 @@ def test_reference_text_in_the_pack_gives_what_a_pass_of_its_own_does(
     divergence = Divergence(engine_of(model), loss, texts, packed=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    apart = loss(model, batch, CPU), divergence.term(2, 0.5)
+    apart = loss(model, batch, CPU), divergence.penalty(2, 0.5)
     wanted = torch.autograd.grad(apart[0] + 3 * apart[1], trained, allow_unused=True)
     k = divergence.local()
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    together = divergence.loss(2, batch), divergence.term(2, 0.5)
+    together = divergence.loss(2, batch), divergence.penalty(2, 0.5)
     found = torch.autograd.grad(together[0] + 3 * together[1], trained, allow_unused=True)
     assert passes == [False, True], "the base's pass, and one of the adapted model"
     for ours, theirs in zip((*together, divergence.local()), (*apart, k), strict=True):
@@ -282,7 +282,7 @@ def test_reference_text_in_the_pack_gives_what_a_pass_of_its_own_does(
         if ours is not None and theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     # What was computed with one pack is not taken for another step's.
-    assert divergence.term(3, 0.5).item() != pytest.approx(together[1].item(), rel=1e-3)
+    assert divergence.penalty(3, 0.5).item() != pytest.approx(together[1].item(), rel=1e-3)
 
 
 def test_documents_behind_a_pack_are_laid_out_as_if_they_had_been_in_it() -> None:
@@ -329,7 +329,7 @@ class Loop:
             tokens = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step % 3))
             logits = self.model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
             loss_sum = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-            loss = loss_sum / 22 + self.steering.term(step)
+            loss = loss_sum / 22 + self.steering.penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
             self.steering.observe(step, loss_sum, 22, self.steering.measured_local())
@@ -370,7 +370,7 @@ class PackedLoop(Loop):
                 loss_sum = self.token_loss(self.model, batch, CPU)
             else:
                 self.rode.append(step)
-            loss = loss_sum / batch.target_count + self.steering.term(step)
+            loss = loss_sum / batch.target_count + self.steering.penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
             self.steering.observe(step, loss_sum, batch.target_count, self.steering.measured_local())
@@ -434,14 +434,14 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     loop = Loop()
     loop.run(1, 2)
     next(p for n, p in loop.model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
-    loop.steering.term(3)
+    loop.steering.penalty(3)
     loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.measured_local())
     with pytest.raises(ScuFault, match=r"step 3 measured .* for the divergence from the base"):
         loop.steering.settle()
 
 
 def test_swinging_gains_of_kl_are_refused() -> None:
-    with pytest.raises(UserError, match=r"scu\.ki=0\.5: with scu\.kp=0\.5 .* swings"):
+    with pytest.raises(UserError, match=r"scu\.ki=0\.5: with scu\.kp=0\.5 .* oscillates"):
         Loop(ki=0.5)
 
 

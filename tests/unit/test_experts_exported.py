@@ -130,6 +130,6 @@ def test_a_name_that_the_server_does_not_know_is_found(
 
 def test_experts_under_a_name_that_no_server_knows_are_refused(tmp_path: Path) -> None:
     run_dir, _ = make_run(tmp_path, "granitemoehybrid")
-    with pytest.raises(UserError, match=r"input_linear\.weight: this checkpoint has its own name for all experts"):
+    with pytest.raises(UserError, match=r"input_linear\.weight: this checkpoint stores experts under a name"):
         export(find_run(run_dir), "vllm", tmp_path / "out")
     assert not (tmp_path / "out").exists()

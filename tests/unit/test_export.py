@@ -30,7 +30,7 @@ def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
     output = tmp_path / "sub" / "tiny.gguf"
     assert main([str(run_dir), "--format", "gguf", "--output", str(output)]) == 0
     assert "in f32, written by the gguf package" in capsys.readouterr().out
-    assert [path.name for path in output.parent.iterdir()] == ["tiny.gguf"], "nothing is left beside it"
+    assert [path.name for path in output.parent.iterdir()] == ["tiny.gguf"], "no temporary files remain"
     merged = merge(find_run(run_dir), tmp_path / "merged")
     weights = load_file(merged / "model.safetensors")
     read = {tensor.name: torch.from_numpy(numpy.array(tensor.data)) for tensor in GGUFReader(output).tensors}
@@ -63,7 +63,7 @@ def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path, capsys: pytes
     assert main([str(make_run(tmp_path, base=base)), "--format", "gguf", "--output", str(tmp_path / "a.gguf")]) == 0
     said = capsys.readouterr().out
     assert "context of 64 tokens, the model's sliding window" in said
-    assert "puts spaces otherwise than this tokenizer: chats differ in those" in said
+    assert "handles spaces after special tokens differently, so tokens of chats may differ" in said
 
 
 def test_peft_reads_what_is_exported_for_it(run_dir: Path, tmp_path: Path) -> None:
@@ -213,10 +213,10 @@ def test_a_converter_of_the_users_is_run(run_dir: Path, tmp_path: Path, capsys: 
     ("arguments", "complaint"),
     [
         (["--format", "gguf", "--converter", "none.py"], "--converter none.py: no such file"),
-        (["--format", "hf", "--converter", "none.py"], "makes GGUF files, and --format is hf"),
-        (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: a format of GGUF files"),
-        (["--format", "peft", "--dtype", "f16"], "--dtype f16: --format peft keeps the adapter's own numbers"),
-        (["--format", "gguf", "--output", "."], "is a folder, and --format gguf writes a file"),
+        (["--format", "hf", "--converter", "none.py"], "is for GGUF files, not for --format hf"),
+        (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: is for GGUF files"),
+        (["--format", "peft", "--dtype", "f16"], "--dtype f16: --format peft keeps the adapter's dtype"),
+        (["--format", "gguf", "--output", "."], "is a folder, but --format gguf writes a file"),
     ],
 )
 def test_mistakes_are_one_line(

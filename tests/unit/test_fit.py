@@ -1,4 +1,4 @@
-"""`scu.scale_to_target`: texts that are kept apart, and the part of an update that is within the target."""
+"""`scu.scale_to_target`: held-out texts, and the fraction of an update that is within the target."""
 
 import math
 from itertools import pairwise
@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.test_divergence import CPU, Loop, engine_of, reference
 from trainer.patches.loss_head import TokenLoss
-from trainer.scu.fit import Fit, fit, keep_apart
-from trainer.scu.in_a_run import fit_to_target
+from trainer.scu.fit import Fit, fit, split_held_out
+from trainer.scu.steering import fit_to_target
 
 
 def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
@@ -27,18 +27,20 @@ def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
 
 def test_a_k_that_is_no_number_scales_nothing() -> None:
     found = fit(lambda _: math.nan, 0.02, 8)
-    assert found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "it stays as it is" in found.line(0.02)
+    assert (
+        found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "the update is not scaled" in found.line(0.02)
+    )
 
 
-def test_an_adapter_no_part_of_which_is_within_the_target_stays_as_it_is() -> None:
+def test_an_adapter_above_the_target_at_every_scale_is_unchanged() -> None:
     """DoRA's magnitudes are no part of what is scaled."""
     found = fit(lambda factor: 1.0 + factor, 0.02, 8)
-    assert found.factor == 1.0 and found.kl_bits == 2.0 and "it stays as it is" in found.line(0.02)
+    assert found.factor == 1.0 and found.kl_bits == 2.0 and "the update is not scaled" in found.line(0.02)
 
 
 @pytest.mark.parametrize("count", [64, 65, 100, 512, 700, 5000])
 def test_texts_kept_apart_are_an_eighth_in_groups_of_neighbours(count: int) -> None:
-    texts, kept = keep_apart(range(count))
+    texts, kept = split_held_out(range(count))
     assert sorted([*texts, *kept]) == list(range(count))
     assert len(kept) == min(64, count // 8 // 8 * 8)
     starts = kept[::8]
@@ -48,7 +50,7 @@ def test_texts_kept_apart_are_an_eighth_in_groups_of_neighbours(count: int) -> N
 
 
 def test_of_few_texts_none_is_kept_apart() -> None:
-    assert keep_apart(range(63)) == (list(range(63)), [])
+    assert split_held_out(range(63)) == (list(range(63)), [])
 
 
 def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_the_factor() -> None:
@@ -57,20 +59,22 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     divergence = loop.steering.divergence
     assert divergence is not None
     whole = reference()
-    divergence.kept = whole
+    divergence.held_out = whole
     token_loss, engine = TokenLoss(loop.model), engine_of(loop.model)
     batch = whole.batch(range(len(whole.documents)))
     base_states = token_loss.of_base(engine, batch, CPU)
     at_once = token_loss.divergence(engine, batch, CPU, base_states=base_states, with_gradient=False)
     tokens = sum(len(document.input_ids) - 1 for document in whole.documents)
-    assert divergence.of_kept() == pytest.approx(at_once.item() / tokens / math.log(2), rel=1e-5)
-    steering = Loop(target=divergence.of_kept() / 4).steering
+    assert divergence.measure_held_out() == pytest.approx(at_once.item() / tokens / math.log(2), rel=1e-5)
+    steering = Loop(target=divergence.measure_held_out() / 4).steering
     steering.divergence = divergence
     lines: list[str] = []
     loop.model.train()
     factor = fit_to_target(steering, loop.model, lines.append)
     assert 0.3 < factor < 0.7 and loop.model.training and len(lines) == 1
-    assert divergence.of_kept() == pytest.approx(steering.law.target, rel=0.02)
-    assert steering.fitted is not None and divergence.of_kept() == pytest.approx(steering.fitted.kl_bits, rel=1e-5)
-    divergence.kept = None
+    assert divergence.measure_held_out() == pytest.approx(steering.law.target, rel=0.02)
+    assert steering.fitted is not None and divergence.measure_held_out() == pytest.approx(
+        steering.fitted.kl_bits, rel=1e-5
+    )
+    divergence.held_out = None
     assert fit_to_target(steering, loop.model, lines.append) == 1.0 and len(lines) == 1

@@ -22,7 +22,7 @@ from trainer.parallel.engine.flat_adapter import trained_parameters
 
 DENSE = ("llama", "qwen2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "falcon", "bloom", "opt", "granitemoehybrid")
 NOT_BUILT = 40
-"""Families of transformers that these settings make no model of, or whose layers are refused, at most."""
+"""Maximum number of transformers' families that these settings build no model of, or that are refused."""
 
 
 def config_of(name: str) -> Any:
@@ -45,7 +45,7 @@ def lost(name: str, folder: Path, **lora: Any) -> tuple[list[str], list[str]]:
     config = config_of(name)
     with torch.device("meta"):
         ours = apply_adapter(empty_model(config, ModelSection()), LoraSection(r=2, **lora), torch.float32)
-    form = AdapterForm.of(ours, [path for path, _ in trained_parameters(ours)])
+    form = AdapterForm.from_model(ours, [path for path, _ in trained_parameters(ours)])
     shapes = {stored: value.shape for stored, value in form.stored(dict(ours.named_parameters())).items()}
     save_file({stored: torch.zeros(shape) for stored, shape in shapes.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(form.settings)
@@ -67,7 +67,7 @@ def test_peft_takes_every_tensor_of_some_layers(name: str, tmp_path: Path) -> No
 
 
 def test_transformers_still_renames_what_it_has_renamed() -> None:
-    """`mlp.shared_expert.` is a pattern, whose last point matches any character: names_in_file goes when this fails."""
+    """`mlp.shared_expert.` is a pattern with a final `.` that matches all: remove names_in_file when this fails."""
     name = "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_A.weight"
     model = empty_model(config_of("laguna"), ModelSection())
     assert loaded_names(model, [name])[name] == name.replace("shared_experts.", "shared_experts..")

@@ -225,9 +225,9 @@ def joined_by_score(text: str, scores: dict[str, float]) -> list[str]:
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rotary embedding of type dynamic is not written here",
+            "rotary embedding of type dynamic is not supported",
         ),
-        ("qwen2", {"rope_parameters": LLAMA3}, "rotary embedding of type llama3 is not written here for Qwen2"),
+        ("qwen2", {"rope_parameters": LLAMA3}, "rotary embedding of type llama3 is not supported for Qwen2"),
     ],
 )
 def test_what_is_not_written_here_is_refused_with_the_fix(
@@ -294,5 +294,5 @@ def test_a_tokenizer_with_a_splitting_of_its_own_is_refused(tmp_path: Path) -> N
         [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"splits text by Punctuation and ByteLevel .* --converter"):
+    with pytest.raises(UserError, match=r"tokenizer.s rules \(Punctuation and ByteLevel\).* --converter"):
         write_gguf(folder, tmp_path / "model.gguf", dtype="auto")

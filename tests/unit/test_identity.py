@@ -74,7 +74,7 @@ def test_another_base_is_refused(
 ) -> None:
     """Of the same shapes, with other weights: as an -Instruct model next to the base that it was made from."""
     [line] = refusal(capsys, command, ground / place, tmp_path / "out", "--base-model", str(ground / "other"))
-    assert line.startswith(f"error: base_model={ground}/other: has other weights than {ground}/model"), line
+    assert line.startswith(f"error: base_model={ground}/other: its weights differ from {ground}/model"), line
     assert str(ground / place) in line and "--allow-mismatch" in line
 
 
@@ -91,7 +91,7 @@ def test_the_same_base_elsewhere_is_the_same(ground: Path, tmp_path: Path) -> No
 
 def test_a_base_that_changed_in_place_is_refused(ground: Path, base: Path) -> None:
     make_model(base, seed=5)
-    with pytest.raises(UserError, match=r"other weights than what was there when .*run was trained.*--allow-mismatch"):
+    with pytest.raises(UserError, match=r"weights differ from when .*run was trained.*--allow-mismatch"):
         find_run(ground / "run")
     find_run(ground / "run", allow_mismatch=True)
 
@@ -105,10 +105,22 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "alpha": (lambda run: edit(run / "adapter_config.json", lora_alpha=1), "adapter_config.json is not as training"),
-    "tokenizer": (lambda run: edit(run / "tokenizer.json", truncation=None), "tokenizer.json is not as training"),
-    "template": (lambda run: (run / "chat_template.jinja").write_text("{{ 1 }}"), "chat_template.jinja is not as"),
-    "no template": (lambda run: (run / "chat_template.jinja").unlink(), "chat_template.jinja is not as training"),
+    "alpha": (
+        lambda run: edit(run / "adapter_config.json", lora_alpha=1),
+        "adapter_config.json was changed after",
+    ),
+    "tokenizer": (
+        lambda run: edit(run / "tokenizer.json", truncation=None),
+        "tokenizer.json was changed after",
+    ),
+    "template": (
+        lambda run: (run / "chat_template.jinja").write_text("{{ 1 }}"),
+        "chat_template.jinja was changed after",
+    ),
+    "no template": (
+        lambda run: (run / "chat_template.jinja").unlink(),
+        "chat_template.jinja was changed after",
+    ),
     "quantisation": (lambda run: edit(run / "training_config.json", adapter="qlora"), "adapter=qlora: .* with lora"),
 }
 
@@ -143,9 +155,9 @@ def test_training_does_not_start_from_an_adapter_of_another_base(
         capsys.readouterr()
         assert starts(ground, adapter, other) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert "has other weights than" in line and "lora.allow_mismatch: true" in line
+        assert "its weights differ from" in line and "lora.allow_mismatch: true" in line
         assert starts(ground, adapter, other, "lora.allow_mismatch=true") == 0
-        assert "has other weights than" in capsys.readouterr().out
+        assert "its weights differ from" in capsys.readouterr().out
 
 
 def test_an_adapter_without_a_record_is_compared_by_the_name_of_its_base(

@@ -334,7 +334,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
 )
 def test_the_estimate_is_what_a_card_showed(shape: str, side: int, measured_gib: float) -> None:
     """One H200, tests/bench/bench_images.py on ca66c0e; at 1,024 pixels with recomputation."""
-    from trainer.commands.estimate import planner_for
+    from trainer.commands.estimate import build_planner
 
     settings = {
         "base_model": f"random:{shape}",
@@ -345,12 +345,12 @@ def test_the_estimate_is_what_a_card_showed(shape: str, side: int, measured_gib:
         "training": {"gradient_checkpointing": side == 1024},
     }
     config = RunConfig.model_validate(settings)
-    planner, _ = planner_for(config, 1)
+    planner, _ = build_planner(config, 1)
     assert planner.of(config).peak / 2**30 == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_the_estimate_of_a_published_shape_is_its_weights_and_what_it_keeps() -> None:
-    from trainer.commands.estimate import planner_for
+    from trainer.commands.estimate import build_planner
 
     settings = {
         "base_model": "random:sdxl",
@@ -359,7 +359,7 @@ def test_the_estimate_of_a_published_shape_is_its_weights_and_what_it_keeps() ->
         "image": {"resolution": 512},
     }
     config = RunConfig.model_validate(settings)
-    planner, _ = planner_for(config, 1)
+    planner, _ = build_planner(config, 1)
     found = planner.of(config)
     assert found.terms["base model"] == pytest.approx(2 * 2.567e9, rel=0.01)
     assert 0 < found.terms["activations"] < 3 * 2**30 and found.peak < 10 * 2**30

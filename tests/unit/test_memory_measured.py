@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.gpu.memory_table import ALLOWED, write_text
-from trainer.commands.estimate import planner_for
+from trainer.commands.estimate import build_planner
 from trainer.config import load_config
 from trainer.memory.planner import Planner, with_changes
 
@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def plan(folder: Path, shape: str, adapter: str, gpus: int) -> Planner:
     config = load_config(folder / "base.yaml", [f"base_model=random:{shape}", f"adapter={adapter}"]).config
-    return planner_for(config, gpus)[0]
+    return build_planner(config, gpus)[0]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfi
         return training.gradient_checkpointing, training.gradient_checkpointing_layers
 
     assert resolved(without) == resolved(None) == ("none", None)
-    # The layer that comes back may as well have stayed: all but one need no more than all.
+    # Keeping the recomputed layer costs nothing: all but one need no more than all.
     assert resolved(every) == ("non_reentrant", 31) and resolved(every - 1) == ("non_reentrant", None)
     seen = []
     for part in range(1, 8):
@@ -276,15 +276,15 @@ def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """7.7 GiB, of which 2.1 GiB are the base, which can lie in host memory."""
+    """7.7 GiB including 2.1 GiB of the base, which can be offloaded to host memory."""
     file = tmp_path / "run.yaml"
     file.write_text("base_model: random:tinyllama-1.1b\noutput_dir: x\ndataset: {path: absent.jsonl}\n")
     assert main([str(file), "lora_r=16", "training.batch_size=2", "--gpu-memory", "6GiB"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("lora_r is read as lora.r\n")
-    assert "as configured it is too large; the lowest stage that fits" in out
+    assert "too large as configured; the lowest stage that fits" in out
     assert "zero.stage=3 zero.offload_optimizer=true zero.offload_parameters=true" in out
-    assert "on 1 GPU of 6.00 GiB: " in out and "as many as fit in 6.00 GiB)" in out
+    assert "on 1 GPU of 6.00 GiB: " in out and "the most that fit in 6.00 GiB)" in out
     assert main([str(file), "training.optimizer=adamw_8bit"]) == 0
     out = capsys.readouterr().out
     assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out
@@ -303,9 +303,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_every_preset_has_an_estimate() -> None:
     """The hub is not asked: published shapes stand in for names that cannot be read."""
     for file in sorted((ROOT / "configs").glob("*b.yaml")):
-        from trainer.commands.estimate import model_config_of
+        from trainer.commands.estimate import read_model_config
 
-        model_config, _ = model_config_of(load_config(file).config)
+        model_config, _ = read_model_config(load_config(file).config)
         assert model_config.num_hidden_layers > 1
 
 
@@ -332,7 +332,7 @@ def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepared]:
-    """20 chats for a model of a published shape, of which no weight is needed."""
+    """20 chats for a model of a published shape, without weights."""
     folder = tmp_path_factory.mktemp("prepared")
     tree = {
         "base_model": "random:tinyllama-1.1b",

@@ -12,7 +12,7 @@ import yaml
 from tests.tiny import write_chats
 from tests.unit.test_memory_families import config_of
 from trainer.commands.doctor.probe import estimate_need
-from trainer.commands.estimate import on_cpu, planner_for
+from trainer.commands.estimate import build_planner, plan_on_cpu
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.memory import preflight as check
 from trainer.memory.bytes import GIB
@@ -72,7 +72,7 @@ def test_estimate_doctor_validate_and_training_say_the_same(tmp_path: Path, monk
     config = load_config(tmp_path / "run.yaml").config
     found = prepare(config)
     planned = plan_on(Machine.cpu(1, "fp32"), config, found, None).found
-    estimated = on_cpu(planner_for(config, 1)[0], config).found
+    estimated = plan_on_cpu(build_planner(config, 1)[0], config).found
     assert planned is not None and estimated is not None
     need, _ = estimate_need(config, 1)
     assert planned.needed == estimated.needed == need["process_per_rank"]

@@ -36,7 +36,7 @@ def test_experts_that_were_not_adapted_are_the_bases_to_the_bit(
 ) -> None:
     run = find_run(run_dir)
     output = merge(run, tmp_path / "merged")
-    assert "experts: as they were, in MXFP4" in capsys.readouterr().err
+    assert "experts: unchanged, in MXFP4" in capsys.readouterr().err
     before, after = load_file(run_dir.parent / "model" / "model.safetensors"), load_file(output / "model.safetensors")
     assert before.keys() == after.keys()
     for name in (name for name in before if "experts" in name):
@@ -70,7 +70,7 @@ def test_what_an_adapter_added_to_experts_is_rounded_and_the_loss_is_said(
         wanted.append(weight.data.clone())
         return stored_layout(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainer.commands.requantised.stored_layout", changed)
+    monkeypatch.setattr("trainer.commands.requantized.stored_layout", changed)
     output = merge(find_run(run_dir), tmp_path / "merged")
     stored = load_file(output / "model.safetensors")
     written = mxfp4.dequantized(stored[f"{DOWN}_blocks"], stored[f"{DOWN}_scales"], torch.float32)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_free, check_place, obstacle
+from trainer.checkpoint.output_folder import check_free, check_place, find_obstacle
 from trainer.checkpoint.run_record import (
     RESULT,
+    clear_folder,
     holds_run,
-    make_way,
     note_written,
     place_result,
     write_run_record,
@@ -95,33 +95,33 @@ write_run_record(Path("out"), RunConfig.model_validate_json({settings.model_dump
     other = place / "other"
     other.mkdir()
     (other / "written.txt").write_text("mine")
-    assert "holds files that are no run's (written.txt)" in refusal(config("other"))
+    assert "holds files of something else (written.txt)" in refusal(config("other"))
 
 
 # output_dir: what the line must hold
 PLACES = {
-    "model": "is base_model as well",
-    "./data/../model": "is base_model as well",
-    "model/lora": "lies within base_model (model)",
-    ".": "holds base_model (model)",
-    "data": "holds dataset.path (data/train.jsonl)",
-    "cache": "is dataset.cache_dir as well",
-    "cache/run": "lies within dataset.cache_dir",
+    "model": "is also base_model",
+    "./data/../model": "is also base_model",
+    "model/lora": "is inside base_model (model)",
+    ".": "contains base_model (model)",
+    "data": "contains dataset.path (data/train.jsonl)",
+    "cache": "is also dataset.cache_dir",
+    "cache/run": "is inside dataset.cache_dir",
     "../home/me": "is your home folder",
     "../home": "is above your home folder",
     "/": "is above your home folder",
     "checkout": "is a git checkout",
-    "project": "holds files that are no run's (README.md, adapter_utils.py, metrics.jsonl, ...)",
+    "project": "holds files of something else (README.md, adapter_utils.py, metrics.jsonl, ...)",
     "data/train.jsonl": "data/train.jsonl is a file",
     "data/train.jsonl/x": "data/train.jsonl is a file",
-    "dangling": "dangling is a link to nowhere, which is not there",
+    "dangling": "dangling is a link to nowhere, which does not exist",
     "dangling/x": "dangling is a link to nowhere",
     "circle": "circle is a link to circle",
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
     "/proc/run": "0.00 GiB free",
-    "odd": "logs in it is a file",
+    "odd": "logs is a file",
 }
 
 
@@ -200,29 +200,29 @@ def test_a_folder_without_anybodys_files_is_free(place: Path, left: list[str]) -
 
 
 def test_the_advice_is_one_that_works(place: Path) -> None:
-    """A run stopped before its first checkpoint cannot be gone on with."""
+    """A run stopped before its first checkpoint cannot be resumed."""
     run = a_run(place / "out")
     line = refusal(config())
-    assert "holds another run, without a whole checkpoint to go on from" in line
+    assert "holds another run, without a complete checkpoint to resume from" in line
     assert "output.overwrite: true to move it aside" in line and "latest" not in line
     (run / "checkpoint-5").mkdir()
     (run / "checkpoint-5" / "COMPLETE").touch()
-    assert "set training.resume_from_checkpoint: latest to go on with it, or output.overwrite" in refusal(config())
+    assert "set training.resume_from_checkpoint: latest to resume it, or output.overwrite" in refusal(config())
     for changes in (
         {"output": {"overwrite": True}},
         {"output": {"overwrite": "delete"}},
         {"training": {"resume_from_checkpoint": "latest"}},
     ):
         check_place(config(**changes))
-        assert obstacle(config(**changes)) is None
+        assert find_obstacle(config(**changes)) is None
 
 
-def test_checkpoints_that_were_copied_can_be_gone_on_from(place: Path) -> None:
+def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
     (place / "out" / "checkpoint-5").mkdir(parents=True)
     (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
     check_place(config(training={"resume_from_checkpoint": "latest"}))
     (place / "out" / "thesis.tex").touch()
-    assert "no run's (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
+    assert "something else (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
 
 
 def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
@@ -230,7 +230,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
         run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5/state.json")
         (run / "notes.txt").write_text("mine")
         before = contents(run)
-        assert make_way(run, True) == f"the earlier run is now {place / expected}"
+        assert clear_folder(run, True) == f"the earlier run is now {place / expected}"
         assert contents(place / expected) == before
         assert [path.name for path in run.iterdir()] == ["logs"], "the new run's logs are there already"
         assert holds_run(place / expected)
@@ -239,7 +239,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
 def test_a_run_behind_a_link_is_moved_where_it_is(place: Path) -> None:
     a_run(place / "disk" / "run", "adapter_model.safetensors")
     (place / "out").symlink_to(place / "disk" / "run")
-    make_way(place / "out", True)
+    clear_folder(place / "out", True)
     assert (place / "disk" / "run.1" / "adapter_model.safetensors").exists() and (place / "out").is_symlink()
 
 
@@ -254,7 +254,7 @@ def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
     (place / "kept" / "weights").write_text("mine")
     note_written(run, ["link"])
     (run / "link").symlink_to(place / "kept")
-    assert make_way(run, "delete") is None
+    assert clear_folder(run, "delete") is None
     assert contents(run) == {**mine, "logs/rank-0.log": "of the run: logs/rank-0.log"}
     assert contents(place / "kept") == {"weights": "mine"}, "a link is deleted, not what it leads to"
     write_run_record(run, config(), 1, "cpu", "fp32")
@@ -267,7 +267,7 @@ def test_a_list_can_name_nothing_outside_of_the_folder(place: Path, line: str) -
     with (run / "written.txt").open("a") as file:
         file.write(f"{line}\nnot written to the e")
     (run / "not written to the e").write_text("mine")
-    make_way(run, "delete")
+    clear_folder(run, "delete")
     assert contents(place / "model") and contents(place / "data")
     assert contents(run) == {"logs/rank-0.log": "of the run: logs/rank-0.log", "not written to the e": "mine"}
 
@@ -278,7 +278,7 @@ def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) 
     (run / "written.txt").unlink()
     note_written(run, ["merged"])
     assert not (run / "written.txt").exists(), "half a list would pass for the whole"
-    assert make_way(run, "delete") == (
+    assert clear_folder(run, "delete") == (
         f"the earlier run is now {place / 'out.1'} (it has no list of its files, so nothing was deleted)"
     )
     assert (place / "out.1" / "adapter_model.safetensors").exists()
@@ -288,11 +288,11 @@ def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) 
     assert written_names(resumed) is None
 
 
-def test_a_run_that_was_killed_while_it_began_can_be_begun_again(place: Path) -> None:
+def test_a_run_killed_at_its_start_can_be_started_again(place: Path) -> None:
     run = a_run(place / "out")
     (run / "run.json").unlink()
     assert holds_run(run)
-    make_way(run, True)
+    clear_folder(run, True)
     assert holds_run(place / "out.1") and not holds_run(run)
 
 

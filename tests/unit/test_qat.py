@@ -17,7 +17,7 @@ from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.integers import apart
+from trainer.commands.integers import mixed_format_warnings
 from trainer.commands.merge import main as merge_main
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -251,8 +251,8 @@ def test_transformers_loads_what_was_trained_to_the_bit(
     assert f"fake-quantised: the merged weights of 14 adapted layers ({kind}" in console
     assert f"zerolora merge {folder} --quantize {kind}" in console
     assert merge_main([str(folder), "--quantize", kind]) == 0
-    told = capsys.readouterr().err
-    assert f"14 layers in {kind}, a scale for each" in told and "note" not in told and "warning" not in told
+    printed = capsys.readouterr().err
+    assert f"14 layers in {kind}, a scale for each" in printed and "note" not in printed and "warning" not in printed
     merged = folder / f"merged-{kind}"
     stored = load_file(merged / "model.safetensors")
     bits = 8 if kind == "int8" else 4
@@ -275,21 +275,21 @@ def test_transformers_loads_what_was_trained_to_the_bit(
             assert (served(ids).logits - trained(ids).logits).abs().max() > 1e-3, "rounding does something"
 
 
-def test_a_plain_run_is_rounded_too_and_told_that_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_run_is_rounded_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install 'zerolora[qat]'")
     run = find_run(make_run(tmp_path, lora={"target_modules": ["q_proj", "up_proj"]}))
     output = merge(run, tmp_path / "served", quantize="int4")
-    told = capsys.readouterr().err
-    assert "note: the run was not trained for whole numbers (training.qat)" in told
-    assert "warning: k_proj, v_proj without an adapter stays in 16 bits beside q_proj" in told
+    printed = capsys.readouterr().err
+    assert "note: the run was not trained for integers (training.qat)" in printed
+    assert "warning: k_proj, v_proj without an adapter stays in 16 bits, unlike q_proj" in printed
     stored = load_file(output / "model.safetensors")
     assert f"{LAYER}.weight_packed" in stored and "model.layers.1.mlp.gate_proj.weight" in stored
 
 
 def test_servers_want_all_of_what_they_compute_as_one() -> None:
-    assert apart(["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj", "lm_head"]) == []
-    (line,) = apart(["a.gate_proj"], ["a.up_proj"])
-    assert "up_proj without an adapter stays in 16 bits beside gate_proj" in line
+    assert mixed_format_warnings(["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj", "lm_head"]) == []
+    (line,) = mixed_format_warnings(["a.gate_proj"], ["a.up_proj"])
+    assert "up_proj without an adapter stays in 16 bits, unlike gate_proj" in line
 
 
 def test_a_merge_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: only as the same run, only from whole files, and losing no other course."""
+"""Resuming from a checkpoint: only the same run, only from complete files, without losing an earlier run."""
 
 import json
 import shutil
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
-from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.checkpoint.checkpoint_files import damage, list_checkpoints, reseal
 from trainer.checkpoint.finished_run import find_run
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.commands.estimate import main as estimate
@@ -23,12 +22,11 @@ from trainer.commands.prepare_run import main as prepare
 from trainer.commands.validate import main as validate
 from trainer.config import UserError
 from trainer.monitor.metrics import read_metrics
-from trainer.parallel.engine.state_pieces import Pieces, whole_state
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4, and other models and data beside it."""
+    """A run of four steps with checkpoints at 2 and 4, next to other models and data."""
     folder = make_ground(tmp_path_factory.mktemp("resume"))
     train(folder)
     make_model(folder / "other", seed=9)
@@ -48,7 +46,7 @@ def run_dir(ground: Path) -> Iterator[Path]:
 
 
 def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """The lines with which `zerolora prepare` refuses to go on; nothing is written then."""
+    """Return the errors with which `zerolora prepare` refuses to resume; nothing is written then."""
     before = {path: path.stat().st_mtime_ns for path in (ground / "run").rglob("*")}
     capsys.readouterr()
     code = prepare([str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", *overrides])
@@ -61,7 +59,7 @@ def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -
 
 
 ALLOW = "set it back, or allow the change with training.resume_changes: [{}]"
-NEW_RUN = "its optimizer state fits nothing else; set it back, or begin a new run with lora.adapter_path: "
+NEW_RUN = "its optimizer state fits nothing else; set it back, or start a new run with lora.adapter_path: "
 CHANGES = [
     ("lora.alpha=16", "lora.alpha=16.0: checkpoint-4 was trained with 8.0", ALLOW.format("adapter")),
     ("lora.dropout=0.1", "lora.dropout=0.1: checkpoint-4 was trained with 0.0", ALLOW.format("adapter")),
@@ -84,12 +82,12 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "told", "fix"), CHANGES, ids=[change[0] for change in CHANGES])
+@pytest.mark.parametrize(("changes", "expected", "fix"), CHANGES, ids=[change[0] for change in CHANGES])
 def test_what_changes_the_run_is_refused(
-    ground: Path, capsys: pytest.CaptureFixture[str], changes: str, told: str, fix: str
+    ground: Path, capsys: pytest.CaptureFixture[str], changes: str, expected: str, fix: str
 ) -> None:
     lines = refusal(ground, capsys, *changes.split(" "))
-    assert len(lines) == 1 and lines[0].startswith(told) and fix in lines[0], lines
+    assert len(lines) == 1 and lines[0].startswith(expected) and fix in lines[0], lines
 
 
 def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +100,7 @@ def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixtur
         f"dataset.path={ground}/other.jsonl",
         "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 samples a step",
     ]
-    assert "has other weights than" in lines[1] and "[base_model]" in lines[1]
+    assert "its weights differ from" in lines[1] and "[base_model]" in lines[1]
     assert "not the data that checkpoint-4 was trained with" in lines[2] and "[data]" in lines[2]
     assert "trained with 4" in lines[3] and "[batch]" in lines[3]
     lines = refusal(ground, capsys, *changes, "training.resume_changes=[seed, data, base_model]")
@@ -119,7 +117,7 @@ def test_validate_says_the_same(ground: Path, capsys: pytest.CaptureFixture[str]
     changed = "training.max_steps 4 -> 9, training.learning_rate 0.001 -> 0.0001, zero.stage 2 -> 1"
     assert f"resume: changed since checkpoint-4: {changed}" in out
     assert validate(config) == 0
-    assert "there is nothing left to train; raise them to go on" in capsys.readouterr().out
+    assert "nothing is left to train; raise them to continue" in capsys.readouterr().out
 
 
 def test_the_same_run_under_other_names_is_the_same(
@@ -147,8 +145,8 @@ def test_a_global_batch_is_the_same_before_the_ranks_divide_it(
     assert "changed since checkpoint-4: training.max_steps 4 -> 9\n" in capsys.readouterr().out
     assert prepare([*goes_on, "training.global_batch_size=2", "--world-size=2"]) == 2
     trained_with = 8 if size == 8 else 1
-    told = f"= 2 samples a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
-    assert told in capsys.readouterr().err
+    expected = f"= 2 samples a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
+    assert expected in capsys.readouterr().err
 
 
 def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
@@ -158,7 +156,7 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
         "training__max_steps": 5,
         "base_model": str(ground / "other"),
     }
-    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*other weights than"):
+    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*weights differ from"):
         train(ground, seed=7, **again)
     shown = train(ground, seed=7, training__resume_changes=["seed", "base_model"], **again)
     assert "seed 42 -> 7" in shown and "the weights of base_model" in shown and "resumed from" in shown
@@ -166,26 +164,8 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
     assert state["run"]["settings"]["seed"] == 7
 
 
-def test_an_older_checkpoint_without_a_record_goes_on_with_a_note(run_dir: Path, ground: Path) -> None:
-    for folder in whole_checkpoints(run_dir):
-        # The state of all ranks in one file, as up to format 2.
-        part = folder / "training_state-00000.safetensors"
-        with safe_open(str(part), framework="pt") as handle:
-            pieces = Pieces.read(load_file(part), handle.metadata())
-        save_file(whole_state([pieces]), folder / "training_state.safetensors")
-        part.unlink()
-        state = json.loads((folder / "state.json").read_text())
-        del state["run"]
-        (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
-        (folder / "COMPLETE").write_text("")
-    again = {"training__resume_from_checkpoint": "latest", "training__max_steps": 5}
-    shown = train(ground, **again)
-    assert "note: checkpoint-4 is of an older version, which kept nothing to compare" in shown
-    assert len(read_metrics(run_dir)) == 5
-
-
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"lora__r": 8}, "is [4, 64] there and [8, 64] here, so it is of another model or adapter"),
         ({"lora__target_modules": ["q_proj"]}, "it has 24 trained tensors more than this run, so it is of another"),
@@ -193,7 +173,7 @@ def test_an_older_checkpoint_without_a_record_goes_on_with_a_note(run_dir: Path,
     ],
 )
 def test_an_older_one_of_another_model_or_adapter_is_one_line(
-    run_dir: Path, ground: Path, changes: dict[str, Any], told: str
+    run_dir: Path, ground: Path, changes: dict[str, Any], expected: str
 ) -> None:
     folder = run_dir / "checkpoint-4"
     state = json.loads((folder / "state.json").read_text())
@@ -205,19 +185,19 @@ def test_an_older_one_of_another_model_or_adapter_is_one_line(
     metrics = (run_dir / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError) as refused:
         train(ground, training__resume_from_checkpoint="latest", training__max_steps=5, **changes)
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
     assert (run_dir / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: Path) -> None:
-    """The run goes on from the one before to the bits of the run that was never damaged."""
+    """The run resumes from the previous one and is bitwise equal to an undamaged run."""
     whole = load_file(run_dir / "adapter_model.safetensors")
     file = run_dir / "checkpoint-4" / "training_state-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     shown = train(ground, training__resume_from_checkpoint="latest")
-    assert "warning: passed over checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
-    assert "going on from checkpoint-2" in shown and "resumed from" in shown
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
+    assert "warning: skipped checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
+    assert "resuming from checkpoint-2" in shown and "resumed from" in shown
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
     for name, value in load_file(run_dir / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
@@ -232,22 +212,22 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    course = read_metrics(run_dir)
+    history = read_metrics(run_dir)
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2")}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Saves, "begin", killed)
         train(ground, **again, training__max_steps=5, training__save_steps=0)
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
     train(ground, training__resume_from_checkpoint="latest")  # of step 4: nothing is left to train
-    assert read_metrics(run_dir) == course, "the records of the failed start are void, those of the run are back"
+    assert read_metrics(run_dir) == history, "the records of the failed start are dropped, those of the run restored"
     shown = train(ground, **again, training__max_steps=3)
-    told = "checkpoints later than step 2 belong to the earlier course: kept as abandoned-checkpoint-4"
-    assert shown.count(told) == 1
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
+    expected = "checkpoints after step 2 belong to the earlier run: kept as abandoned-checkpoint-4"
+    assert shown.count(expected) == 1
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
     assert damage(run_dir / "abandoned-checkpoint-4") is None
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
-    assert read_metrics(run_dir, "abandoned-metrics.jsonl") == course[2:]
+    assert read_metrics(run_dir, "abandoned-metrics.jsonl") == history[2:]
     assert not (run_dir / "metrics.later.jsonl").exists()
 
 
@@ -270,7 +250,7 @@ def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path)
     reseal(run_dir / "checkpoint-2", "state.json")
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2"), "training__max_steps": 3}
     shown = train(ground, **settings, **again)
-    assert "note: the best checkpoint so far, of step 1, is gone; the best is searched for again" in shown
+    assert "note: the best checkpoint so far (step 1) is missing; the search for the best starts over" in shown
     assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
 
 
@@ -298,7 +278,7 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     monkeypatch.setattr(Saves, "begin", refuse)
     shown = train(ground, output_dir=str(run_dir), training__save_steps=1, training__max_steps=3)
     assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
-    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
     assert not list(run_dir.glob(".writing-*"))
     card = (run_dir / "README.md").read_text()
     assert "A LoRA adapter for" in card and "| seed |" in card and "More Information Needed" not in card
@@ -307,17 +287,17 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     with pytest.raises(UserError, match="checkpoint-2 was not saved") as failed:
         train(ground, output_dir=str(tmp_path / "end"), training__save_steps=1, training__max_steps=2)
     assert failed.value.exit_code == 1
-    assert [damage(path) for path in whole_checkpoints(tmp_path / "end")] == [None]
+    assert [damage(path) for path in list_checkpoints(tmp_path / "end")] == [None]
 
 
-def test_minutes_make_checkpoints_beside_steps(ground: Path, tmp_path: Path) -> None:
+def test_checkpoints_by_minutes_and_by_steps(ground: Path, tmp_path: Path) -> None:
     """A millisecond is over after every step; the last one is made anyway."""
     settings = {"training__save_steps": 0, "training__max_steps": 3, "training__save_total_limit": None}
     train(ground, output_dir=str(tmp_path / "often"), training__save_minutes=1e-6, **settings)
-    assert [path.name for path in whole_checkpoints(tmp_path / "often")] == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    assert [path.name for path in list_checkpoints(tmp_path / "often")] == [f"checkpoint-{step}" for step in (1, 2, 3)]
     assert [bool(record.get("perf/save_ms")) for record in read_metrics(tmp_path / "often")][1:3] == [True, True]
     train(ground, output_dir=str(tmp_path / "seldom"), training__save_minutes=60, **settings)
-    assert [path.name for path in whole_checkpoints(tmp_path / "seldom")] == ["checkpoint-3"]
+    assert [path.name for path in list_checkpoints(tmp_path / "seldom")] == ["checkpoint-3"]
 
 
 def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(ground: Path, tmp_path: Path) -> None:
@@ -327,11 +307,11 @@ def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(grou
     whole = load_file(tmp_path / "whole" / "adapter_model.safetensors")
     start = {"training__resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2"), "zero__stage": 0}
     shown = train(ground, **settings, **start, output_dir=str(tmp_path / "same"))
-    assert "rounded again" not in shown
+    assert "quantized again" not in shown
     for name, value in load_file(tmp_path / "same" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shown = train(ground, **settings, **start, output_dir=str(tmp_path / "other"), ops__flat=False)
-    assert "note: the 8-bit moments are cut into other blocks here than in the checkpoint" in shown
+    assert "note: the 8-bit moments are split into other blocks than in the checkpoint" in shown
     moved = load_file(tmp_path / "other" / "adapter_model.safetensors")
     assert 0 < max(float((moved[name] - value).abs().max()) for name, value in whole.items()) < 1e-3
 
@@ -358,7 +338,7 @@ def test_bytes_of_moments_are_found_again_by_their_scales() -> None:
     assert not requantise(entry, names, dense, state.absmax / 2), "scales of another quantisation are not believed"
 
 
-def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
+def test_pissa_resumes_in_another_folder(ground: Path, tmp_path: Path) -> None:
     """The start of its adapter, which what it saves is the difference to, comes along."""
     settings = {"lora__init": "pissa", "training__max_steps": 3, "training__save_steps": 1}
     train(ground, **settings, output_dir=str(tmp_path / "whole"))
@@ -368,7 +348,7 @@ def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
     for name, value in load_file(tmp_path / "moved" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shutil.rmtree(tmp_path / "whole" / "initial_adapter")
-    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot go on without it"):
+    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot continue without it"):
         train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
 
 

@@ -148,7 +148,7 @@ def test_card_presets_are_the_recipes_of_the_guide(
         assert (smaller.training.batch_size, smaller.training.precision) == (2, expected)
 
 
-def test_every_documented_flag_is_there() -> None:
+def test_every_documented_flag_exists() -> None:
     documented = (
         "--fp16 --bf16 --batch-size --gradient-accumulation-steps --learning-rate --max-steps --block-size --lora-r "
         "--multi-gpu --torch-compile --4bit-quantization --test-run --check-requirements --resume-from-checkpoint "

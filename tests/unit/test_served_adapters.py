@@ -1,4 +1,4 @@
-"""Adapters as servers load them: their files give the trained model's logits; what would not is told, not written."""
+"""Adapters for inference servers: their files reproduce the trained logits; unsupported ones are refused."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_every_form_gives_the_trained_models_logits(
     assert f"verified by {by.get(form, 'the rules of llama.cpp')}: on 16 prompts logits differ by" in said
     commands = {"vllm": "--max-lora-rank 8", "sglang": "--lora-paths", "gguf-lora": "llama-server"}
     assert commands.get(form, "PeftModel") in said
-    assert [path.name for path in tmp_path.iterdir()] == [output.name], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == [output.name], "no temporary files remain"
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_an_adapter_that_changes_nothing_proves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "lora", "line"),
     [
-        ("vllm", {"dora": True}, "vLLM applies no DoRA"),
+        ("vllm", {"dora": True}, "vLLM does not support DoRA"),
         (
             "sglang",
             {"modules_to_save": ["lm_head"]},
-            "SGLang applies A and B of linear layers alone, and here is lm_head",
+            "SGLang only supports A and B of linear layers, and the adapter has lm_head",
         ),
-        ("gguf-lora", {"modules_to_save": ["lm_head"]}, "llama.cpp applies A and B of linear layers alone"),
+        ("gguf-lora", {"modules_to_save": ["lm_head"]}, "llama.cpp only supports A and B of linear layers"),
     ],
 )
 def test_what_a_server_does_not_apply_is_refused(form: str, lora: dict[str, Any], line: str, tmp_path: Path) -> None:
@@ -224,10 +224,10 @@ def test_llama_cpps_own_converter_reads_what_vllm_does(run_dir: Path, tmp_path: 
 
 def test_verify_is_for_adapters(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_dir), "--format", "hf", "--verify", "--output", str(tmp_path / "out")]) == 2
-    assert "--verify: for adapters (peft, vllm, sglang, gguf-lora), and --format is hf" in capsys.readouterr().err
+    assert "--verify: is for adapters (peft, vllm, sglang, gguf-lora), not for --format hf" in capsys.readouterr().err
 
 
-def test_a_host_without_memory_is_told(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_refuses_a_host_without_memory(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         available = 1000
 

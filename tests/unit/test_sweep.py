@@ -13,7 +13,7 @@ from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
 from launcher.sweep import Run, plan_runs, record_runs, split_axes, split_gpus, train_runs
 from trainer.commands.sweep_table import main as show_table
-from trainer.commands.sweep_table import outcomes
+from trainer.commands.sweep_table import read_outcomes
 from trainer.config import UserError
 from trainer.contract.heartbeat import Folder, Heartbeat
 from trainer.contract.sweep_record import read_sweep
@@ -228,7 +228,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
     record_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
-    assert [(run.name, run.loss, run.step, run.last) for run in outcomes(folder)] == [
+    assert [(run.name, run.loss, run.step, run.last) for run in read_outcomes(folder)] == [
         ("r=16", 2.4, 3, 2.9), ("r=8", 2.5, 3, 2.7), ("r=32", None, 0, None),
     ]  # fmt: skip
     assert show_table([str(folder)]) == 1

@@ -53,22 +53,22 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     assert not Path("run").exists()
 
 
-def test_it_works_beside_a_run_and_says_what_training_would_need(
+def test_validate_during_a_run_reports_what_training_would_need(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path("run")
     with FolderLock.take(run, resumes=False, say=print):
         assert validate.main([str(config)]) == 0
-        assert f"OK but for output_dir=run: a run is in it now, process {os.getpid()} on " in capsys.readouterr().out
+        assert f"OK but for output_dir=run: a run is active in it (process {os.getpid()} on " in capsys.readouterr().out
     write_run_record(run, load_config(config).config, 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
-    assert "OK but for output_dir=run: holds another run, without a whole checkpoint" in capsys.readouterr().out
+    assert "OK but for output_dir=run: holds another run, without a complete checkpoint" in capsys.readouterr().out
     assert validate.main([str(config), "output.overwrite=delete"]) == 0
     assert f"OK: zerolora train {config} output.overwrite=delete" in capsys.readouterr().out
     assert sorted(run.rglob("*")) == before
     assert validate.main([str(config), "output_dir=model", "output.overwrite=true"]) == 2
-    assert capsys.readouterr().err == "error: output_dir=model: is base_model as well; name a folder of its own\n"
+    assert capsys.readouterr().err == "error: output_dir=model: is also base_model; use a separate folder\n"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_patterns_take_what_training_reads_and_nothing_else() -> None:
     files += ["chat_template.jinja", "merges.txt"]
     others = ["pytorch_model.bin", "original/consolidated.safetensors", "onnx/model.json", "README.md", "model.gguf"]
     kept = filter_repo_objects(
-        files + others, allow_patterns=list(download.PATTERNS), ignore_patterns=list(download.LEFT_OUT)
+        files + others, allow_patterns=list(download.PATTERNS), ignore_patterns=list(download.EXCLUDED)
     )
     assert list(kept) == files
 

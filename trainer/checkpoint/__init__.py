@@ -1,1 +1,1 @@
-"""What a run writes to go on from and to keep: checkpoints, weights, its record."""
+"""Checkpoints, weights and the record of a run."""

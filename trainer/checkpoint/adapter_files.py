@@ -1,4 +1,4 @@
-"""The files of a finished adapter: what is wrong with them, and which ones differ from what training wrote."""
+"""Integrity checks of a finished adapter's files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,30 +11,27 @@ from trainer.contract.whole_files import write_json
 
 WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", FILE, "run.json"
 TEXTS = (".json", ".jinja", ".model", ".txt")
-"""Suffixes of settings and tokenizer files."""
+"""File suffixes of settings and tokenizer files."""
 OTHERS = ("state.json", "README.md")
 
 
 def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] | None) -> None:
-    """Add to run.json what identifies the result: checksums of its files, and base, data and settings."""
+    """Add the checksums of the result's files and the run's identity to run.json."""
     path = run_dir / RECORD
     checksums = {name: checksum(run_dir / name) for name in names if name not in OTHERS}
     write_json(path, read_json(path) | {"checksums": checksums, "identity": identity})
 
 
-def damage_of_adapter(folder: Path) -> str | None:
-    """Return why the adapter in a folder cannot be loaded, beginning with the file; None if it can be.
+def find_adapter_damage(folder: Path) -> str | None:
+    """Return why the adapter in a folder cannot be loaded, starting with the file's name; None if it can.
 
-    Weights are compared with their checksum where a run or checkpoint recorded one. Raises UserError if the settings
-    are missing.
+    Weights are compared with their recorded checksum, if any. Raises UserError if the settings are missing.
     """
     try:
         read_safetensors_header(folder / WEIGHTS)
         read_adapter_settings(folder)
         if _differs(folder, WEIGHTS, _recorded(folder)):
-            return (
-                f"{WEIGHTS} is damaged: its checksum is not the one that training recorded; take it from a checkpoint"
-            )
+            return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; take it from a checkpoint"
     except FileNotFoundError:
         return f"no {WEIGHTS}; only safetensors are loaded"
     except UnreadableFile as error:
@@ -43,7 +40,7 @@ def damage_of_adapter(folder: Path) -> str | None:
 
 
 def changed_files(folder: Path) -> list[str]:
-    """Return the names of an adapter's settings and tokenizer files that are not as training wrote them."""
+    """Return the adapter's settings and tokenizer files that were changed since training."""
     recorded = _recorded(folder)
     texts = [name for name in recorded if name.endswith(TEXTS) and name not in OTHERS]
     return [name for name in texts if _differs(folder, name, recorded)]
@@ -59,7 +56,7 @@ def _differs(folder: Path, name: str, recorded: dict[str, str]) -> bool:
 
 
 def _recorded(folder: Path) -> dict[str, str]:
-    """Return the checksums of a checkpoint or a finished run; none of one from before there were any."""
+    """Return the checksums that a checkpoint or finished run recorded, by file name; empty if none."""
     if (folder / RECORD).is_file():
         return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
     return recorded_checksums(folder)

@@ -1,7 +1,7 @@
-"""How PEFT stores the adapter of a model: asked of PEFT once, so that a save has nothing left to do but to write bytes.
+"""PEFT's file layout of an adapter, determined once so that a save only writes bytes.
 
-PEFT's `save_pretrained` walks the model, fills a model card and copies tensors under Python's global lock: with the 448
-factors of an 8B model tenths of a second, in which the thread that trains waits.
+PEFT's `save_pretrained` walks the model, fills a model card and copies tensors under the GIL: tenths of a second for
+the 448 factors of an 8B model, during which the training thread waits.
 """
 
 import json
@@ -22,20 +22,20 @@ from trainer.model.older_names import names_in_file
 
 @dataclass(frozen=True)
 class AdapterForm:
-    """Under which name a file has each trained tensor, and the settings that stand beside it."""
+    """The stored name of each trained tensor, and the adapter's settings."""
 
     names: Mapping[str, str]
     """Name in the file -> name in the model."""
     settings: str
-    """Of adapter_config.json."""
+    """Content of adapter_config.json."""
     factors: Mapping[str, ExpertFactor]
-    """By name in the model, those that PEFT has in another shape."""
+    """Factors that PEFT stores in another shape, by name in the model."""
 
     @classmethod
-    def of(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
-        """Let PEFT save the model with a number in place of each tensor. Takes tenths of a second.
+    def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
+        """Have PEFT save the model with a number in place of each tensor, which takes tenths of a second.
 
-        Raises UserError for tensors that PEFT alone would not find again.
+        Raises UserError for tensors that PEFT alone could not load.
         """
         trained = list(trained)
         factors = {f"{path}.weight": part for path, part in model.named_modules() if isinstance(part, ExpertFactor)}
@@ -49,18 +49,18 @@ class AdapterForm:
         return cls(names, settings, {name: factors[name] for name in trained if name in factors})
 
     def stored(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a file has of the trained tensors, by its names."""
+        """Return the trained tensors in PEFT's shapes, by their names in the file."""
         return {stored: self._in_peft_form(name, trained[name]) for stored, name in self.names.items()}
 
     def _in_peft_form(self, name: str, value: torch.Tensor) -> torch.Tensor:
         factor = self.factors.get(name)
         return value if factor is None else factor.in_peft_form(value).contiguous()
 
-    def as_difference(self) -> "AdapterForm":
-        """The settings of an adapter for the unchanged base, where this one's start was taken out of the base.
+    def for_unchanged_base(self) -> "AdapterForm":
+        """Return the layout of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.
 
-        W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale (PEFT's own conversion
-        loads a second adapter into the model, which must not happen in the middle of training).
+        W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
+        loads a second adapter into the model, which must not happen during training.
         """
         settings = json.loads(self.settings)
         growth = math.sqrt(2) if settings["use_rslora"] else 2
@@ -68,8 +68,8 @@ class AdapterForm:
         return replace(self, settings=json.dumps(settings, indent=2, sort_keys=True))
 
 
-def difference(now: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of `AdapterForm.as_difference`, of those that are trained and those that it began with."""
+def stack_difference(now: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of `AdapterForm.for_unchanged_base` from the trained and the initial ones."""
     joined = dict(now)
     for name, value in now.items():
         if "lora_A" in name:

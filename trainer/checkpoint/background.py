@@ -1,10 +1,9 @@
-"""Checkpoints written while training goes on: copied to host memory in passing, written by a thread of every rank.
+"""Asynchronous checkpoints: state is copied to host memory during the step and written by a thread on every rank.
 
-`copy` gathers what a partitioned model has to gather and asks for the copies while the device is still in the step;
-`begin`, once the numbers of the step are known, has them written; `finish`, called before the next `copy` and at the
-end, has the ranks tell each other how their writing went. In between each rank writes its files, flushes them and
-leaves a mark beside them; when rank 0 has seen all marks it seals the folder and gives it its name. Until then the
-older checkpoints are as they were, whoever is killed.
+`copy` gathers partitioned weights and queues the copies while the device still computes the step; `begin`, once the
+loss of the step is known, starts the writing; `finish`, called before the next `copy` and at the end, exchanges the
+outcome between ranks. In between each rank writes and flushes its files and creates a marker file; when rank 0 has seen
+all markers it seals the folder and renames it. Until then older checkpoints are untouched, whichever process dies.
 """
 
 import os
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoint.checkpoint import RankState, sizes_of
-from trainer.checkpoint.checkpoint_files import oldest_beyond, publish
+from trainer.checkpoint.checkpoint import RankState, checkpoint_sizes
+from trainer.checkpoint.checkpoint_files import publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
 from trainer.contract.full_disk import disk_errors_into
@@ -27,31 +26,31 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
 
-LOOK_EVERY_S = 0.05
+POLL_INTERVAL_S = 0.05
 WriteWeights = Callable[[Path], None]
-"""Writes copied weights, on rank 0 alone."""
+"""Writes the copied weights; called on rank 0 only."""
 
 
 class SaveFailed(UserError):
-    """The disk refused a checkpoint, on whatever rank; all ranks know, and the older ones are as they were."""
+    """A checkpoint could not be written on some rank; raised on all ranks, older checkpoints are untouched."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
-class Order:
+class PublishOptions:
     """What rank 0 does with a checkpoint once it is written."""
 
     keep: int | None
-    """How many whole ones may stay."""
+    """Number of complete checkpoints to keep."""
     protect: tuple[int, ...]
-    """Steps whose checkpoints stay all the same."""
+    """Steps whose checkpoints are never deleted."""
     later: list[Path]
-    """Checkpoints of a course that this run has left: they step aside when this one is whole."""
+    """Checkpoints of an earlier run beyond the step this one resumed from; renamed once this one is complete."""
     before_publishing: Callable[[], None]
-    """Called when all is written; if it raises, the older checkpoints stay as they were."""
+    """Called when all files are written; if it raises, older checkpoints are untouched."""
     after_publishing: Callable[[list[Path]], None]
-    """Called at once, in the writing thread, with the new names of what stepped aside."""
+    """Called in the writing thread with the new names of the renamed checkpoints."""
 
 
 class Saves:
@@ -66,13 +65,13 @@ class Saves:
         self._has_memory = threading.Event()
 
     def prepare(self, engine: Engine, also: Callable[[], object]) -> None:
-        """Have a thread do what the first save would stop the training for: page-locked memory, and `also`."""
-        sizes = sizes_of(engine, self._ranks)
+        """Allocate page-locked memory and call `also` in a thread, so that the first save does not stall training."""
+        sizes = checkpoint_sizes(engine, self._ranks)
         self._preparing = threading.Thread(target=self._prepare, args=(sizes, also), name="save", daemon=True)
         self._preparing.start()
 
     def _prepare(self, sizes: list[Size], also: Callable[[], object]) -> None:
-        with suppress(Exception):  # the save that needs it meets the same again, and raises it
+        with suppress(Exception):  # the save that needs it fails in the same way, and raises
             try:
                 self._copies.reserve(sizes)
             finally:
@@ -80,29 +79,31 @@ class Saves:
             also()
 
     def copy(self, engine: Engine, weights: Callable[[HostCopies], object]) -> None:
-        """Ask for copies of the engine's state, and of what `weights` copies; every rank must call it.
+        """Queue copies of the engine's state, and of what `weights` copies, behind the work queued so far.
 
-        They are of when the device has done what it was given until now. The save before must be finished.
+        A collective call; the previous save must be finished.
         """
-        assert self._current is None, "the save before was not finished"
+        assert self._current is None, "the previous save was not finished"
         if self._preparing is not None:
             self._has_memory.wait()
-        self._copied = RankState.of(engine, self._ranks, self._copies)
+        self._copied = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"):
             weights(self._copies)
         self._copies.begun()
 
     def hold_changes(self) -> None:
-        """Before what is copied is changed by the next update: have the device wait for the copies, not the host."""
+        """Make the device, not the host, wait for the copies before the next update changes the tensors."""
         self._copies.hold_changes()
 
-    def begin(self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, order: Order) -> None:
-        """Let what was copied be written as `checkpoint-<position["step"]>`; every rank must call it.
+    def begin(
+        self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, order: PublishOptions
+    ) -> None:
+        """Start writing the copies as `checkpoint-<position["step"]>`; a collective call.
 
-        Raises SaveFailed, on every rank, if its folder cannot be made.
+        Raises SaveFailed, on every rank, if the folder cannot be created.
         """
         assert self._copied is not None, "nothing was copied"
-        own, self._copied = self._copied.at(position, engine, self._ranks), None
+        own, self._copied = self._copied.complete(position, engine, self._ranks), None
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []
@@ -120,9 +121,9 @@ class Saves:
         self._current = _Save(folder, final, own, write_weights, self._copies, order, self._ranks)
 
     def finish(self) -> list[Path] | None:
-        """Wait until the save under way is whole; rank 0 gets the new names of what stepped aside, None without a save.
+        """Wait for the current save; return the new names of renamed checkpoints (on rank 0), None without a save.
 
-        Every rank must call it. Raises SaveFailed on all of them if the disk of any was full, and what else went wrong.
+        A collective call. Raises SaveFailed on all ranks if a disk was full, and any other error as it is.
         """
         save, self._current = self._current, None
         if save is None:
@@ -136,12 +137,12 @@ class Saves:
         return save.aside
 
     def wait(self, seconds: float) -> None:
-        """Give a checkpoint that is being written a little more time, on this rank alone: the run has failed."""
+        """Wait up to `seconds` for the current save, on this rank only, after the run has failed."""
         if self._current is not None:
             self._current.thread.join(seconds)
 
     def _agree(self, report: "_Report", folder: Path, save: "_Save | None" = None) -> None:
-        """Compare how writing went on all ranks; if any disk was full, remove what was written and raise on all."""
+        """Exchange the outcome between ranks; if any rank failed, remove what was written and raise on all."""
         everyones: list[_Report] = [report]
         if dist.is_initialized() and self._ranks.world_size > 1:
             everyones = [report] * self._ranks.world_size
@@ -160,21 +161,21 @@ class Saves:
         if errors:
             raise RuntimeError(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
         name = folder.name.removeprefix(".writing-")
-        raise SaveFailed(f"{name} was not saved: {failures[0]}; make room; the older checkpoints are as they were")
+        raise SaveFailed(f"{name} was not saved: {failures[0]}; make room; older checkpoints are untouched")
 
 
 @dataclass(frozen=True)
 class _Report:
-    """How one rank's writing went."""
+    """The outcome of writing on one rank."""
 
     failures: list[str]
     error: str = ""
     exception: BaseException | None = None
-    """On this rank only."""
+    """Set on this rank only."""
 
 
 class _Save:
-    """One checkpoint on its way to the disk, on one rank."""
+    """One checkpoint being written, on one rank."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class _Save:
         own: RankState,
         write_weights: WriteWeights,
         copies: HostCopies,
-        order: Order,
+        order: PublishOptions,
         ranks: Ranks,
     ) -> None:
         self.folder, self._final, self._own, self._write_weights = folder, final, own, write_weights
@@ -196,7 +197,6 @@ class _Save:
         self.thread.start()
 
     def report(self) -> _Report:
-        """How it went so far."""
         error = self._exception
         return _Report(self._failures, f"{type(error).__name__}: {error}" if error else "", error)
 
@@ -226,13 +226,13 @@ class _Save:
         self._mark(self._ranks.rank).touch()
 
     def _wait_for_others(self) -> bool:
-        """Until every rank has written its files; False if one of them cannot."""
+        """Return True once every rank has written its files, False if one of them failed."""
         while not self.all_have_written.is_set():
             if self.is_lost.is_set():
                 return False
             if all(self._mark(rank).exists() for rank in range(self._ranks.world_size)):
                 break
-            self.is_lost.wait(LOOK_EVERY_S)
+            self.is_lost.wait(POLL_INTERVAL_S)
         return not self.is_lost.is_set()
 
     def _publish(self) -> None:
@@ -242,7 +242,7 @@ class _Save:
         self.aside = publish(self.folder, self._final, self._order.later)
         self._order.after_publishing(self.aside)
         step = int(self._own.state["step"])
-        for checkpoint in list(oldest_beyond(self.folder.parent, self._order.keep, (*self._order.protect, step))):
+        for checkpoint in list(surplus_checkpoints(self.folder.parent, self._order.keep, (*self._order.protect, step))):
             shutil.rmtree(checkpoint)
 
     def _mark(self, rank: int) -> Path:

@@ -1,7 +1,7 @@
-"""A name for the weights of a base model, without reading them all: headers, sizes, and a sample of the bytes.
+"""A fingerprint of a base model's weights from headers, sizes and a sample of the bytes.
 
-64 KiB of every 16 MiB, so that a model of 16 GB costs 64 MB of reading, and a file of less than 16 MiB is read whole. A
-change that stays between the samples and changes neither names, shapes nor sizes is not seen.
+64 KiB of every 16 MiB are read, 64 MB for a model of 16 GB; files under 16 MiB are read completely. A change between
+the samples that keeps names, shapes and sizes is not detected.
 """
 
 import json
@@ -15,15 +15,15 @@ from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import INDEX, Index
 
 SAMPLE, EVERY = 1 << 16, 1 << 24
-# Written again by whoever saves a model, and no part of what it computes.
+# Rewritten whenever a model is saved, without effect on what it computes.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 PIPELINE = "model_index.json"
 
 
-def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str]:
-    """What identifies a base: `name` of a random one, `commit` of one of the hub, `weights` and `config` of its files.
+def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
+    """Return what identifies a base: `name` of a random one, `commit` on the hub, hashes of its `weights` and `config`.
 
-    Empty if nothing of it is on this machine yet.
+    Empty if the base is not on this machine yet.
     """
     if is_random(base_model):
         return {"name": base_model}
@@ -35,26 +35,26 @@ def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str
         folder = cached
         found["commit"] = folder.name
     if (folder / PIPELINE).is_file():
-        return found | _of_pipeline(folder)
+        return found | _hash_denoiser(folder)
     config = folder / "config.json"
     if config.is_file():
         settings = read_json(config)
         kept = {name: value for name, value in settings.items() if name not in VOLATILE}
         found["config"] = xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
-    return found | _of_weights(_weight_files(folder))
+    return found | _hash_weights(_weight_files(folder))
 
 
-def _of_pipeline(folder: Path) -> dict[str, str]:
-    """Of the denoiser of a pipeline of images: the part that an adapter is of."""
+def _hash_denoiser(folder: Path) -> dict[str, str]:
+    """Return the hashes of an image pipeline's denoiser, which is what adapters are trained on."""
     denoiser = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
     found, config = {}, denoiser / "config.json"
     if config.is_file():
         found["config"] = xxhash.xxh3_128_hexdigest(config.read_bytes())
-    return found | _of_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
+    return found | _hash_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
 
 
 def same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
-    """Whether two fingerprints are of one base; None if they have nothing in common to be compared by."""
+    """Return whether two fingerprints are of the same base; None if they have no key in common."""
     if "config" in one and "config" in other and one["config"] != other["config"]:
         return False
     for key in ("name", "weights", "commit"):
@@ -64,7 +64,7 @@ def same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
 
 
 def cached_folder(name: str, file: str, revision: str) -> Path | None:
-    """Return the folder of the hub's cache that holds a repository's file; None if it was not downloaded."""
+    """Return the folder of the hub's cache that holds a file of a repository; None if it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -76,7 +76,7 @@ def cached_folder(name: str, file: str, revision: str) -> Path | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The model's files, if all of them are there."""
+    """Return the model's weight files; empty if one is missing."""
     index = folder / INDEX
     if index.is_file():
         names = set(read_json(index, Index).weight_map.values())
@@ -85,8 +85,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _of_weights(files: list[Path]) -> dict[str, str]:
-    """Nothing where there are none."""
+def _hash_weights(files: list[Path]) -> dict[str, str]:
     digest = xxhash.xxh3_128()
     for file in files:
         _add_file(digest, file)
@@ -100,7 +99,7 @@ def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:
         if size <= EVERY:
             digest.update(stream.read())
             return
-        length = int.from_bytes(stream.read(8), "little")  # of the header, which holds names, shapes and places
+        length = int.from_bytes(stream.read(8), "little")  # of the header, which holds names, shapes and offsets
         digest.update(stream.read(min(length, EVERY)))
         for start in (*range(0, size, EVERY), max(0, size - SAMPLE)):
             stream.seek(start)

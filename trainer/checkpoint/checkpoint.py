@@ -1,14 +1,14 @@
-"""What a checkpoint holds: taken from the engine, and brought back into one of any stage and number of ranks.
+"""The contents of a checkpoint: captured from the engine, restored into one of any ZeRO stage and number of ranks.
 
 checkpoint-N/
   adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (or the whole model for adapter: none)
-  training_state-00000.safetensors ...             each rank's part of master weights and AdamW moments, fp32
-  rank-00000.safetensors ...                       random states of each rank, and its 8-bit moments
-  state.json                                       step, position in the data, loss scale, best loss, SCU, what decides
+  training_state-00000.safetensors ...             each rank's shard of master weights and AdamW moments, fp32
+  rank-00000.safetensors ...                       RNG states of each rank, and its 8-bit moments
+  state.json                                       step, position in the data, loss scale, best loss, SCU, identity of
                                                    the run (trainer/checkpoint/identity.py)
   COMPLETE                                         written last: the checksums (trainer/checkpoint/checkpoint_files.py)
 
-Frozen weights are not in it. How it is written while training goes on: trainer/checkpoint/background.py.
+Frozen weights are not saved. trainer/checkpoint/background.py writes checkpoints while training continues.
 """
 
 import json
@@ -37,27 +37,21 @@ from trainer.parallel.engine.state_pieces import Pieces, whole_state
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
-WHOLE_STATE = "training_state.safetensors"
-"""Of checkpoints up to format 2, which had the state of all ranks in one file."""
-
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank puts into a checkpoint beside the weights: copies in host memory."""
+    """What one rank saves in addition to the weights, as copies in host memory."""
 
     rank: int
     pieces: Pieces | None
     own: Mapping[str, torch.Tensor]
     own_metadata: dict[str, str]
     state: dict[str, Any]
-    """Of `state.json`, which rank 0 writes."""
+    """Content of `state.json`, which rank 0 writes."""
 
     @classmethod
-    def of(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """The engine's state behind what the device has been given, but for `state`; nothing is waited for.
-
-        `copies` are valid once they have been waited for.
-        """
+    def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
+        """Queue copies of the engine's state, all but `state`; they are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.pieces()
         if pieces is not None:
@@ -67,8 +61,8 @@ class RankState:
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
         return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
 
-    def at(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
-        """The same with `state`, once the device has made what was copied."""
+    def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
+        """Add `state`, once the device has computed what was copied."""
         state = {
             "format": FORMAT,
             **position,
@@ -81,7 +75,7 @@ class RankState:
         return replace(self, state=state)
 
     def write(self, folder: Path) -> list[Path]:
-        """This rank's files; returns them."""
+        """Write this rank's files and return their paths."""
         files = [folder / f"rank-{self.rank:05d}.safetensors"]
         write_tensors(files[0], self.own, self.own_metadata)
         if self.pieces is not None:
@@ -93,15 +87,15 @@ class RankState:
         return files
 
 
-def sizes_of(engine: Engine, ranks: Ranks) -> list[Size]:
-    """What this rank will copy for a checkpoint of an adapter, but for a few small things."""
+def checkpoint_sizes(engine: Engine, ranks: Ranks) -> list[Size]:
+    """Return the sizes of what this rank will copy for a checkpoint of an adapter, except for small tensors."""
     weights = trained_parameters(engine.module) if ranks.is_main else []
-    of_weights = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]
-    return EngineState(engine).sizes() + of_weights
+    sizes = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]
+    return EngineState(engine).sizes() + sizes
 
 
-def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
-    """What rank 0 finds wrong with a checkpoint, told to all; every rank must call it."""
+def share_damage(checkpoint: Path, ranks: Ranks) -> str | None:
+    """Return on all ranks the damage that rank 0 finds in a checkpoint; a collective call."""
     answer = [damage(checkpoint) if ranks.is_main else None]
     if dist.is_initialized() and ranks.world_size > 1:
         dist.broadcast_object_list(answer, src=0, device=ranks.device())
@@ -109,18 +103,18 @@ def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 
 
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
-    """Bring a fresh engine to where the checkpoint was written; returns `state.json`.
+    """Load a checkpoint into a fresh engine and return `state.json`.
 
-    To the bit on the same stage and number of ranks. On others the random states are seeded again from the step, and
-    8-bit moments are quantised again.
+    Bitwise exact for the same stage and number of ranks. Otherwise random states are seeded from the step, and 8-bit
+    moments are quantized again.
     """
     state = read_state(checkpoint)
     tensors = _load_state(checkpoint)
     engine_state = EngineState(engine)
     if misfit := engine_state.misfit(tensors):
         raise UserError(
-            f"{checkpoint}: {misfit}, so it is of another model or adapter; take the settings that it was trained "
-            f"with, or begin a new run with lora.adapter_path: {checkpoint}"
+            f"{checkpoint}: {misfit}, so it is of another model or adapter; use the settings it was trained with, or "
+            f"start a new run with lora.adapter_path: {checkpoint}"
         )
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
@@ -129,7 +123,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
         exact = _restore_rank(own, engine_state) or exact
     else:
         torch.manual_seed(hash((int(state["step"]), ranks.rank)) % 2**31)
-    state["rounded_anew"] = not exact
+    state["requantized"] = not exact
     _restore_loss_scale(engine, state["loss_scale"])
     engine.skipped_steps = int(state["skipped_steps"])
     engine.global_steps = int(state["step"])
@@ -137,17 +131,15 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file; UserError if it cannot be read, although rank 0 has found it whole."""
+    """Load all tensors of a file; raises UserError if this rank cannot read what rank 0 could."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); look at the disk, or use another checkpoint") from None
+        raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
 
 
 def _load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Master weights and moments by name, whole."""
-    if (checkpoint / WHOLE_STATE).exists():
-        return _load(checkpoint / WHOLE_STATE)
+    """Return complete master weights and moments by name."""
     parts = sorted(checkpoint.glob("training_state-*.safetensors"))
     return whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
 
@@ -179,7 +171,7 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
 
 
 def _loss_scale(engine: Engine) -> dict[str, float] | None:
-    """The state of fp16's dynamic loss scale."""
+    """Return the state of fp16's dynamic loss scale."""
     if not engine.fp16_enabled():
         return None
     scaler = loss_scaler(engine.optimizer)

@@ -1,7 +1,7 @@
-"""The files of checkpoints: which are whole, the checksums that prove it, and how one takes its place for good.
+"""The files of checkpoints: which are complete, their checksums, and how a new one is published atomically.
 
 COMPLETE is written last. It holds a line `xxh3-128 bytes name` for every other file and ends with the digest of those
-lines, so that one changed bit is found wherever it is. Checkpoints of older versions have an empty one.
+lines, so that a single changed bit is found in any file.
 """
 
 import errno
@@ -16,13 +16,10 @@ import numpy
 import xxhash
 
 from trainer.config import UserError
-from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
+from trainer.config.files import read_json
 
 MARKER = "COMPLETE"
 FORMAT = 3
-READABLE = (1, 2, 3)
-"""1 has no checksums, up to 2 the state of all ranks is one file."""
-STATE_KEYS = ("step", "optimizer_steps", "schedule_steps", "world_size", "zero_stage", "loss_scale", "skipped_steps")
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
 NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -30,31 +27,31 @@ NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from, None for the start; and what was wrong with newer ones."""
+    """The checkpoint to resume from (None for a fresh start), and a warning about newer damaged ones."""
 
     checkpoint: Path | None
     warning: str | None = None
 
 
-def whole_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run that were written to the end, oldest first; their bytes are not read."""
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return a run's completely written checkpoints, oldest first; their contents are not read."""
     return [path for path in checkpoint_folders(run_dir) if (path / MARKER).exists()]
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """All folders `checkpoint-N` of a run, whole or not, oldest first."""
-    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
+    """Return all folders `checkpoint-N` of a run, complete or not, oldest first."""
+    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the optimizer step in a checkpoint's name."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
-    """What `training.resume_from_checkpoint` means; with `read` every byte of the checkpoint is held against its sum.
+    """Resolve `training.resume_from_checkpoint`; with `read`, verify the checksums of the whole checkpoint.
 
-    `latest` and `auto` pass over damaged ones. Raises UserError if there is none, or the one that is named is damaged.
+    `latest` and `auto` skip damaged ones. Raises UserError if none is found, or the named one is damaged.
     """
     if setting is None:
         return Choice(None)
@@ -66,10 +63,14 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     problem = _problem(path, read)
     if problem is None:
         return Choice(path)
-    step = step_of(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
-    before = [other for other in whole_checkpoints(path.parent) if step_of(other) < step]
-    whole = next((other for other in reversed(before) if damage(other) is None), None)
-    fix = f"the newest whole one before it is {whole}" if whole else "there is no whole one before it; begin a new run"
+    step = checkpoint_step(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
+    before = [other for other in list_checkpoints(path.parent) if checkpoint_step(other) < step]
+    complete = next((other for other in reversed(before) if damage(other) is None), None)
+    fix = (
+        f"the newest complete one before it is {complete}"
+        if complete
+        else "no earlier one is complete; start a new run"
+    )
     raise UserError(f"{asked}: {problem}; {fix}")
 
 
@@ -79,19 +80,19 @@ def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
     for folder in reversed(folders):
         problem = _problem(folder, read)
         if problem is None:
-            warning = f"passed over {'; '.join(damaged)}; going on from {folder.name}" if damaged else None
+            warning = f"skipped {'; '.join(damaged)}; resuming from {folder.name}" if damaged else None
             return Choice(folder, warning)
         damaged.append(f"{folder.name} ({problem})")
     if damaged:
-        # `auto` does not start over here either: it would write over what may still be rescued.
+        # `auto` does not start over here either: it would overwrite what may still be recovered.
         raise UserError(
-            f"training.resume_from_checkpoint={setting}: no whole checkpoint in {run_dir}: {'; '.join(damaged)}; "
-            "begin a new run in another output_dir"
+            f"training.resume_from_checkpoint={setting}: no complete checkpoint in {run_dir}: {'; '.join(damaged)}; "
+            "start a new run in another output_dir"
         )
     if setting == "latest":
         raise UserError(
-            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; "
-            "use auto, which then begins at the start"
+            f"training.resume_from_checkpoint=latest: no complete checkpoint in {run_dir}; "
+            "use auto, which then starts from scratch"
         )
     return Choice(None)
 
@@ -101,7 +102,7 @@ def _problem(checkpoint: Path, read: bool) -> str | None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, its file named; None if every byte is as it was written."""
+    """Verify all checksums of a checkpoint; return the first problem, with the file's name, or None."""
     try:
         marker = (checkpoint / MARKER).read_bytes()
         sums = _sums_in(marker)
@@ -110,61 +111,36 @@ def damage(checkpoint: Path) -> str | None:
         for name, (digest, size) in sums.items():
             if problem := _difference(checkpoint / name, digest, size):
                 return f"{name} {problem}"
-        return None if sums else _damage_without_sums(checkpoint)
+        return None
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        return "was not written to the end: no COMPLETE in it" if name == MARKER else f"{name} is missing"
+        return "was not written completely: it has no COMPLETE" if name == MARKER else f"{name} is missing"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
 
 
 def recorded_checksums(checkpoint: Path) -> dict[str, str]:
-    """Return the checksums of a checkpoint's files by name; none where it was written without."""
+    """Return the checksums of a checkpoint's files by name; empty for any other folder."""
     sums = _sums_in((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
     return {name: digest for name, (digest, _) in (sums or {}).items()}
 
 
-def _damage_of_safetensors(file: Path) -> str | None:
-    """Return what is wrong with a safetensors file by its header, without its data being read; None if nothing."""
-    try:
-        read_safetensors_header(file)
-    except UnreadableFile as error:
-        return error.problem
-    return None
-
-
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return `state.json` of a checkpoint. Raises UserError if it cannot be read or is of another version."""
+    """Return `state.json` of a checkpoint. Raises UserError if it cannot be read or has another format."""
     try:
         state: dict[str, Any] = read_json(checkpoint / "state.json")
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: has no state.json; use another checkpoint") from None
-    if state.get("format") not in READABLE:
+    if state.get("format") != FORMAT:
         raise UserError(f"{checkpoint}: written in format {state.get('format')}, this version reads {FORMAT}")
     return state
 
 
-def _damage_without_sums(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint from before there were checksums, by the form of its files."""
-    try:
-        state = read_json(checkpoint / "state.json")
-    except UnreadableFile as error:
-        return f"state.json {error.problem}"
-    if state.get("format") != READABLE[0]:
-        return f"{MARKER} is damaged: it has no checksums"
-    if missing := [key for key in STATE_KEYS if key not in state]:
-        return f"state.json lacks {missing[0]}"
-    for file in (checkpoint / "training_state.safetensors", *sorted(checkpoint.glob("*.safetensors"))):
-        if problem := _damage_of_safetensors(file):
-            return f"{file.name} {problem}"
-    return None
-
-
 def checksum(file: Path) -> str:
-    """XXH3 of a file, 128 bits: as fast as the disk."""
+    """Return the XXH3-128 of a file, which is as fast to compute as the disk can read."""
     digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
-        # Not filled with zeros, which the thread that trains would wait for.
+        # Uninitialized memory: filling it with zeros would hold the GIL while training needs it.
         view = numpy.empty(min(CHUNK, file.stat().st_size) or 1, numpy.uint8).data
         while count := stream.readinto(view):
             digest.update(view[:count])
@@ -172,7 +148,7 @@ def checksum(file: Path) -> str:
 
 
 def seal(folder: Path) -> None:
-    """Write COMPLETE: the checksums of all files in the folder, and of themselves."""
+    """Write COMPLETE: the checksums of all files in the folder, and of the list itself."""
     # A tokenizer with several chat templates has a folder of them.
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     sums = {str(file.relative_to(folder)): (checksum(file), file.stat().st_size) for file in files}
@@ -180,7 +156,7 @@ def seal(folder: Path) -> None:
 
 
 def reseal(folder: Path, name: str) -> None:
-    """Take in a file that was rewritten on purpose, such as the model card, if the folder is a sealed checkpoint."""
+    """Update the checksum of a file that was rewritten on purpose, if the folder is a sealed checkpoint."""
     marker = folder / MARKER
     sums = _sums_in(marker.read_bytes()) if marker.is_file() else None
     if sums and name in sums:
@@ -195,9 +171,7 @@ def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
 
 
 def _sums_in(marker: bytes) -> dict[str, tuple[str, int]] | None:
-    """File name -> checksum and size; empty for a marker without any, None for one that is damaged."""
-    if not marker:
-        return {}
+    """Return checksum and size by file name; None for a damaged marker."""
     lines, own = marker[:-33], marker[-33:]
     if own != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
         return None
@@ -209,13 +183,13 @@ def _difference(file: Path, digest: str, size: int) -> str | None:
     found = file.stat().st_size
     if found != size:
         return f"is damaged: {found:,} bytes of {size:,}"
-    return None if checksum(file) == digest else "is damaged: its checksum is another"
+    return None if checksum(file) == digest else "is damaged: its checksum does not match"
 
 
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
-    """Seal a folder, put it on the disk for good, and give it its name; checkpoints that are `later` step aside first.
+    """Seal a folder, flush it to the disk and rename it to `final`, after moving `later` checkpoints aside.
 
-    A crash at any point leaves the older checkpoints as they were. Returns the new names of what stepped aside.
+    A crash at any point leaves older checkpoints untouched. Returns the new names of the moved ones.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
@@ -223,7 +197,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     in_the_way = [final] if final.exists() and final not in later else []
     aside = [_set_aside(checkpoint) for checkpoint in (*later, *in_the_way) if checkpoint.exists()]
     os.replace(folder, final)
-    # The run's folder may be as new as the checkpoint, and those above it.
+    # The run's folder and its parents may be as new as the checkpoint.
     for parent in final.absolute().parents:
         _sync(parent)
         if parent.is_mount():
@@ -232,7 +206,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Give a checkpoint a name under which nothing looks for it; nothing is deleted."""
+    """Rename a checkpoint to `abandoned-...`, which no run resumes from by itself."""
     names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)
@@ -243,22 +217,22 @@ def _sync(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
-        return  # a folder above that we may pass through but not read is none that we made
+        return  # a parent folder that may be traversed but not read was not created by this run
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in NO_SUCH_CALL:  # some network file systems know no fsync of folders
+        if error.errno not in NO_SUCH_CALL:  # some network file systems cannot fsync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
-    """Those after a step, whole or not: what a run that goes on from that step leaves behind."""
-    return [path for path in checkpoint_folders(run_dir) if step_of(path) > step]
+    """Return the checkpoints after a step, complete or not, which a run that resumes from that step abandons."""
+    return [path for path in checkpoint_folders(run_dir) if checkpoint_step(path) > step]
 
 
-def oldest_beyond(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
-    """The whole checkpoints beyond the newest `keep`, but for those at the steps to `protect`."""
+def surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
+    """Yield the complete checkpoints beyond the newest `keep`, except for those at steps in `protect`."""
     if keep is not None:
-        yield from (path for path in whole_checkpoints(run_dir)[:-keep] if step_of(path) not in protect)
+        yield from (path for path in list_checkpoints(run_dir)[:-keep] if checkpoint_step(path) not in protect)

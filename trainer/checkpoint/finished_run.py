@@ -1,4 +1,4 @@
-"""A run as training left it: its configuration, tokenizer and adapter, found again from the run's folder."""
+"""A finished run: its configuration, tokenizer and adapter, loaded from its folder."""
 
 import argparse
 import logging
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, ValidationError
 
-from trainer.checkpoint.adapter_files import damage_of_adapter
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.adapter_files import find_adapter_damage
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
 from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, read_record
 from trainer.config import RunConfig, UserError
@@ -31,55 +31,55 @@ from trainer.patches.packed_attention import choose_attention, copy_heads_withou
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
-"""Settings, of any section, that may name a file or folder which a run reads."""
-MOVED = "where the base model is now, if it was moved"
+"""Settings, in any section, that may name a file or folder the run reads."""
+MOVED = "location of the base model, if it was moved"
 Section = TypeVar("Section", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """`folder` holds the adapter: `run_dir` itself, or a checkpoint in it."""
+    """A finished run; `folder` holds the adapter and is `run_dir` or a checkpoint in it."""
 
     folder: Path
     run_dir: Path
     config: RunConfig
     allow_mismatch: bool = False
-    """The user allows a base, data and files other than those it was trained with."""
+    """Accept a base, data and files that differ from those used in training."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, base_model: str) -> None:
-    """Add what `find_run` takes: RUN, --base-model with that help, --allow-mismatch."""
+    """Add the arguments of `find_run`: RUN, --base-model (`base_model` is its help) and --allow-mismatch."""
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--base-model", metavar="MODEL", help=base_model)
-    parser.add_argument(ALLOW, action="store_true", help="load it although base, data or files differ from training")
+    parser.add_argument(ALLOW, action="store_true", help="accept a base, data or files that differ from training")
 
 
 def find_run(
     folder: Path, base_model: str | None = None, *, needs_base: bool = True, allow_mismatch: bool = False
 ) -> FinishedRun:
-    """Return the run that has `folder` as its output folder or checkpoint; `base_model` replaces the recorded base.
+    """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base.
 
-    Raises UserError if it is no such folder, holds no adapter, its configuration cannot be read, with `needs_base` the
-    folder of the base model does not exist, or, without `allow_mismatch`, something is not as it was in training.
+    Raises UserError if the folder is not a run's, holds no adapter, its configuration cannot be read, the folder of
+    the base model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name the output_dir of a run, or a checkpoint-N in it")
+        raise UserError(f"{folder}: no such folder; give the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{folder}: not the folder of a run, for it has no {CONFIG}; name the output_dir of a run")
+        raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; give the output_dir of a run")
     config = _read_config(run_dir / CONFIG)
     if (started_in := _started_in(run_dir)) is not None:
-        config = _written_out(config, started_in)
+        config = _resolve_paths(config, started_in)
     if config.adapter == "none":
         raise UserError(
-            f"{folder}: trained with adapter: none, so there is no adapter; the folder holds the whole model, for "
+            f"{folder}: trained with adapter: none, so it holds no adapter but the full model, for "
             "AutoModelForCausalLM.from_pretrained, vLLM or `hf upload`"
         )
     missing = [name for name in ADAPTER if not (folder / name).is_file()]
     if missing:
-        whole = whole_checkpoints(run_dir)
-        fix = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {fix}")
+        checkpoints = list_checkpoints(run_dir)
+        fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
+        raise UserError(f"{folder}: has no {missing[0]}, since the run did not finish; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
@@ -88,7 +88,7 @@ def find_run(
     is_path = config.base_model.startswith(("/", ".", "~"))
     if needs_base and is_path and not Path(config.base_model).is_dir():
         raise UserError(
-            f"base_model={config.base_model}: the folder of the base model is gone; --base-model says where it is now"
+            f"base_model={config.base_model}: the folder is missing; give its new location with --base-model"
         )
     if not allow_mismatch:
         check_loaded(config, folder, needs_base=needs_base)
@@ -96,9 +96,9 @@ def find_run(
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
-    """Raise UserError, naming the file, if the adapter is not what training wrote."""
-    if problem := damage_of_adapter(folder):
-        whole = [path for path in whole_checkpoints(run_dir) if path.resolve() != folder.resolve()]
+    """Raise UserError, with the file's name, if the adapter is damaged."""
+    if problem := find_adapter_damage(folder):
+        whole = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
         newest = f"; its newest checkpoint is {whole[-1]}" if whole else ""
         raise UserError(f"{folder}: {problem}{newest}")
 
@@ -107,7 +107,7 @@ def _read_config(path: Path) -> RunConfig:
     try:
         return RunConfig.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name the folder of another run") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); use another run") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -115,20 +115,22 @@ def _read_config(path: Path) -> RunConfig:
 
 
 def _started_in(run_dir: Path) -> Path | None:
-    """Return the folder that relative paths of the run's settings are of; None if it is not known, or not here."""
+    """Return the folder that the run's relative paths start from; None if unknown, or not on this machine."""
     folder = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
     return Path(folder) if folder and _exists(Path(folder) / ".") else None
 
 
-def _written_out(section: Section, folder: Path) -> Section:
-    """The settings with those that lead somewhere from `folder` as absolute paths."""
+def _resolve_paths(section: Section, folder: Path) -> Section:
+    """Return the settings with paths that exist relative to `folder` made absolute."""
     changes: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            changes[name] = _written_out(value, folder)
+            changes[name] = _resolve_paths(value, folder)
         elif isinstance(value, tuple):
-            changes[name] = tuple(_written_out(each, folder) if isinstance(each, BaseModel) else each for each in value)
+            changes[name] = tuple(
+                _resolve_paths(each, folder) if isinstance(each, BaseModel) else each for each in value
+            )
         elif name in INPUTS and isinstance(value, str) and "\n" not in value and _exists(folder / value):
             changes[name] = str(folder / value)
     return section.model_copy(update=changes)
@@ -137,12 +139,12 @@ def _written_out(section: Section, folder: Path) -> Section:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a template, longer than any name may be
+    except (OSError, ValueError):  # a chat template, too long for a path
         return False
 
 
 def saved_tokenizer(run: FinishedRun) -> Any:
-    """The tokenizer saved beside the adapter, with the chat template that the run was trained with."""
+    """Load the tokenizer saved with the adapter, with the run's chat template."""
     section = run.config.model.model_copy(
         update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
     )
@@ -153,15 +155,14 @@ def saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def run_device() -> torch.device:
-    """The first GPU, or the CPU where there is none."""
+    """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """The PEFT model as it was at the end of training: the run's precision, its quantised base if it had one, and its
-    merged weights rounded if it trained them so.
+    """Load the PEFT model in the run's precision, with the quantized base or rounded weights it was trained with.
 
-    Raises UserError if the base model is not there or the adapter does not fit it.
+    Raises UserError if the base model is missing or the adapter does not fit it.
     """
     config = run.config
     dtype = DTYPES[resolve_precision(config.training.precision, device)]
@@ -174,27 +175,27 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
         attention=choose_attention(config.model),
         quantization=config.quantization if config.adapter == "qlora" else None,
     )
-    model = put_adapter(base, tokenizer, run)
+    model = attach_adapter(base, tokenizer, run)
     if config.training.qat:
         compute_rounded(model, config.training.qat, dtype)
     return model
 
 
-def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
-    """Grow the embedding of `base` for added tokens and put the run's adapter onto it, ready for inference.
+def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
+    """Resize the embedding of `base` for added tokens and attach the run's adapter for inference.
 
-    The adapter takes the number format it was trained in, or 32 bits whatever that of the base.
+    The adapter keeps the dtype it was trained in, unless `in_32_bits`.
     """
-    set_seed(run.config.seed)  # rows for added tokens are drawn: everything made of one run has the same
+    set_seed(run.config.seed)  # rows of added tokens are random: every output of a run must have the same
     match_vocabulary(base, tokenizer)
     misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
 
 
 def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
-    """Carry a command out; its exit code.
+    """Run a command and return its exit code: 0, 2 for a user error, 1 for an `expected` failure.
 
-    0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`.
+    Errors are printed to stderr in one line.
     """
     try:
         command()
@@ -208,9 +209,9 @@ def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
 
 
 def quiet_libraries() -> None:
-    """Leave the console to the command's own lines: no load bars, no notices of missing accelerations."""
+    """Silence progress bars and warnings of libraries."""
     for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # torchao tells of kernels for cards that are not here
+        logging.getLogger(name).setLevel(logging.ERROR)  # torchao warns about kernels for other GPUs
 
     import transformers
 

@@ -1,23 +1,23 @@
-"""Copies of tensors in host memory that the device makes in passing, for a thread to write while training goes on."""
+"""Asynchronous copies of tensors to host memory, for a thread to write while training continues."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 
-# Page-locked memory cannot be swapped: a model that is trained whole is copied the slow way.
+# Page-locked memory cannot be swapped, so larger models (full fine-tuning) are copied synchronously.
 MOST_KEPT_BYTES = 8 * 2**30
 OWN_BLOCK_BYTES = 32 * 2**20
 ALIGNMENT = 512
 Size = tuple[int, torch.device]
-"""Bytes of a tensor, and where it lies."""
+"""Bytes of a tensor, and its device."""
 
 
 class HostCopies:
-    """Buffers by name, page-locked for what is on a GPU; the copies of one save are valid until those of the next.
+    """Named buffers, page-locked for GPU tensors; the copies of one save are valid until the next one.
 
-    A copy from a GPU stands in a stream of its own behind what was queued before it, so that neither the host nor the
-    next forward and backward pass waits. What changes the tensors has to stand behind `hold_changes`.
+    Copies from a GPU run in their own stream behind the work queued so far, so that neither the host nor the next
+    forward and backward pass waits. Call `hold_changes` before queueing what changes the tensors.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class HostCopies:
         self._is_held = True
 
     def reserve(self, tensors: Sequence[Size]) -> None:
-        """Allocate what copies of these will take, which is tenths of a second where it is page-locked.
+        """Allocate memory for copies of these tensors; page-locked memory takes tenths of a second.
 
-        From any thread, but not while another one is in `copy`.
+        May run in any thread, but not concurrently with `copy`.
         """
         small: dict[torch.device, int] = {}
         for size, device in tensors:
@@ -42,7 +42,7 @@ class HostCopies:
             self._allocate(size, device)
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in host memory, contiguous; from a GPU its values are there after `wait`."""
+        """Return a contiguous copy in host memory, which for a GPU tensor is valid after `wait`."""
         tensor = tensor.detach()
         buffer = self._buffer(name, tensor)
         if buffer is None:
@@ -54,24 +54,24 @@ class HostCopies:
     def begun(self) -> None:
         """Mark that all copies of a save have been queued."""
         if self._stream is not None:
-            # The thread that waits for it must not keep a core busy, or the lock of CUDA's library.
+            # Blocking, so that the waiting thread neither spins nor holds the CUDA driver's lock.
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(self._stream)
             self._is_held = False
 
     def hold_changes(self) -> None:
-        """Have what is queued after this wait until the copies are made; the host does not wait."""
+        """Make work queued after this call wait for the copies; the host does not wait."""
         if self._event is not None and not self._is_held:
             torch.cuda.current_stream(self._event.device).wait_event(self._event)
             self._is_held = True
 
     def wait(self) -> None:
-        """Block until the values are there; called by the thread that reads them."""
+        """Block until the copies are complete; called by the thread that reads them."""
         if self._event is not None:
             self._event.synchronize()
 
     def _behind(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """The stream of copies, behind what makes this tensor; its memory is not given away before it was copied."""
+        """Enter the copy stream behind the work that produces the tensor, which keeps its memory until copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -81,7 +81,7 @@ class HostCopies:
         return torch.cuda.stream(self._stream)
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The buffer of that name; None where too much memory would be kept."""
+        """Return the buffer of that name; None if it would exceed MOST_KEPT_BYTES."""
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
             return buffer
@@ -96,28 +96,28 @@ class HostCopies:
         if sum(len(block.memory) for block in self._blocks) + size > MOST_KEPT_BYTES:
             return None
         if device.type == "cuda":
-            with torch.cuda.device(device):  # a new thread begins at the first one
+            with torch.cuda.device(device):  # a new thread starts with device 0
                 memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            memory = torch.empty(size, dtype=torch.uint8).zero_()  # the system gives memory when it is written to
+            memory = torch.empty(size, dtype=torch.uint8).zero_()  # the system allocates pages on first touch
         block = _Block(memory, device)
         self._blocks.append(block)
         return block
 
 
 class _Block:
-    """Memory for copies of tensors of one device, taken from its beginning to its end."""
+    """Memory for copies of one device's tensors, allocated linearly."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         self.memory, self.device = memory, device
         self._taken = 0
 
     def has_room(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's copy fits in what is left."""
+        """Return whether a copy of the tensor fits into the remaining memory."""
         return tensor.device.type == self.device.type and self._taken + tensor.nbytes <= len(self.memory)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Room for a tensor, as one of its shape."""
+        """Allocate a buffer of the tensor's shape and dtype."""
         piece = self.memory.narrow(0, self._taken, tensor.nbytes)
         self._taken += _aligned(tensor.nbytes)
         return piece.view(tensor.dtype).view(tensor.shape)

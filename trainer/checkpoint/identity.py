@@ -1,7 +1,7 @@
-"""What identifies a run: its base, tokenizer, adapter and data, recorded with it and compared before it is loaded.
+"""The identity of a run (base, tokenizer, adapter, data), recorded with it and compared before it is loaded.
 
-A checkpoint has the record in state.json (`run`), a finished run in run.json (`identity`). Resuming compares all of it
-(trainer/checkpoint/resume_comparison.py); commands compare what decides the model that they load.
+Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares all of it
+(trainer/checkpoint/resume_comparison.py); commands compare what determines the model they load.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
-from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_of_base, same_base
+from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_base, same_base
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
@@ -21,7 +21,7 @@ from trainer.data.step_count import with_global_batch
 from trainer.model.base import load_model_config
 
 ALLOW = "--allow-mismatch"
-# The optimizer's state is that of these tensors, and of no others.
+# These determine the trained tensors, which the optimizer's state must match.
 FIXED = (
     "lora.r",
     "lora.rank_pattern",
@@ -32,7 +32,7 @@ FIXED = (
     "lora.init",
     "model.added_tokens",
 )
-# Setting -> the name by which training.resume_changes allows it.
+# Setting -> its name in training.resume_changes.
 DECISIVE = {
     "adapter": "adapter",
     "lora.alpha": "adapter",
@@ -45,7 +45,7 @@ DECISIVE = {
     "training.precision": "precision",
 }
 OF_SECTIONS = {"dataset": "data", "image": "data", "quantization": "adapter", "scu": "scu"}
-# Compared by something better (the bytes behind a path, the global batch), or of this start only.
+# Compared in another way (content instead of path, the global batch), or relevant to this start only.
 NOT_COMPARED = (
     "base_model",
     "output_dir",
@@ -68,13 +68,13 @@ NOT_COMPARED = (
     "training.resume_changes",
 )
 LOADED_BY = ("adapter", "model.added_tokens", "quantization.", "training.qat")
-"""Settings that decide the model which a finished adapter is loaded into; its own are in adapter_config.json."""
+"""Settings that determine the model a finished adapter is loaded into; its own are in adapter_config.json."""
 SPLIT_BY = (
     *("dataset.val_split", "dataset.split", "dataset.mix", "dataset.format", "dataset.fields", "dataset.template"),
     *("dataset.max_length", "seed"),
 )
-"""Settings that decide which documents were held out."""
-# adapter_config.json's names for ours, of an adapter that training continues from.
+"""Settings that determine which documents were held out."""
+# adapter_config.json's names -> ours.
 OF_PEFT = {
     "r": "r",
     "rank_pattern": "rank_pattern",
@@ -90,7 +90,7 @@ OF_PEFT = {
 
 
 class Identity(BaseModel):
-    """The record; figures that are not known before the ranks start are None."""
+    """The recorded identity; values not known before the ranks start are None."""
 
     names: dict[str, str | None] = {}
     settings: dict[str, Any] = {}
@@ -103,14 +103,14 @@ class Identity(BaseModel):
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference from the record."""
+    """One difference from the recorded identity."""
 
     problem: str
-    """`setting=value: what was recorded`."""
+    """`setting=value: the recorded value`."""
     change: str
     """`setting old -> new`."""
     group: str | None
-    """The name that allows it in training.resume_changes; None for what may always change."""
+    """Its name in training.resume_changes; None if the change is always allowed."""
     fixed: bool = False
     """Whether it can never change when a checkpoint is resumed."""
 
@@ -119,7 +119,7 @@ def run_identity(
     config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
 ) -> Identity:
     """Return the identity of a run that is about to train, or, without `prepared`, of a finished one."""
-    # `global_batch_size` is still undivided before the ranks start, and divided in them.
+    # Before the ranks start, `global_batch_size` is not yet divided among them.
     shared = config
     if prepared is not None and world_size is not None:
         shared = with_global_batch(config, samples_of(prepared), world_size)
@@ -134,7 +134,7 @@ def run_identity(
         },
         settings=_settings(config) | {"training.precision": precision},
         base_model=config.base_model,
-        base=fingerprint_of_base(config.base_model, config.model),
+        base=fingerprint_base(config.base_model, config.model),
         data={} if prepared is None else dict(prepared.data.origin),
         global_batch=None
         if open_batch
@@ -144,7 +144,7 @@ def run_identity(
 
 
 def recorded_identity(folder: Path) -> Identity | None:
-    """Return what a checkpoint or a finished run recorded; None if it recorded nothing, as PEFT does."""
+    """Return the identity that a checkpoint or finished run recorded; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
     found: Identity | None = check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
@@ -152,7 +152,7 @@ def recorded_identity(folder: Path) -> Identity | None:
 
 
 def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
-    """Return how `now` differs from what `name` was trained with; values unknown on either side are equal."""
+    """Return how `now` differs from what `name` was trained with; unknown values count as equal."""
     found = []
     for setting in (setting for setting in now.settings if setting in then.settings):
         old, new = then.settings[setting], now.settings[setting]
@@ -165,10 +165,9 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         found.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
     same = same_base(then.base, now.base)
     if not same:
-        what = "has other weights than" if same is False else "cannot be compared with"
-        before = f"{then.base_model}, on" if then.base_model != now.base_model else "what was there when"
-        after = "which " if then.base_model != now.base_model else ""
-        problem = f"base_model={now.base_model}: {what} {before} {after}{name} was trained"
+        what = "its weights differ from" if same is False else "its weights cannot be compared with"
+        before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
+        problem = f"base_model={now.base_model}: {what} {before} {name} was trained"
         found.append(Difference(problem, "the weights of base_model", "base_model"))
     for part, setting, what in (("content", "dataset.path", "data"), ("tokenizer", "model.tokenizer", "tokenizer")):
         digests = then.data.get(part), now.data.get(part)
@@ -186,41 +185,41 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
 
 
 def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
-    """Raise UserError, a line each, for whatever changed since the adapter in `folder` was trained.
+    """Raise UserError, with a line for each change since the adapter in `folder` was trained.
 
     A base that is neither needed nor on this machine is not compared.
     """
-    problems = [f"{folder}: {name} is not as training wrote it; restore it" for name in changed_files(folder)]
+    problems = [f"{folder}: {name} was changed after training; restore it" for name in changed_files(folder)]
     then = recorded_identity(folder)
     if then is not None:
-        base = fingerprint_of_base(config.base_model, config.model)
+        base = fingerprint_base(config.base_model, config.model)
         if needs_base and not base:
-            load_model_config(config.base_model, config.model)  # from the hub, whose commit is known then
-            base = fingerprint_of_base(config.base_model, config.model)
+            load_model_config(config.base_model, config.model)  # download it, which makes its commit known
+            base = fingerprint_base(config.base_model, config.model)
         now = Identity(settings=_settings(_without_adapter_path(config)))
         problems += [f"{each}; restore the setting" for each in _problems(then, now, folder, LOADED_BY)]
         now = Identity(base_model=config.base_model, base=base)
-        problems += [f"{each}; name that model with --base-model" for each in _problems(then, now, folder)]
+        problems += [f"{each}; give that model with --base-model" for each in _problems(then, now, folder)]
     if problems:
         raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
 
 
 def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
-    """Raise UserError if a split made now, of data with that `origin`, may hold out documents that were trained on."""
+    """Raise UserError if splitting the data now could hold out documents that were trained on."""
     then = recorded_identity(folder)
     if then is not None:
         settings = _settings(_without_adapter_path(config))
         content = {"content": origin["content"]}
         now = Identity(names={"dataset.path": _data_path(config)}, settings=settings, data=content)
-        fix = f"what was trained on may be held out now; name other data with --data, or allow it with {ALLOW}"
+        fix = f"documents used in training may be held out now; give other data with --data, or allow it with {ALLOW}"
         if problems := _problems(then, now, folder, SPLIT_BY):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 
 
 def check_start(config: RunConfig) -> list[str]:
-    """Compare the base with that of the adapter at lora.adapter_path; returns warnings.
+    """Compare the base with that of the adapter at lora.adapter_path; return warnings.
 
-    Raises UserError where the adapter was trained on another base, unless lora.allow_mismatch.
+    Raises UserError if the adapter was trained on another base, unless lora.allow_mismatch.
     """
     folder = Path(config.lora.adapter_path or "").expanduser()
     if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
@@ -240,7 +239,7 @@ def check_start(config: RunConfig) -> list[str]:
 
 
 def _problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
-    """Return a line for each difference in base, data and those settings that may not change without permission."""
+    """Return a line for each difference in base, data and `settings` that needs permission."""
     kept = {key: value for key, value in now.settings.items() if key.startswith(settings)}
     base = then.base if same_base(then.base, now.base) is None else now.base
     found = differences(then, now.model_copy(update={"settings": kept, "base": base}), str(folder))
@@ -248,7 +247,7 @@ def _problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, 
 
 
 def _without_adapter_path(config: RunConfig) -> RunConfig:
-    """Return the settings without the adapter that the run began with, which may be gone or changed by now."""
+    """Drop the adapter that the run started from, which may have been deleted or changed since."""
     return config.model_copy(update={"lora": config.lora.model_copy(update={"adapter_path": None})})
 
 
@@ -258,10 +257,10 @@ def _data_path(config: RunConfig) -> str:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return every setting that can be compared, by its dotted name; what is switched off has none."""
+    """Return all comparable settings by dotted name, without those of disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
-        # Its own settings take the place of those of the section.
+        # The adapter's own settings replace those of the section.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in OF_PEFT.values()}
         values["lora"] |= _of_adapter_path(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
@@ -280,7 +279,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _without_order(name: str, value: Any) -> Any:
-    """Sort names of layers, which are a set; leave the paths out of sources of data, whose content is compared."""
+    """Sort layer names, whose order is irrelevant, and drop the paths of data sources, whose content is compared."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
     if name == "dataset.mix":
@@ -291,7 +290,7 @@ def _without_order(name: str, value: Any) -> Any:
 
 
 def _of_adapter_path(adapter_path: str) -> dict[str, Any]:
-    """Return the settings of an adapter that training begins with; none of one that is not on this machine yet."""
+    """Return the settings of the adapter that training starts from; empty if it is not on this machine yet."""
     folder: Path | None = Path(adapter_path).expanduser()
     if folder is not None and not folder.exists():
         folder = cached_folder(adapter_path, SETTINGS, "main")

@@ -1,4 +1,4 @@
-"""Whether a run may write into its output folder: where it lies, what is there already. Nothing is written here."""
+"""Checks of the output folder before a run: its location and its content. Nothing is written here."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.run_record import LOGS, files_in, holds_run, written_names
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import living_holder
@@ -18,39 +18,39 @@ NAMES_SHOWN = 3
 
 
 def check_place(config: RunConfig) -> None:
-    """Raise UserError for a folder that cannot be written, or that no run belongs in, whatever it is to do there."""
+    """Raise UserError if the output folder is not writable, or holds files that no run wrote."""
     folder = Path(config.output_dir)
     try:
         existing = _nearest_existing(folder)
         _check_writable(folder, existing)
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
-            raise UserError(f"output_dir={folder}: {LOGS} in it is a file, and logs go there; name another folder")
+            raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
         _check_not_among(config, folder)
         found = files_in(folder)
         if found and not holds_run(folder):
             names = ", ".join(path.name for path in found[:NAMES_SHOWN]) + (", ..." if len(found) > NAMES_SHOWN else "")
-            raise UserError(f"output_dir={folder}: holds files that are no run's ({names}); name a new folder")
+            raise UserError(f"output_dir={folder}: holds files of something else ({names}); use a new folder")
     except OSError as error:
-        raise UserError(f"output_dir={folder}: {error.strerror}; name another folder") from None
+        raise UserError(f"output_dir={folder}: {error.strerror}; use another folder") from None
 
 
 def check_free(config: RunConfig) -> None:
-    """Raise UserError unless a run may begin in the folder, or go on in it; whose lock it is the caller knows."""
+    """Raise UserError unless a run may start or resume in the folder; the caller holds its lock."""
     problem = _occupied(config)
     if problem:
         raise UserError(f"output_dir={config.output_dir}: {problem}")
 
 
-def obstacle(config: RunConfig) -> str | None:
-    """Why `zerolora train` would now refuse to write into the folder, with the fix; None if it would not."""
+def find_obstacle(config: RunConfig) -> str | None:
+    """Return why `zerolora train` would refuse to write into the folder now, with the fix; None if it would not."""
     holder = living_holder(Path(config.output_dir))
     if holder:
-        return f"a run is in it now, {holder}; wait for its end, or name another folder"
+        return f"a run is active in it ({holder}); wait until it ends, or use another folder"
     return _occupied(config)
 
 
 def _occupied(config: RunConfig) -> str | None:
-    """What is to be done about the run that the folder holds; None if nothing is."""
+    """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not files_in(folder):
         return None
@@ -59,29 +59,29 @@ def _occupied(config: RunConfig) -> str | None:
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
     overwriting = "output.overwrite: true to move it aside (delete to delete it)"
-    if whole_checkpoints(folder):
-        going_on = "training.resume_from_checkpoint: latest to go on with it"
-        return f"holds another run; name a new folder, set {going_on}, or {overwriting}"
-    return f"holds another run, without a whole checkpoint to go on from; name a new folder, or set {overwriting}"
+    if list_checkpoints(folder):
+        resuming = "training.resume_from_checkpoint: latest to resume it"
+        return f"holds another run; use a new folder, set {resuming}, or {overwriting}"
+    return f"holds another run, without a complete checkpoint to resume from; use a new folder, or set {overwriting}"
 
 
 def _why_not_moved(folder: Path) -> str | None:
-    """Why the folder's content cannot be renamed into one beside it."""
+    """Return why the folder's content cannot be moved to a folder next to it; None if it can."""
     real = folder.resolve()
     if os.path.ismount(real):
-        return "output.overwrite cannot move a run out of a mounted disk; name a folder below it"
+        return "output.overwrite cannot move a run out of a mounted disk; use a subfolder of it"
     if not os.access(real.parent, os.W_OK | os.X_OK):
-        return f"output.overwrite cannot move the run there aside, no permission to write in {real.parent}"
+        return f"output.overwrite cannot move the earlier run aside: no permission to write in {real.parent}"
     return None
 
 
 def _nearest_existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there. Raises UserError for a link that leads nowhere."""
+    """Return the folder or its nearest existing parent. Raises UserError for a broken link."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             raise UserError(
-                f"output_dir={folder}: {path} is a link to {os.readlink(path)}, which is not there; make that folder, "
-                "or name another"
+                f"output_dir={folder}: {path} is a link to {os.readlink(path)}, which does not exist; create that "
+                "folder, or use another"
             )
         if path.exists():
             return path
@@ -93,21 +93,21 @@ def _check_writable(folder: Path, existing: Path) -> None:
     if not stat.S_ISDIR(mode):
         kinds = ((stat.S_ISREG, "file"), (stat.S_ISFIFO, "named pipe"), (stat.S_ISSOCK, "socket"))
         kind = next((word for is_kind, word in kinds if is_kind(mode)), "device")
-        raise UserError(f"output_dir={folder}: {existing} is a {kind}; name another folder")
+        raise UserError(f"output_dir={folder}: {existing} is a {kind}; use another folder")
     if os.statvfs(existing).f_flag & os.ST_RDONLY:
-        raise UserError(f"output_dir={folder}: the disk of {existing} is mounted read-only; name a folder on another")
+        raise UserError(f"output_dir={folder}: the disk of {existing} is mounted read-only; use another disk")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir={folder}: no permission to write in {existing}; name another folder")
+        raise UserError(f"output_dir={folder}: no permission to write in {existing}; use another folder")
     free_gib = shutil.disk_usage(existing).free / 2**30
     if free_gib < FREE_GIB_NEEDED:
         raise UserError(
-            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need "
-            f"{FREE_GIB_NEEDED} at least; make room"
+            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need at least {FREE_GIB_NEEDED}; "
+            "make room"
         )
 
 
 def _check_not_among(config: RunConfig, folder: Path) -> None:
-    """A run's files must not come among what it reads, a project's sources, or everything of a user."""
+    """Raise UserError if the folder is a home folder or git checkout, or contains or is inside an input of the run."""
     real = folder.resolve()
     try:
         home = Path.home().resolve()
@@ -115,21 +115,21 @@ def _check_not_among(config: RunConfig, folder: Path) -> None:
         home = Path("/")  # a user without a home
     if real == home or real in home.parents:
         what = "your home folder" if real == home else "above your home folder"
-        raise UserError(f"output_dir={folder}: is {what}; name a folder of its own")
+        raise UserError(f"output_dir={folder}: is {what}; use a separate folder")
     if (real / ".git").exists():
-        raise UserError(f"output_dir={folder}: is a git checkout; name a folder of its own, such as {folder / 'run'}")
+        raise UserError(f"output_dir={folder}: is a git checkout; use a separate folder, such as {folder / 'run'}")
     for name, path in _read_from(config):
         read = path.resolve()
         if read == real:
-            raise UserError(f"output_dir={folder}: is {name} as well; name a folder of its own")
+            raise UserError(f"output_dir={folder}: is also {name}; use a separate folder")
         if real in read.parents:
-            raise UserError(f"output_dir={folder}: holds {name} ({path}); name a folder of its own")
+            raise UserError(f"output_dir={folder}: contains {name} ({path}); use a separate folder")
         if read in real.parents and read.is_dir():
-            raise UserError(f"output_dir={folder}: lies within {name} ({path}); name a folder outside of it")
+            raise UserError(f"output_dir={folder}: is inside {name} ({path}); use a folder outside of it")
 
 
 def _read_from(config: RunConfig) -> list[tuple[str, Path]]:
-    """(setting, path) of what a run reads on this machine, and of its caches."""
+    """Return (setting, path) of the run's local inputs and its caches."""
     data = config.dataset
     given = [
         ("base_model", config.base_model),
@@ -140,16 +140,16 @@ def _read_from(config: RunConfig) -> list[tuple[str, Path]]:
         *((f"dataset.mix.{index}.path", source.path) for index, source in enumerate(data.mix)),
         ("dataset.chat_template", data.chat_template),
     ]
-    found = [(name, Path(text).expanduser()) for name, text in given if text and _is_there(text)]
+    found = [(name, Path(text).expanduser()) for name, text in given if text and _exists(text)]
     caches = [("dataset.cache_dir", Path(data.cache_dir).expanduser()), ("the hub's cache", Path(HF_HUB_CACHE))]
     return [*found, *caches]
 
 
-def _is_there(text: str) -> bool:
+def _exists(text: str) -> bool:
     try:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError) as error:
-        # Too long for a path: the name on the hub, or a whole chat template.
+        # Too long for a path: a whole chat template, or a name on the hub.
         if isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
             raise
         return False

@@ -1,4 +1,4 @@
-"""Where a run stands in its data and its evaluations."""
+"""The position of a run in its data and evaluations."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass
 class Position:
-    """Where a run stands; all of it is in a checkpoint."""
+    """The position of a run, saved in every checkpoint."""
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
-    """Samples of the epoch that were used, over all ranks."""
+    """Samples of the epoch already used, over all ranks."""
     tokens: int = 0
     target_tokens: int = 0
     last_evaluation: float | None = None
@@ -23,20 +23,20 @@ class Position:
     worse_in_a_row: int = 0
     nonfinite_in_a_row: int = 0
     nonfinite_steps: int = 0
-    """All that changed no weight, or had a loss that was not finite."""
+    """Steps that changed no weight, or had a non-finite loss."""
     spikes: int = 0
     latest_losses: list[float] = field(default_factory=list)
-    """Of the last steps, which the next loss is compared with; both on rank 0."""
+    """Losses of the last steps, which the next loss is compared with; this and `spikes` are kept on rank 0 only."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON, which knows no infinity and no NaN."""
+        """Return plain numbers for JSON, with None for infinity and NaN."""
         losses = {"best_loss": self.best_loss, "last_evaluation": self.last_evaluation}
         known = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
         return asdict(self) | known
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":
-        """The inverse of `to_dict`; other keys are ignored."""
+        """Undo `to_dict`; unknown keys are ignored."""
         known = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
         if known.get("best_loss") is None:
             known["best_loss"] = math.inf

@@ -1,7 +1,7 @@
-"""Compare a run that resumes with its checkpoint: it must be the same run.
+"""Comparison of a resuming run with its checkpoint, which must be of the same run.
 
-All differences are reported together. `training.resume_changes` allows those that it names; what no checkpoint can
-follow (another rank or other layers of the adapter) is always refused; harmless changes are only mentioned.
+All differences are reported together. `training.resume_changes` allows those that it names; changes that no optimizer
+state can follow (the adapter's rank or layers) are always refused; harmless changes are only mentioned.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from trainer.parallel.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run begins: at its start (None), or at a checkpoint; and what the user shall know of it."""
+    """The checkpoint that a run resumes from, None for a fresh start; with warnings and notes for the user."""
 
     checkpoint: Path | None = None
     warnings: tuple[str, ...] = ()
@@ -35,10 +35,10 @@ def plan_resumption(
     precision: str | None = None,
     choice: Choice | None = None,
 ) -> Resumption:
-    """Return the checkpoint to resume, every byte of it as it was written and of the same run.
+    """Return the checkpoint to resume from, after verifying its checksums and that it is of the same run.
 
-    `choice` is what an earlier call of `choose_checkpoint` has found by reading. Raises UserError with a line for each
-    thing that is different and must not be, also between the base and the adapter that training starts from.
+    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserError with a line for each
+    difference that is not allowed, also between the base and the adapter that training starts from.
     """
     training = config.training
     if choice is None:
@@ -56,27 +56,24 @@ def plan_resumption(
             raise UserErrors(refused)
         notes += [note] if note else []
     else:
-        notes.append(
-            f"{checkpoint.name} is of an older version, which kept nothing to compare: that model, data and settings "
-            "are the same is taken on trust"
-        )
+        notes.append(f"{checkpoint.name} has no record of its run: model, data and settings were not compared")
     if training.max_steps is not None and int(state["step"]) >= training.max_steps:
         notes.append(nothing_left(int(state["step"]), training.max_steps))
     return Resumption(checkpoint, warnings, tuple(notes))
 
 
 def nothing_left(step: int, total_steps: int) -> str:
-    """For a run whose steps are done already."""
+    """Return the note for a run that has already done all of its steps."""
     return (
-        f"the checkpoint is of step {step}, and training.max_steps or epochs come to {total_steps}: "
-        "there is nothing left to train; raise them to go on"
+        f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "
+        "nothing is left to train; raise them to continue"
     )
 
 
 def agree_on_resumption(
     config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
 ) -> Resumption:
-    """Rank 0's `plan_resumption` for all ranks, all of which must call it; it alone reads the checkpoint's bytes."""
+    """Run `plan_resumption` on rank 0 and share the result; a collective call."""
     answer: list[Resumption | list[str] | None] = [None]
     if ranks.is_main:
         try:
@@ -93,13 +90,13 @@ def agree_on_resumption(
 
 
 def compare(then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]) -> tuple[list[str], str | None]:
-    """Return a line for each difference that is refused, and one for all that are not; None if there are none."""
+    """Return a line for each refused difference, and one line for all others (None if there are none)."""
     refused, changed = [], []
     for found in differences(then, now, checkpoint.name):
         if found.fixed:
             weights = "base_model" if then.settings.get("adapter") == "none" else "lora.adapter_path"
             refused.append(
-                f"{found.problem}, and its optimizer state fits nothing else; set it back, or begin a new run with "
+                f"{found.problem}, and its optimizer state fits nothing else; set it back, or start a new run with "
                 f"{weights}: {checkpoint}"
             )
         elif found.group is None or found.group in allowed:

@@ -1,7 +1,7 @@
-"""What a run writes into its folder: records, checkpoints, the result, the report.
+"""The folder of a run and what is written there: records, checkpoints, the result, the report.
 
-Every rank has one, since gathered weights are collectives; only rank 0 writes, and looks each time whether the folder
-is still this run's.
+Every rank has a RunFolder, since gathering weights is collective; only rank 0 writes, after checking each time that the
+folder still belongs to this run.
 """
 
 import shutil
@@ -19,12 +19,20 @@ from rich.markup import escape
 from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
-from trainer.checkpoint.course import Course
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.position import Position
-from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, make_way, note_written, place_result, write_run_record
+from trainer.checkpoint.run_record import (
+    CONFIG,
+    RESULT,
+    RUN,
+    clear_folder,
+    note_written,
+    place_result,
+    write_run_record,
+)
 from trainer.checkpoint.weights import (
-    gathered,
+    gather_weights,
     save_adapter,
     save_full_model,
     save_initial_adapter,
@@ -56,19 +64,25 @@ class RunFolder:
     """The folder of one run, on one rank."""
 
     def __init__(
-        self, config: RunConfig, task: Task, ranks: Ranks, console: Console, course: Course, lock: FolderLock | None
+        self,
+        config: RunConfig,
+        task: Task,
+        ranks: Ranks,
+        console: Console,
+        checkpoints: CheckpointManager,
+        lock: FolderLock | None,
     ) -> None:
-        """`config` is without `auto`; `lock` is the folder's, which rank 0 holds. Nothing is written yet."""
+        """Write nothing yet. `config` has no `auto` values; `lock` is the folder's lock, held by rank 0."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
-        self._console, self._course, self._lock = console, course, lock
+        self._console, self._checkpoints, self._lock = console, checkpoints, lock
         self._metrics: Metrics | None = None
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
         self._copied: dict[str, torch.Tensor] = {}
 
     def check(self) -> None:
-        """Raise FolderLost if another run has the folder by now: called before anything is written there."""
+        """Raise FolderLost if another run has taken the folder; called before every write."""
         if self._lock is not None:
             self._lock.check()
 
@@ -81,14 +95,14 @@ class RunFolder:
         precision: str,
         prompt_text: str | None,
     ) -> Metrics | None:
-        """Write for the first time: every check has passed. Return rank 0's metrics."""
+        """Write the run's record, after all checks have passed; return rank 0's metrics."""
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and moves_base:
-            self._course.bring(INITIAL_ADAPTER)
+            self._checkpoints.copy_missing_folder(INITIAL_ADAPTER)
         if is_main:
             self.check()
-            moved = make_way(self.path, config.output.overwrite) if position.step == 0 else None
+            moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self._say(moved)
             run_on = (self._ranks.world_size, str(device.type), precision, prompt_text)
@@ -108,14 +122,14 @@ class RunFolder:
         """Keep the answer to a sample prompt for the report."""
         if self._ranks.is_main:
             self.check()
-            with self.while_there_is_room(ANSWERS):
+            with self.tolerating_full_disk(ANSWERS):
                 keep_answer(self.path, prompt, when, answer)
 
-    def save_picture(self, prompt: str, when: str, step: int, picture: Any) -> None:
-        """Keep what an image model made of a sample prompt, for the report and TensorBoard."""
+    def save_image(self, prompt: str, when: str, step: int, picture: Any) -> None:
+        """Keep the image generated from a sample prompt, for the report and TensorBoard."""
         if self._ranks.is_main:
             self.check()
-            with self.while_there_is_room(SAMPLES):
+            with self.tolerating_full_disk(SAMPLES):
                 keep_picture(self.path, prompt, when, picture)
             if self._metrics is not None:
                 self._metrics.picture(step, prompt, picture)
@@ -124,12 +138,12 @@ class RunFolder:
         """Write the records of the Shannon Control Unit."""
         if self._ranks.is_main:
             self.check()
-            with self.while_there_is_room("what the SCU found"):
+            with self.tolerating_full_disk("the SCU's records"):
                 steering.write_files(self.path)
 
     @contextmanager
-    def while_there_is_room(self, what: str) -> Iterator[None]:
-        """For files beside the result: where the disk is full the user is told, and the run goes on without them."""
+    def tolerating_full_disk(self, what: str) -> Iterator[None]:
+        """Warn and continue if the disk is full; for files the result does not need."""
         failures: list[str] = []
         with disk_errors_into(failures, self.path):
             yield
@@ -137,39 +151,38 @@ class RunFolder:
             self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
     def prepare_saves(self, engine: Engine) -> None:
-        """Where checkpoints will be written while training goes on: have a thread do what the first of them needs."""
+        """Prepare asynchronous checkpoints in a thread, if the run will write any."""
         training = self._config.training
         if training.save_steps or training.save_minutes:
-            self._course.prepare_saves(engine, lambda: self._adapter_form(engine))
+            self._checkpoints.prepare_saves(engine, lambda: self._adapter_form(engine))
 
     def copy_checkpoint(self, engine: Engine) -> None:
-        """Copy engine and weights, behind the step that the device is in; every rank must call it."""
+        """Queue copies of engine state and weights behind the current step; a collective call."""
         only_trained = self._config.adapter != "none"
 
         def weights(copies: HostCopies) -> None:
-            self._copied = gathered(engine.module, only_trained=only_trained, copy=copies.copy)
+            self._copied = gather_weights(engine.module, only_trained=only_trained, copy=copies.copy)
 
-        self._course.copy(engine, weights)
+        self._checkpoints.copy(engine, weights)
 
     def save_checkpoint(
         self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
     ) -> None:
-        """Let what was copied, position and `state` be written while training goes on; every rank must call it.
+        """Start writing the copies, `position` and `state` while training continues; a collective call.
 
-        `must_have_moved`: a learning rate was above zero by now. Raises SaveFailed, of which the user has been told.
+        `must_have_moved`: the learning rate has been above zero. Raises SaveFailed, after a warning.
         """
         if self._ranks.is_main:
             self._keep_record()
             name = f"checkpoint-{position.step}"
             note_written(self.path, [name, f".writing-{name}"])
         write_weights = self._writer(engine, self._copied, must_have_moved)
-        self._course.save(engine, position, state, write_weights, self.check)
+        self._checkpoints.save(engine, position, state, write_weights, self.check)
 
     def save_result(self, engine: Engine, *, must_have_moved: bool, factor: float = 1.0) -> None:
-        """What training ends with, written beside and moved into the folder when it is whole; every rank must call it.
+        """Write the final weights to a temporary folder and move them into place; a collective call.
 
-        `factor` of the adapter's update is written.
-        Raises SaveFailed.
+        `factor` scales the adapter's update. Raises SaveFailed.
         """
         result = self.path / RESULT
         failures: list[str] = []
@@ -182,34 +195,34 @@ class RunFolder:
             if self._ranks.is_main:
                 self.check()
                 self._write_card(result)
-                record_result(self.path, place_result(self.path), self._course.identity())
+                record_result(self.path, place_result(self.path), self._checkpoints.identity())
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
     def _keep_record(self) -> None:
-        """Check the folder, and write the record again where the folder was moved away with it."""
+        """Check the folder, and rewrite the record if it was moved away."""
         self.check()
         if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
             self._write_record()
             (self.path / METRICS_FILE).touch()
 
     def write_times(self) -> None:
-        """Seconds by phase, on top of those of the starts that this one goes on from."""
-        with self.while_there_is_room(TIMES):
+        """Write seconds by phase, added to those of the earlier starts of this run."""
+        with self.tolerating_full_disk(TIMES):
             keep_times(self.path, PROGRESS.time_by_phase(), goes_on=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
-        """The page and its plots, and the last lines on the console, with the held-out loss before and after."""
+        """Write the report and plots and print the summary, with the held-out loss before and after training."""
         page = None
-        with self.while_there_is_room("report.html and plots"):
+        with self.tolerating_full_disk("report.html and plots"):
             try:
                 page = write_report(self.path)
             except OSError:
                 raise
-            except Exception as error:  # the run is whole: what a page shows of it must not have it started again
+            except Exception as error:  # the run is complete: a broken report must not restart it
                 traceback.print_exc()
                 found = escape(f"{type(error).__name__}: {error}")
-                self._say(f"[yellow]warning:[/yellow] report.html and plots: not drawn: {found}; the run is whole")
+                self._say(f"[yellow]warning:[/yellow] report.html and plots: not drawn: {found}; the run is complete")
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 
@@ -233,13 +246,13 @@ class RunFolder:
             self._task.files_beside()(folder)
 
     def _adapter_form(self, engine: Engine) -> AdapterForm | None:
-        """How PEFT stores this run's adapter, if there is one; of use on rank 0."""
+        """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
-            self._form = AdapterForm.of(engine.module, [name for name, _ in trained_parameters(engine.module)])
+            self._form = AdapterForm.from_model(engine.module, [name for name, _ in trained_parameters(engine.module)])
         return self._form
 
     def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:
-        """What writes copied weights, with what they need beside them."""
+        """Return a function that writes the copied weights and their tokenizer files."""
         model, whole = engine.module, self._config.adapter == "none"
         save_beside = self._task.files_beside() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
@@ -257,7 +270,7 @@ class RunFolder:
         return write
 
     def _write_card(self, result: Path) -> None:
-        """The model card, unless the folder has one that a person wrote."""
+        """Write the model card, unless the folder has one that the user wrote."""
         if self._config.adapter != "none" and not is_own_card(self.path / CARD):
             card = self._task.card(self.path, str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What a run was (its resolved configuration, versions, commit, command), and which files of its folder are its own.
+"""The record of a run (resolved configuration, versions, commit, command) and the list of files it wrote.
 
 training_config.json, run.json   the record
-written.txt                      names in the folder that zerolora wrote there, one a line; only these are ever deleted
+written.txt                      names that zerolora wrote into the folder, one per line; only these are ever deleted
 """
 
 import hashlib
@@ -37,9 +37,9 @@ OF_EVERY_RUN = (
     *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
     *("scu_reference.json", "samples", "time_by_phase.json"),
 )
-# A checkpoint that was set aside has the name that is listed after this.
+# Prefix of checkpoints that were set aside; the rest of the name is listed.
 ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
-# What lies in folders that nobody has put anything into: logs of an attempt that never trained, a disk's own, git's.
+# Names in folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
 OF_NOBODY = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
@@ -48,11 +48,11 @@ def write_run_record(
 ) -> None:
     """Write training_config.json (which `zerolora train` accepts) and run.json (what the run used).
 
-    `prompt_text` is the form of prompts in the training data, None for conversations.
+    `prompt_text` is the prompt format of the training data, None for conversations.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, files_in(run_dir))):
-        (run_dir / WRITTEN).touch()  # what an older version wrote has no list, and half a one would pass for the whole
+        (run_dir / WRITTEN).touch()  # a list started in a folder whose list was lost would be incomplete
     note_written(run_dir, OF_EVERY_RUN)
     resolved, earlier = config.model_dump_json(indent=1), {}
     with suppress(UserError):  # a damaged record is replaced
@@ -72,7 +72,7 @@ def write_run_record(
         "commit": commit(),
         "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
     }
-    # Of an earlier result, which stays in the folder until this run has its own.
+    # The earlier result stays in the folder until this run has written its own.
     write_json(run_dir / RUN, record | {key: earlier[key] for key in OF_RESULT if key in earlier})
 
 
@@ -82,26 +82,26 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 
 
 def note_written(run_dir: Path, names: Iterable[str]) -> None:
-    """Add names that are about to be written to the run's list; one that is there already is the user's.
+    """Add names that are about to be written to the run's list, except those of the user's existing files.
 
-    Nothing for a folder without a list: that of an older version, or of no run.
+    Does nothing for a folder without a list.
     """
     listed = written_names(run_dir)
     if listed is None:
         return
     new = [name for name in names if name not in listed and not (name != WRITTEN and os.path.lexists(run_dir / name))]
     if new:
-        # Added to, never rewritten: a merge may add its name while the run adds a checkpoint's.
+        # Append, never rewrite: a merge may add its name while the run adds a checkpoint's.
         with (run_dir / WRITTEN).open("a", encoding="utf-8") as file:
             if (run_dir / WRITTEN).read_bytes()[-1:] not in (b"", b"\n"):
-                file.write("/\n")  # a full disk cut the last name short: it becomes one that no file can have
+                file.write("/\n")  # a full disk truncated the last name: turn it into one that no file can have
             file.write("".join(f"{name}\n" for name in new))
             file.flush()
             os.fsync(file.fileno())
 
 
 def written_names(run_dir: Path) -> set[str] | None:
-    """Return the names on the run's list, but for a last line that was cut short; None if it has none."""
+    """Return the names on the run's list, without a truncated last line; None if there is no list."""
     try:
         text = read_text(run_dir / WRITTEN)
     except FileNotFoundError:
@@ -110,9 +110,9 @@ def written_names(run_dir: Path) -> set[str] | None:
 
 
 def files_in(run_dir: Path) -> list[Path]:
-    """What lies in the folder other than logs, sorted; nothing if it is not there.
+    """Return the folder's entries, sorted, without logs and without an empty list; empty if it does not exist.
 
-    Nor a list without a name: of a run that found the disk full before it could write anything.
+    An empty list is left by a run that found the disk full before it could write anything.
     """
     if not run_dir.is_dir():
         return []
@@ -121,17 +121,17 @@ def files_in(run_dir: Path) -> list[Path]:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether a run wrote what is in the folder: it has the record, or holds only listed names and checkpoints."""
+    """Return whether a run wrote the folder: it has a record, or only listed names and checkpoints."""
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
     listed, found = written_names(run_dir) or set(), files_in(run_dir)
     return bool(found) and all(ABANDONED.sub("", path.name) in listed or _is_checkpoint(path) for path in found)
 
 
-def make_way(run_dir: Path, overwrite: bool | str) -> str | None:
-    """Clear the folder of the earlier run that it holds; what was done, in a line, or None if there was nothing.
+def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
+    """Clear the folder of an earlier run; return a line about where it was moved, None if it was not.
 
-    `overwrite` true moves it aside with all that lies beside it, `delete` deletes what is on its list.
+    `overwrite` true moves it aside with everything in the folder, `delete` deletes what is on its list.
     """
     if not overwrite or not files_in(run_dir):
         return None
@@ -143,13 +143,13 @@ def make_way(run_dir: Path, overwrite: bool | str) -> str | None:
         aside = _move_aside(run_dir)
     except OSError as error:
         setting = f"output.overwrite={str(overwrite).lower()}"
-        raise UserError(f"{setting}: {error}; what is left of the earlier run is as it was") from None
+        raise UserError(f"{setting}: {error}; the rest of the earlier run is untouched") from None
     unlisted = " (it has no list of its files, so nothing was deleted)" if overwrite == "delete" else ""
     return f"the earlier run is now {aside}{unlisted}"
 
 
 def _move_aside(run_dir: Path) -> Path:
-    """Rename everything but the logs into the first free of run_dir.1, run_dir.2 ...; the logs, in use, are copied."""
+    """Move everything to the first free run_dir.1, run_dir.2, ..., except for the logs in use, which are copied."""
     folder = run_dir.resolve()
     for number in count(1):
         aside = folder.with_name(f"{folder.name}.{number}")
@@ -168,7 +168,7 @@ def _move_aside(run_dir: Path) -> Path:
 
 
 def _delete_written(run_dir: Path) -> None:
-    """Delete what is on the run's list; whatever else is in the folder stays."""
+    """Delete what is on the run's list and keep everything else."""
     listed = written_names(run_dir) or set()
     for path in _record_last(files_in(run_dir)):
         if ABANDONED.sub("", path.name) not in listed:
@@ -181,14 +181,14 @@ def _delete_written(run_dir: Path) -> None:
 
 
 def _record_last(paths: Iterable[Path]) -> list[Path]:
-    """So that a folder that was cleared in part still says what it holds."""
+    """Sort the record last, so that a partly cleared folder is still recognized as a run's."""
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN, WRITTEN))
 
 
 def place_result(run_dir: Path) -> list[str]:
-    """Move what training ends with (adapter or model, tokenizer) from RESULT to where it belongs; returns the names.
+    """Move the final weights and tokenizer from RESULT into the run's folder; return their names.
 
-    A README.md of the user's stays in place of ours; another file of the user's that has the name of one is renamed.
+    A README.md of the user is kept instead of ours; other files of the user with such a name are renamed.
     """
     result, listed = run_dir / RESULT, written_names(run_dir)
     entries = sorted(result.iterdir())
@@ -226,12 +226,12 @@ def _device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with `-dirty` if files differ from it; None without a checkout."""
+    """Return zerolora's git commit, with `-dirty` if files differ from it; None if installed without a checkout."""
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
         dirty = subprocess.run(
             ["git", "status", "--porcelain"], cwd=CHECKOUT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return None  # installed without a checkout
+        return None
     return head.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")

@@ -1,7 +1,6 @@
-"""Safetensors files written from the tensors' own memory and looked through, in few calls that let Python's lock go.
+"""Safetensors files written from and mapped into memory in a few calls that release the GIL.
 
-A loop over tensors holds that lock or asks for it at each of them: the thread that writes a checkpoint would keep the
-one that launches kernels from doing so.
+A loop over tensors would acquire the GIL for each of them and delay the thread that launches kernels.
 """
 
 import ctypes
@@ -24,14 +23,14 @@ _NAMES = {
 _FLOATS = {name: dtype for dtype, name in _NAMES.items() if dtype.is_floating_point}
 _ALIGNMENT = 8
 _PIECE = 1 << 22
-"""Elements that are looked at together: what is computed of them takes as much memory again."""
+"""Elements checked together; temporaries take the same amount of memory again."""
 _MOST_AT_ONCE = 1024
-"""Buffers in one call: Linux takes no more."""
+"""Buffers per call, the limit of Linux."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous tensors of the CPU; returns the checksum (`checkpoint_files.checksum`) of what memory held."""
-    # A tensor is read where it begins, which must be a multiple of its element's size.
+    """Write contiguous CPU tensors; return the checksum (`checkpoint_files.checksum`) of the bytes in memory."""
+    # Offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -50,8 +49,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     return digest.hexdigest()
 
 
-def float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Yield the floating-point values of a file in flat pieces, across tensors, with the names of these tensors."""
+def iterate_float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield a file's floating-point values in flat pieces that span tensors, with the tensors' names."""
     entries, _, data_start = read_safetensors_header(path)
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -69,7 +68,7 @@ def float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own memory, by no operation of torch: each of those gives the lock away and waits for it again."""
+    """Return the tensor's memory without a torch operation, each of which releases the GIL and waits for it again."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 

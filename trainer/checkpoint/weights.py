@@ -1,4 +1,4 @@
-"""The trained weights as files: a PEFT adapter or a whole model, gathered, written, read back and compared."""
+"""Gather the trained weights, write them as a PEFT adapter or full model, and verify the files."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
-from trainer.checkpoint.adapter_form import AdapterForm, difference
+from trainer.checkpoint.adapter_form import AdapterForm, stack_difference
 from trainer.checkpoint.checkpoint_files import checksum
-from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
+from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
 from trainer.contract.whole_files import apply_umask
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.partitioned import is_partitioned
@@ -27,20 +27,20 @@ def save_adapter(
     form: AdapterForm | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes.
+    """Write the adapter in PEFT's format and verify it; a collective call, rank 0 writes.
 
-    `factor` of its update is written: W + factor s B A.
+    `factor` scales the update: W + factor s B A.
     """
-    trained = gathered(model)
+    trained = gather_weights(model)
     if factor != 1.0:
         trained |= {name: value * factor for name, value in trained.items() if "lora_B" in name}
     if is_main:
-        form = form or AdapterForm.of(model, trained)
+        form = form or AdapterForm.from_model(model, trained)
         write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the adapter as it began: the difference to it is what fits the unchanged base. Every rank must call it."""
+    """Write the initial adapter, which later ones are compared with to fit the unchanged base; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     save_adapter(model, folder, is_main=is_main, must_have_moved=False)
@@ -55,48 +55,48 @@ def write_adapter(
     must_have_moved: bool,
     initial: Path | None = None,
 ) -> None:
-    """Write gathered factors in PEFT's format, read them back, and compare.
+    """Write gathered factors in PEFT's format and verify the file.
 
-    With `initial` (the folder of the adapter as it began, for PiSSA and OLoRA, which change the base weights) the
+    With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights) the
     difference to it is written, which fits the unchanged base model.
-    Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0
-    though it `must_have_moved`.
+    Raises RuntimeError if the file is empty, not finite or differs from memory, or if it `must_have_moved` and all of
+    B is still zero.
     """
     stored = form.stored(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
     if must_have_moved and factors_b and not any(value.any() for value in factors_b):
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
     if initial is not None:
-        form, stored = form.as_difference(), difference(stored, load_file(initial / WEIGHTS))
+        form, stored = form.for_unchanged_base(), stack_difference(stored, load_file(initial / WEIGHTS))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
-        raise RuntimeError(f"{file}: read back, it differs from what is trained")
+        raise RuntimeError(f"{file}: differs from the trained weights when read back")
     (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
     _check_read_back(file)
 
 
 def save_full_model(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the whole model as safetensors (adapter: none). Every rank must call it; rank 0 writes."""
-    weights = gathered(model, only_trained=False)
+    """Write the full model as safetensors (adapter: none); a collective call, rank 0 writes."""
+    weights = gather_weights(model, only_trained=False)
     if is_main:
         write_full_model(model, weights, folder)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write gathered weights as safetensors; of the model only settings are read."""
+    """Write gathered weights as safetensors; of `model` only its settings are used."""
     model.save_pretrained(folder, state_dict=weights)
     apply_umask(folder)
     for file in folder.glob("*.safetensors"):
         _check_read_back(file)
 
 
-def gathered(
+def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Weights by name, whole, on the CPU of rank 0 (empty elsewhere); one tensor is gathered at a time.
+    """Return unsharded weights by name on the CPU of rank 0 (empty elsewhere), gather_weights one tensor at a time.
 
-    `copy(name, tensor)` brings one to the CPU. Every rank must call it.
+    `copy(name, tensor)` copies one to the CPU. A collective call.
     """
     import deepspeed
     import torch.distributed as dist
@@ -117,7 +117,7 @@ def gathered(
 
 def _check_read_back(file: Path) -> None:
     is_empty = True
-    for names, piece in float_pieces(file):
+    for names, piece in iterate_float_pieces(file):
         is_empty = False
         if not torch.isfinite(piece).all():
             stored = load_file(file)

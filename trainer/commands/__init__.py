@@ -1,5 +1,5 @@
-"""One module or package for each subcommand of `zerolora` that needs torch."""
+"""The subcommands of `zerolora` that need torch, one module or package each."""
 
 from trainer.parallel.ranks.lean_imports import import_lean
 
-import_lean()  # before the first of them imports a library
+import_lean()  # before any of them imports a library

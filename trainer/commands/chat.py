@@ -1,4 +1,4 @@
-"""`zerolora chat RUN`: a conversation with a trained adapter, its answers shown as they come."""
+"""`zerolora chat RUN`: a conversation with a trained adapter, with streamed answers."""
 
 import argparse
 import json
@@ -22,14 +22,14 @@ from trainer.checkpoint.finished_run import (
 from trainer.commands.generate import (
     Sampling,
     add_answer_options,
-    continued,
-    load_to_answer,
+    find_prompt_form,
+    generate_answers,
+    load_for_inference,
     prompt_settings,
     prompts_on_stdin,
-    readable,
-    trained_form,
+    replace_invalid,
 )
-from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
+from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
@@ -41,28 +41,28 @@ HELP = """/new         start over
 
 @dataclass
 class Conversation:
-    """A conversation with a trained model. All turns are kept, also those that no longer fit into the context."""
+    """A conversation with a trained model; turns that no longer fit into the context are kept as well."""
 
     model: Any
     tokenizer: Any
     sampling: Sampling
     section: DatasetSection
     text: str | None
-    """The form of prompts that are text, each of which is asked by itself; None for conversations."""
+    """Format of plain-text prompts, each of which is answered independently; None for the chat template."""
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """Answer a turn, showing the answer as it is made. Raises UserError if the turn alone does not fit."""
+        """Answer a turn, streaming the answer. Raises UserError if the turn alone does not fit into the context."""
         turns = [*self.turns, {"role": "user", "content": question}]
         row = self._fitting(turns)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        [answer] = continued(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
+        [answer] = generate_answers(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _fitting(self, turns: list[dict[str, Any]]) -> torch.Tensor:
         """Return token ids [1, T] of the latest turns that leave room for an answer."""
         longest = context_length(self.model.config) or sys.maxsize
-        room = min(self.sampling.max_new_tokens, longest // 4)  # what is longer than that may be cut off
+        room = min(self.sampling.max_new_tokens, longest // 4)  # longer answers may be cut off
         kept = turns if self.text is None else turns[-1:]
         while True:
             prompt = kept if self.text is None else kept[-1]["content"]
@@ -71,22 +71,22 @@ class Conversation:
                 break
             kept = kept[2:]
         if row.shape[1] >= longest:
-            raise UserError(f"the turn has {row.shape[1]} tokens, and the model was made for {longest}; shorten it")
+            raise UserError(f"the turn has {row.shape[1]} tokens, and the model's context is {longest}; shorten it")
         if self.text is None and len(kept) < len(turns):
             print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
         return row
 
     def save(self, file: Path) -> None:
-        """Add the conversation to a file. Raises UserError if it cannot be written."""
+        """Append the conversation to a file. Raises UserError if it cannot be written."""
         try:
             with file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"messages": self.turns}, ensure_ascii=False) + "\n")
         except OSError as error:
-            raise UserError(f"/save {file}: cannot be written ({error.strerror}); name another file") from None
+            raise UserError(f"/save {file}: cannot be written ({error.strerror}); use another file") from None
 
 
 def converse(conversation: Conversation) -> None:
-    """Answer each line of standard input as a turn, or carry it out if it is a command."""
+    """Answer each line of standard input as a turn, or execute it if it is a command."""
     for line in prompts_on_stdin(sys.stdin.isatty()):
         command, _, argument = line.partition(" ")
         try:
@@ -97,7 +97,7 @@ def converse(conversation: Conversation) -> None:
             elif line in ("/help", "/save"):
                 print(HELP, file=sys.stderr)
             else:
-                conversation.ask(str(readable(line)))
+                conversation.ask(str(replace_invalid(line)))
         except KeyboardInterrupt:
             return
         except UserError as error:
@@ -117,20 +117,20 @@ def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     sampling.check()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, DRAWN_BY_DIFFUSERS)
+    refuse_images(run, USE_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
-    text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)
     if text is not None:
-        print("note: prompts were trained as text, so each line is asked by itself, in that form", file=sys.stderr)
-    model = load_to_answer(run, tokenizer, both=False)
+        print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
+    model = load_for_inference(run, tokenizer, both=False)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     converse(Conversation(model, tokenizer, sampling, section, text))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     quiet_libraries()
     arguments = _parse(argv)
     return run_command(lambda: _run(arguments))

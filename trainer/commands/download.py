@@ -1,7 +1,7 @@
-"""`zerolora download MODEL`: what training needs of a model on the hub, into the hub's cache or a folder.
+"""`zerolora download MODEL`: download what training needs of a model into the hub's cache or a folder.
 
-Pickled weights are left where they are: zerolora reads safetensors only. Without a network the one line that is said
-names the `hf download` command to run where there is one.
+Pickled weights are not downloaded, since zerolora reads safetensors only. Without a network, the error message contains
+the `hf download` command to run on a machine that has one.
 """
 
 import shlex
@@ -23,14 +23,14 @@ from huggingface_hub.errors import (
 from trainer.config import CommandParser, UserError
 
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
-# Folders hold the same weights again for other programs.
-LEFT_OUT = ("*/*",)
+# Subfolders hold the same weights for other programs.
+EXCLUDED = ("*/*",)
 
 
 def download(model: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
-    """Folder with the model's safetensors, configuration and tokenizer. Raises UserError if it cannot be had."""
+    """Download the model's safetensors, configuration and tokenizer; return the folder. Raises UserError."""
     if Path(model).is_dir():
-        raise UserError(f"{model}: is a folder of this machine already; give it to base_model")
+        raise UserError(f"{model}: already a folder on this machine; set base_model to it")
     try:
         found = Path(
             snapshot_download(
@@ -38,7 +38,7 @@ def download(model: str, *, revision: str | None = None, folder: Path | None = N
                 revision=revision,
                 local_dir=folder,
                 allow_patterns=list(PATTERNS),
-                ignore_patterns=list(LEFT_OUT),
+                ignore_patterns=list(EXCLUDED),
             )
         )
     except HFValidationError:
@@ -48,13 +48,13 @@ def download(model: str, *, revision: str | None = None, folder: Path | None = N
             f"{model}: gated; accept its licence at https://huggingface.co/{model}, then run `hf auth login`"
         ) from None
     except RevisionNotFoundError:
-        raise UserError(f"{model}: has no revision {revision}; see its branches and tags on the hub") from None
+        raise UserError(f"{model}: has no revision {revision}; check its branches and tags on the hub") from None
     except RepositoryNotFoundError:
         raise UserError(f"{model}: not on the hub, or private; check the name, or run `hf auth login`") from None
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HTTPError, HfHubHTTPError, OSError) as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else type(error).__name__
         raise UserError(
-            f"{model}: the hub did not give it ({reason}); where there is a network run "
+            f"{model}: cannot be downloaded ({reason}); on a machine with a network run "
             f"`{hub_command(model, revision, folder or Path(model.rpartition('/')[2]))}`, copy that folder here and "
             "set base_model to it"
         ) from None
@@ -64,24 +64,24 @@ def download(model: str, *, revision: str | None = None, folder: Path | None = N
 
 
 def hub_command(model: str, revision: str | None, folder: Path) -> str:
-    """The `hf download` command that takes the same files."""
+    """Return the `hf download` command for the same files."""
     words = ["hf", "download", model, "--local-dir", str(folder)]
     words += ["--revision", revision] if revision else []
-    # Each pattern after an option of its own: `--include a b` takes b for a file name.
-    for option, patterns in (("--include", PATTERNS), ("--exclude", LEFT_OUT)):
+    # One option per pattern: `--include a b` takes b for a file name.
+    for option, patterns in (("--include", PATTERNS), ("--exclude", EXCLUDED)):
         for pattern in patterns:
             words += [option, pattern]
     return shlex.join(words)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(
         prog="zerolora download", description="Download a model's safetensors, configuration and tokenizer."
     )
     parser.add_argument("model", metavar="MODEL", help="its name on the Hugging Face hub, OWNER/NAME")
     parser.add_argument("--revision", help="branch, tag or commit")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="a folder (default: the hub's cache)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="target folder (default: the hub's cache)")
     arguments = parser.parse_args(argv)
     try:
         folder = download(arguments.model, revision=arguments.revision, folder=arguments.output)

@@ -1,7 +1,7 @@
-"""`zerolora estimate CONFIG [--gpus N] [--gpu-memory 80GiB] [--json] [key=value ...]`: what a run needs.
+"""`zerolora estimate CONFIG [--gpus N] [--gpu-memory 80GiB] [--json] [key=value ...]`: estimate a run's memory.
 
-Needs neither a GPU nor weights: the model is built empty. The data decides how long sequences really are; where it
-cannot be read every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
+Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
+be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
 """
 
 import json
@@ -40,24 +40,26 @@ from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB
 DEFAULT_GPU = "80GiB"
-SAID = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
-"""Decisions that cost memory where they are not the usual ones."""
+SHOWN = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
+"""Decisions that cost memory if they differ from the default."""
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of `80GiB`, `80GB`, `81920MiB` or `80` (GiB). UserError for anything else and for less than 1 GiB."""
+    """Parse `80GiB`, `80GB`, `81920MiB` or `80` (GiB) to bytes; raises UserError if invalid or below 1 GiB."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None:
         raise UserError(f"--gpu-memory {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
     size = int(float(match.group(1)) * unit)
     if not LEAST_GPU <= size <= 2**50:
-        raise UserError(f"--gpu-memory {text}: {size / GIB:.3g} GiB is no GPU's memory; write 80GiB, 24GB or 40960MiB")
+        raise UserError(
+            f"--gpu-memory {text}: {size / GIB:.3g} GiB is not a GPU's memory; write 80GiB, 24GB or 40960MiB"
+        )
     return size
 
 
-def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
-    """Lengths in the data, the tokenizer's size, and a line on where both come from."""
+def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
+    """Return sequence lengths, the tokenizer's size, and a line on where they come from."""
     try:
         tokenizer = load_tokenizer(config.base_model, config.model)
         if config.dataset.chat_template:
@@ -75,8 +77,8 @@ def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
     return lengths, len(tokenizer), f"longest sequence in the data: {lengths.longest:,} tokens"
 
 
-def model_config_of(config: RunConfig) -> tuple[Any, str]:
-    """The model's configuration; the published one of its name where neither disk nor hub has it, which is said."""
+def read_model_config(config: RunConfig) -> tuple[Any, str]:
+    """Load the model's configuration, or use the published shape of that name with a note."""
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
@@ -87,14 +89,14 @@ def model_config_of(config: RunConfig) -> tuple[Any, str]:
 
 
 def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
-    """Everything the command says, as plain values, and the configuration with `auto` resolved."""
+    """Return the command's output as plain values, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, recomputation_line(planner, resolved, memory)]
     counted = resolved.training, planner.lengths.samples, planner.machine.world_size
     found = planner.of(resolved)
     table = planner.table(resolved)
-    # Without offload first, which costs time: a higher stage costs less of it.
+    # Prefer no offload, which costs more time than a higher stage.
     fitting = [choice.config for choice in table if choice.found is not None and choice.found.needed <= memory]
     best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
     return {
@@ -129,7 +131,7 @@ def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str,
 
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
-    """Return the largest micro-batch that fits: with a reserve, unless the configured one fits without."""
+    """Return the largest micro-batch that fits with a reserve, or the configured one if it fits without."""
     configured = config.training.batch_size if planner.of(config).needed <= memory else 0
     return max(configured, planner.largest_batch(config, memory))
 
@@ -139,11 +141,11 @@ def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
     most, reason = planner.most_rows(best)
     if best.training.batch_size > (largest := planner.largest_batch(best, memory)):
         return "as configured; more may not fit" if largest < most else f"as configured; {reason}"
-    return f"as many as fit in {gib(memory)}" if largest < most else reason
+    return f"the most that fit in {gib(memory)}" if largest < most else reason
 
 
 def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
-    choice = on_cpu(planner, config)
+    choice = plan_on_cpu(planner, config)
     if choice.found is None:
         return None
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
@@ -168,29 +170,29 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
 
 
 def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
-    """Tables for people."""
+    """Print the estimate as tables."""
     for note in found["notes"]:
         console.print(note, highlight=False)
     console.print(
         f"on {'1 GPU' if found['gpus'] == 1 else 'each of {} GPUs'.format(found['gpus'])} of "
-        f"{gib(found['gpu_memory_bytes'])}{' (assumed: --gpu-memory names yours)' * found['gpu_is_assumed']}: "
+        f"{gib(found['gpu_memory_bytes'])}{' (assumed; set --gpu-memory)' * found['gpu_is_assumed']}: "
         f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['sample']}",
         highlight=False,
     )
     if found["steps"] is not None:
         console.print(f"steps: {found['steps']}", highlight=False)
     for name, choice in found["decisions"].items():
-        if choice["reason"] and name in SAID:
-            console.print(f"{SAID[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
+        if choice["reason"] and name in SHOWN:
+            console.print(f"{SHOWN[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
     parts = Table("for", "GiB", box=None, pad_edge=False)
     for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
         parts.add_row(name, f"{size / GIB:.2f}")
     parts.add_row(f"peak (at the {estimate.moment})", f"{estimate.peak / GIB:.2f}", end_section=True)
-    parts.add_row("what torch's allocator holds unused", f"{estimate.slack / GIB:.2f}")
-    parts.add_row("CUDA's context and NCCL", f"{CONTEXT / GIB:.2f}")
+    parts.add_row("unused memory held by torch's allocator", f"{estimate.slack / GIB:.2f}")
+    parts.add_row("CUDA context and NCCL", f"{CONTEXT / GIB:.2f}")
     parts.add_row("needed", f"{estimate.needed / GIB:.2f}")
     console.print(parts)
-    console.print(f"host memory per rank {gib(estimate.host)} and the process itself, disk {gib(estimate.disk)}")
+    console.print(f"host memory per rank {gib(estimate.host)} plus the process itself, disk {gib(estimate.disk)}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in found["stages"]:
         offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]
@@ -205,21 +207,21 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
     if found["on_cpu"] is not None:
         cpu = found["on_cpu"]
-        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} a rank"
+        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} per rank"
         console.print(f"on CPUs instead: {each}", highlight=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
         reason = found["batch_size_is_bounded_by"]
         line = f"the lowest stage that fits, with the largest micro-batch: {settings} ({reason})"
-        console.print(line if found["fits"] else f"as configured it is too large; {line}", highlight=False)
+        console.print(line if found["fits"] else f"too large as configured; {line}", highlight=False)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 2 after one line on stderr if nothing fits or something is wrong."""
-    parser = CommandParser(prog="zerolora estimate", description="What a run needs, without a GPU or weights.")
+    """Return exit code 0, or 2 after one line on stderr if nothing fits or an argument is wrong."""
+    parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", type=int, help="how many GPUs, one rank each (default: those of this machine, or 1)")
+    parser.add_argument("--gpus", type=int, help="number of GPUs, one rank each (default: those of this machine, or 1)")
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
@@ -234,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
         config = loaded.config
         PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
-            config = fit_max_length(config, context_length(model_config_of(config)[0]))
-        planner, notes = planner_for(config, gpus)
+            config = fit_max_length(config, context_length(read_model_config(config)[0]))
+        planner, notes = build_planner(config, gpus)
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
@@ -250,8 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def on_cpu(planner: Planner, config: RunConfig) -> Choice:
-    """The same run on CPUs, a rank a process; `auto` is what it is without a GPU."""
+def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
+    """Plan the same run on CPUs, with `auto` as resolved without a GPU."""
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
     there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
     try:
@@ -261,16 +263,16 @@ def on_cpu(planner: Planner, config: RunConfig) -> Choice:
         return Choice(config, None, str(error))
 
 
-def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
-    """A planner for GPUs that are not here, and what had to be assumed."""
+def build_planner(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
+    """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assumed(world_size, precision)
     if is_pipeline(config):
         pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
-        where = f"every picture counts as {config.image.resolution} x {config.image.resolution}"
+        where = f"every image counts as {config.image.resolution} x {config.image.resolution}"
         return picture_planner(config, pipeline, machine), [where]
-    model_config, note = model_config_of(config)
-    lengths, vocabulary, where = lengths_of(config)
+    model_config, note = read_model_config(config)
+    lengths, vocabulary, where = read_lengths(config)
     shapes = read_shapes(
         model_config,
         config.model,
@@ -280,7 +282,7 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
     planner = Planner(shapes, lengths, machine)
     scan = ""
     if any(mixer.kind == "recurrent" for layer in shapes.layers for mixer in layer.mixers):
-        plain = "in plain torch; the extra `mamba` has kernels that keep less"
+        plain = "in plain torch; the kernels of the extra `mamba` keep less memory"
         scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
     return planner, [line for line in (note, where, scan) if line]
 

@@ -1,9 +1,9 @@
-"""`python -m trainer.commands.evaluate RUN`: held-out loss of the base model and of base plus adapter, with intervals.
+"""`python -m trainer.commands.evaluate RUN`: held-out loss of the base with and without the adapter, with intervals.
 
-Loss = sum of token losses / number of target tokens, in nats, over all documents. The interval is a percentile
-bootstrap (Efron, 1979) over documents, the tokens of one document being no independent draws: documents are drawn with
-replacement, and the loss is again the drawn token losses over the drawn tokens. Base and adapter are measured on the
-same draws, so the interval of their difference is that of a paired comparison.
+Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
+(Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
+and the loss is computed from the drawn ones. Base and adapter use the same draws, so the interval of their difference
+is that of a paired comparison.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
-from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of
+from trainer.commands.scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.config.command_parser import from_one
 from trainer.contract.output_file import check_result_file
@@ -53,16 +53,16 @@ Losses = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number of nats per token and the bounds of its bootstrap interval."""
+    """A loss in nats per token and the bounds of its bootstrap interval."""
 
     loss: float
     low: float
     high: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As loss (nats), bits per token and perplexity, each with its interval.
+        """Return loss (nats), bits per token and perplexity, each with its interval.
 
-        Of a difference of losses, exp is the ratio of the perplexities: see `Evaluation.to_dict`.
+        For a difference of losses, `perplexity` is the ratio of perplexities; see `Evaluation.to_dict`.
         """
         ends = [self.low, self.high]
         return {
@@ -77,7 +77,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation measured; `difference` is adapter minus base."""
+    """The result of an evaluation; `difference` is adapter minus base."""
 
     documents: int
     target_tokens: int
@@ -85,10 +85,10 @@ class Evaluation:
     adapter: Estimate
     difference: Estimate
     scale: float = 1.0
-    """How much of the adapter's update counted."""
+    """Factor of the adapter's update."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `difference` has perplexity_ratio = perplexity of the adapter / perplexity of the base."""
+        """Return values for JSON; `difference` has perplexity_ratio = perplexity of adapter / perplexity of base."""
         difference = {
             name.replace("perplexity", "perplexity_ratio"): value for name, value in self.difference.to_dict().items()
         }
@@ -114,13 +114,12 @@ def evaluate(
 ) -> Evaluation:
     """Measure a PEFT model with and without its adapter on the same documents.
 
-    `scale`: how much of the update counts. `auto`: what is best on one half of the documents is measured on the other,
-    and the other way round, so that no document is measured at a scale that it helped to choose; the scale that is
-    given back is the best on all.
+    `scale` is the factor of the adapter's update. With `auto`, each half of the documents is measured at the scale
+    that is best on the other half, and the returned scale is the best on all.
     """
     factors = SCALES if isinstance(scale, str) else (scale,)
     console = Console(stderr=True)
-    # Where there is no terminal a bar that is taken away leaves an empty line.
+    # Without a terminal, a transient bar would leave an empty line.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("evaluating", total=(1 + len(factors)) * len(documents))
         rows = []
@@ -133,12 +132,12 @@ def evaluate(
             rows.append(np.array([loss for _, loss in sorted(done)]))
     tokens = np.array([_target_count(document) for document in documents], dtype=np.float64)
     scaled_FD = np.stack(rows[1:])
-    evaluation = bootstrap(rows[0], chosen_on_the_other_half(scaled_FD), tokens, resamples=resamples, seed=seed)
+    evaluation = bootstrap(rows[0], cross_validated_losses(scaled_FD), tokens, resamples=resamples, seed=seed)
     return replace(evaluation, scale=factors[best_scale(scaled_FD)])
 
 
 def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, seed: int) -> Evaluation:
-    """Token-weighted losses with 95 % intervals, from each document's sum of token losses and number of targets."""
+    """Return token-weighted losses with 95 % intervals from each document's loss sum and number of target tokens."""
     generator = np.random.default_rng(seed)
     draws = np.empty((3, resamples))
     for index in range(resamples):
@@ -155,9 +154,9 @@ def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, 
 
 
 def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
-    """The documents that the run held out, or all of the source `data` read as the run's own data was.
+    """Return the documents that the run held out, or all of `data`, read with the run's settings.
 
-    Raises UserError if the run held nothing out and no source is given.
+    Raises UserError if the run held nothing out and no data is given.
     """
     section = run.config.dataset
     source = section.evaluation
@@ -166,9 +165,9 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         kept = {name: getattr(shaped, name) for name in ("format", "fields", "template")}
         source = SourceSection(path=data, split=split or "train", **kept)
     elif split is not None:
-        raise UserError(f"--split={split}: chooses among the splits of --data, which is not given")
+        raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:
-        raise UserError(f"{run.folder}: the run held no data out; name some with --data FILE")
+        raise UserError(f"{run.folder}: the run held no data out; give some with --data FILE")
     if source is not None:
         section = _only(section, source)
     try:
@@ -187,18 +186,18 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
     samples = prepared.evaluation if source is None else prepared.train
-    assert isinstance(samples, Samples)  # a stream holds nothing out by val_split
+    assert isinstance(samples, Samples)  # streams have no val_split
     return [document for sample in samples for document in _documents(sample)]
 
 
 def _only(section: DatasetSection, source: SourceSection) -> DatasetSection:
-    """The run's settings of the data with one source in place of all others."""
+    """Return the run's data settings with `source` in place of all sources."""
     alone = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
     return section.model_copy(update=alone | {name: getattr(source, name) for name in SourceSection.model_fields})
 
 
 def _documents(sample: Sample) -> Iterator[Sample]:
-    """The documents of a pack, as samples of their own: the bootstrap draws documents."""
+    """Yield the documents of a pack as separate samples."""
     start = 0
     for length in sample.document_lengths:
         end = start + length
@@ -207,13 +206,13 @@ def _documents(sample: Sample) -> Iterator[Sample]:
 
 
 def _target_count(document: Sample) -> int:
-    return sum(document.trained[1:])  # nothing comes before the first token to predict it from
+    return sum(document.trained[1:])  # the first token is not predicted
 
 
 def _document_losses(
     model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, *, with_adapter: bool
 ) -> Iterator[list[tuple[int, float]]]:
-    """(index, sum of token losses) of each document, a batch at a time; documents of like length share a batch."""
+    """Yield batches of (document index, sum of token losses), with documents of similar length in a batch."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
@@ -228,12 +227,12 @@ def _document_losses(
 
 @torch.no_grad()
 def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Sum of token losses of each row of a micro-batch, nats, fp64 [B]."""
+    """Return the sum of token losses of each row of a micro-batch (nats, fp64, [B])."""
     return TokenLoss(model).by_row(model, batch, model.device)
 
 
 def show(evaluation: Evaluation, heading: str, console: Console) -> None:
-    """Print the figures as a table, the intervals under the values."""
+    """Print the results as a table with intervals below the values."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in ("loss (nats/token)", "bits/token", "perplexity"):
@@ -244,9 +243,7 @@ def show(evaluation: Evaluation, heading: str, console: Console) -> None:
     table.add_row("difference", loss, bits, f"x {ratio}")
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(
-        f"[dim]below each: the {CONFIDENCE:.0%} interval of a bootstrap over documents[/dim]", highlight=False
-    )
+    console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over documents[/dim]", highlight=False)
     if evaluation.documents < FEW_DOCUMENTS:
         console.print(f"[yellow]only {evaluation.documents} documents: the intervals are rough[/yellow]")
 
@@ -261,7 +258,7 @@ def _cells(estimate: Estimate, forms: Sequence[str]) -> list[str]:
 
 
 def _exp(nats: float) -> float:
-    """exp, infinite where a float ends: an untrained base on long words may be there."""
+    """Return exp, or infinity on overflow, which an untrained base may reach."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
@@ -271,14 +268,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_run_arguments(parser, MOVED)
     parser.add_argument(
-        "--data", metavar="FILE", help="other data than what the run held out: a file, folder, hub name"
+        "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--batch-size", type=from_one, metavar="N", help="documents at a time (as in training)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--batch-size", type=from_one, metavar="N", help="documents per batch (as in training)")
     parser.add_argument("--samples", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
     parser.add_argument(
-        "--scale", type=scale_of, default=1.0, metavar="X", help="how much of the adapter's update counts, or auto (1)"
+        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update, or auto (1)"
     )
     return parser.parse_args(argv)
 
@@ -311,7 +308,7 @@ def _run(arguments: argparse.Namespace) -> None:
     size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
     show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     if arguments.scale == AUTO:
-        print(f"best scale {evaluation.scale:g}: each half of the documents measured at the best scale of the other")
+        print(f"best scale {evaluation.scale:g}; each half of the documents measured at the best scale of the other")
         print(f"zerolora merge {arguments.run} --scale {evaluation.scale:g}")
     if arguments.json is not None:
         record = {
@@ -329,7 +326,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     return run_command(lambda: _run(arguments))

@@ -1,4 +1,4 @@
-"""`zerolora generate RUN [PROMPT ...]`: prompts answered by a trained adapter, and by its base beside it."""
+"""`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally next to its base."""
 
 import argparse
 import re
@@ -30,7 +30,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
-from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
+from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import shown
 from trainer.config.files import check_shape, read_json
@@ -43,31 +43,31 @@ from trainer.patches.fused_lora import fuse
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is drawn: greedily at temperature 0."""
+    """How answers are sampled; greedily at temperature 0."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Raise UserError for a number that cannot be."""
+        """Raise UserError for a value out of range."""
         for allowed, setting, value, range_ in (
             (self.max_new_tokens >= 1, "--max-new-tokens", self.max_new_tokens, "1 or more"),
             (self.temperature >= 0, "--temperature", self.temperature, "0 or more"),
-            (0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and 1 at most"),
+            (0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1"),
         ):
             if not allowed:
                 raise UserError(f"{setting}={value}: must be {range_}")
 
     def arguments(self) -> dict[str, Any]:
-        """For `generate`; what the base's own generation settings say of sampling does not count."""
+        """Return arguments of `generate` that override the base's own generation settings."""
         if self.temperature == 0:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
 @torch.no_grad()
-def continued(
+def generate_answers(
     model: Any,
     tokenizer: Any,
     rows: Sequence[torch.Tensor],
@@ -76,9 +76,9 @@ def continued(
     with_adapter: bool = True,
     streamer: Any = None,
 ) -> list[str]:
-    """Return the continuations of rows of token ids [1, T], computed together, padded on the left.
+    """Generate continuations of rows of token ids [1, T] in one batch, padded on the left.
 
-    Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are made.
+    Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated.
     """
     longest, length = context_length(model.config), max(row.shape[1] for row in rows)
     room = sampling.max_new_tokens if longest is None else min(sampling.max_new_tokens, longest - length)
@@ -100,8 +100,8 @@ def continued(
     return [str(tokenizer.decode(row[length:], skip_special_tokens=True)).strip() for row in generated]
 
 
-def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """The trained model, its adapter merged into 16 or 32-bit weights or fused, unless the base is to be seen too."""
+def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
+    """Load the trained model for inference; unless `both`, its adapter is merged (16 or 32-bit weights) or fused."""
     model = load_trained(run, tokenizer, run_device())
     if both:
         return model
@@ -115,11 +115,8 @@ def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     return model
 
 
-def trained_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the form of prompts that are text, as trained unless an option says otherwise; None for the chat template.
-
-    Runs of older versions have no record of the form: they use the template if there is one.
-    """
+def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
+    """Return the format of plain-text prompts, as trained unless an option overrides it; None for the chat template."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
@@ -127,15 +124,15 @@ def trained_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: b
     return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
-def encoded(
+def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
-    """Yield prompts with their token ids; one that cannot be answered is reported and added to `failed`."""
-    for prompt in map(readable, prompts):
+    """Yield prompts with their token ids; those that cannot be answered are reported and added to `failed`."""
+    for prompt in map(replace_invalid, prompts):
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
-                problem = f"the prompt has {row.shape[1]} tokens, and the model was made for {longest}; shorten it"
+                problem = f"the prompt has {row.shape[1]} tokens, and the model's context is {longest}; shorten it"
                 raise UserError(problem)
             yield prompt, row
         except UserError as error:
@@ -146,15 +143,15 @@ def encoded(
 
 
 def prompt_settings(run: FinishedRun, system: str | None) -> DatasetSection:
-    """Return the settings that prompts are written by; `system` is the value of --system."""
+    """Return the run's data settings with the system prompt of --system, if given."""
     section = run.config.dataset
     return section if system is None else section.model_copy(update={"system_prompt": system or None})
 
 
 def show(answers: dict[str, str], console: Console) -> None:
-    """One answer as plain text, for pipes; two of them beside each other."""
+    """Print one answer as plain text, two in columns."""
     if len(answers) == 1:
-        # Written past rich, which would wrap lines and read [brackets] in the model's words as its own.
+        # Bypass rich, which would wrap lines and interpret [brackets] as markup.
         console.file.write(next(iter(answers.values())) + "\n")
         console.file.flush()
         return
@@ -166,7 +163,7 @@ def show(answers: dict[str, str], console: Console) -> None:
 
 
 def prompts_on_stdin(terminal: bool) -> Iterator[str]:
-    """Prompts from standard input until its end or Ctrl-C; each is a conversation of its own."""
+    """Yield prompts from standard input until its end or Ctrl-C."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     while True:
@@ -184,13 +181,13 @@ def prompts_on_stdin(terminal: bool) -> Iterator[str]:
             yield prompt
 
 
-def readable(prompt: Prompt) -> Prompt:
-    """Return a prompt with U+FFFD for halves of characters and bytes that are not UTF-8, which are noted on stderr."""
+def replace_invalid(prompt: Prompt) -> Prompt:
+    """Replace lone surrogates and bytes that are not UTF-8 by U+FFFD, with a note on stderr."""
     if isinstance(prompt, list):
-        return [turn | {"content": readable(turn["content"])} for turn in prompt]
+        return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
-        print(f"note: {shown(text)!r} is not valid Unicode as given; the rest of it is read as \ufffd", file=sys.stderr)
+        print(f"note: {shown(text)!r} is not valid Unicode; invalid parts are replaced by \ufffd", file=sys.stderr)
     return text
 
 
@@ -198,14 +195,14 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     """Add the options of every command that answers prompts."""
     longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
     parser.add_argument("--max-new-tokens", type=int, default=longest, metavar="N", help=f"longest answer ({longest})")
-    help_ = f"0: the likeliest token ({temperature:g})"
+    help_ = f"sampling temperature; 0: greedy ({temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
-    help_ = f"draw from the likeliest P only ({top_p})"
+    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P ({top_p})"
     parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
     parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
-    form.add_argument("--chat", action="store_true", help="ask through the chat template, whatever was trained")
+    form.add_argument("--chat", action="store_true", help="use the chat template, whatever was trained")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -214,11 +211,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="Answer prompts with a trained adapter; without a PROMPT, every line of standard input is one.",
     )
     add_run_arguments(parser, MOVED)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a conversation of its own")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a separate conversation")
     add_answer_options(parser, Sampling())
-    parser.add_argument("--base", action="store_true", help="show the base model's answer beside")
+    parser.add_argument("--base", action="store_true", help="show the base model's answer as well")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts answered at a time (1)")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts per batch (1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size={arguments.batch_size}: must be 1 or more")
@@ -229,23 +226,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> None:
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, DRAWN_BY_DIFFUSERS)
+    refuse_images(run, USE_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
-    text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)
-    model = load_to_answer(run, tokenizer, both=arguments.base)
+    model = load_for_inference(run, tokenizer, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes what an ASCII terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # answers may hold characters that the terminal cannot show
     prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
     failed: list[str] = []
 
     def encode(prompt: Prompt) -> torch.Tensor:
         return prompt_ids(tokenizer, section, prompt, text)
 
-    rows = encoded(prompts, encode, context_length(model.config), failed)
+    rows = encode_prompts(prompts, encode, context_length(model.config), failed)
     console = Console()
-    # On a terminal words are shown as they come; in a pipe an answer is a line, whole.
+    # Stream to a terminal; write complete answers to a pipe.
     streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
@@ -254,7 +251,7 @@ def _run(arguments: argparse.Namespace) -> None:
             console.print(Text(f"> {as_text(batch[0][0])}", style="bold"), soft_wrap=True)
         try:
             answers = {
-                name: continued(
+                name: generate_answers(
                     model, tokenizer, [row for _, row in batch], sampling, with_adapter=with_adapter, streamer=streamer
                 )
                 for name, with_adapter in names.items()
@@ -268,11 +265,11 @@ def _run(arguments: argparse.Namespace) -> None:
                 console.print(Text(f"> {as_text(prompt)}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
-        raise UserError(f"{len(failed)} prompts were not answered, for the reasons above")
+        raise UserError(f"{len(failed)} prompts were not answered; see above")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     quiet_libraries()
     return run_command(lambda: _run(_parse(argv)))
 

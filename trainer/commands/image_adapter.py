@@ -1,4 +1,4 @@
-"""What becomes of an image model's adapter after training: merged into its pipeline, or written for other programs."""
+"""Merge an image model's adapter into its pipeline, or export it for other programs."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun
-from trainer.commands.whole_output import check_output, put_in_place, writing
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.config import UserError
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.saved_adapter import load_adapter
@@ -22,7 +22,7 @@ from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
 
 KOHYA = "lora.safetensors"
-DRAWN_BY_DIFFUSERS = "pictures are drawn with diffusers, as its README.md says"
+USE_DIFFUSERS = "images are generated with diffusers; see its README.md"
 
 
 def _pipeline(run: FinishedRun) -> Pipeline:
@@ -30,57 +30,60 @@ def _pipeline(run: FinishedRun) -> Pipeline:
     return read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
 
 
-def is_of_images(run: FinishedRun) -> bool:
-    """Whether the run's adapter is of an image model."""
+def is_image_run(run: FinishedRun) -> bool:
+    """Return whether the run trained an image model."""
     return (run.folder / DIFFUSERS).is_file() or is_pipeline(run.config)
 
 
-def refuse_images(run: FinishedRun, what: str) -> None:
-    """Raise UserError where a command knows tokens alone."""
-    if is_of_images(run):
-        raise UserError(f"{run.folder}: the adapter is of an image model, and {what}")
+def refuse_images(run: FinishedRun, reason: str) -> None:
+    """Raise UserError for an image model, in commands for language models only."""
+    if is_image_run(run):
+        raise UserError(f"{run.folder}: the adapter is of an image model, and {reason}")
 
 
 def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
-    """The adapter for diffusers (`peft`), for ComfyUI and kohya's scripts, or in its pipeline (`hf`)."""
+    """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merged (`hf`).
+
+    Returns lines on how to use it.
+    """
     pipeline = _pipeline(run)
     if form == "hf":
         merge_images(run, output, dtype="auto", scale=1.0)
-        return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers reads it"]
+        return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers loads it"]
     if form not in ("peft", "kohya"):
-        refuse_images(run, f"--format {form} is of language models")
-    with writing(output) as folder:
+        refuse_images(run, f"--format {form} is for language models")
+    with temporary_output(output) as folder:
         if form == "kohya":
             save_file(as_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
         else:
             for name in (*ADAPTER, DIFFUSERS):
                 shutil.copyfile(run.folder / name, folder / name)
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     if form == "kohya":
-        return [f"{output / KOHYA}: for ComfyUI's models/loras, and for what reads kohya's scripts"]
+        return [f"{output / KOHYA}: for ComfyUI's models/loras, and programs that read kohya's format"]
     return [f"pipeline.load_lora_weights({str(output)!r})"]
 
 
-def copy_of_images(run: FinishedRun, folder: Path) -> None:
-    """What is uploaded beside PEFT's files: the adapter as diffusers loads it, and the last sample images."""
+def copy_image_files(run: FinishedRun, folder: Path) -> None:
+    """Copy the adapter in diffusers' format and the final sample images, for an upload."""
     shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
     for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
         (folder / SAMPLES).mkdir(exist_ok=True)
         shutil.copyfile(file, folder / SAMPLES / file.name)
 
 
-def card_of_images(run: FinishedRun, records: list[Record], name: str) -> str:
-    """The model card that is uploaded."""
+def image_model_card(run: FinishedRun, records: list[Record], name: str) -> str:
+    """Return the model card of an image model's adapter."""
     return image_card(run.config, _pipeline(run), records, name)
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | str) -> Path:
-    """Write the pipeline with the adapter added to what it adapts, W + s B A in 32 bits, rounded once.
+    """Write the pipeline with the adapter merged, W + s B A in 32 bits, rounded once.
 
-    Raises UserError if `output` holds something, or the base is random.
+    Raises UserError if `output` is not empty, or the base is random.
     """
     if isinstance(scale, str):
-        raise UserError(f"--scale={scale}: is found on held-out text; give a number, such as --scale 0.8")
+        raise UserError(f"--scale={scale}: needs held-out text; give a number, such as --scale 0.8")
     check_output(output)
     pipeline = _pipeline(run)
     if pipeline.folder is None:
@@ -91,19 +94,19 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | s
     merged: Any = adapted.merge_and_unload()
     kept = _stored_dtype(pipeline.folder / pipeline.family.denoiser) if dtype == "auto" else DTYPES[dtype]
     parts = {pipeline.family.denoiser: merged.denoiser, **merged.text_encoders}
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
             if path.is_dir() and path.name not in parts:
                 shutil.copytree(path, folder / path.name)
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
         for name, part in parts.items():
             part.to(kept).save_pretrained(folder / name, safe_serialization=True)
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     return output
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Of the first weight of the denoiser."""
+    """Return the dtype of the denoiser's first weight."""
     from safetensors import safe_open
 
     file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))

@@ -1,8 +1,8 @@
-"""`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N | --step N]`: the data as the model sees it.
+"""`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as trained on.
 
-Of text it shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the
-fraction of trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes; of
-pictures their captions and how they are brought to their size. With a step, what all ranks train on in it.
+For text: examples with trained tokens in colour (in ⟦brackets⟧ without colours), the fraction of trained tokens,
+truncation, packing, and warnings about loss masks that are usually mistakes. For images: captions, and how images are
+resized and cropped. With a step: what all ranks train on in that step.
 """
 
 import os
@@ -33,22 +33,22 @@ from trainer.tasks.images.batches import order_of
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_pictures
 
-# Documents of a pack that are shown.
+# Documents shown per pack.
 SHOWN_DOCUMENTS = 2
-# Examples of a stream that stand for the whole in the figures.
+# Samples of a stream from which its statistics are computed.
 STREAM_EXAMPLES = 200
-# Of a document of a step.
+# Characters shown per document of a step.
 SHOWN_CHARACTERS = 100
 
 
 def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
-    """Print the figures of prepared data, its first `examples` samples, and warnings."""
+    """Print the first `examples` samples, statistics of the data, and warnings."""
     if isinstance(data.train, Samples):
         shown, stats = [data.train[index] for index in range(min(examples, len(data.train)))], data.stats
         seen = shown
     else:
         seen = list(islice(data.train.read(0), STREAM_EXAMPLES))
-        shown, stats = seen[:examples], _figures_of(seen, data.stats)
+        shown, stats = seen[:examples], _compute_stats(seen, data.stats)
     for number, sample in enumerate(shown, start=1):
         console.print(_panel(sample, tokenizer, number, colours=console.color_system is not None))
     for line in data.stats.lines():
@@ -63,12 +63,12 @@ def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: C
 def show_step(
     config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, *, step: int, ranks: int
 ) -> None:
-    """Print a line for each document of a step (from 1) of a run on so many ranks.
+    """Print a line for each document of a step (from 1) of a run on `ranks` ranks.
 
-    Raises UserError for a stream, whose samples depend on all before, and for a batch that is chosen at the start.
+    Raises UserError for a stream, and for a batch size that is chosen at the start.
     """
     if not isinstance(data.train, Samples):
-        raise UserError("dataset.streaming=true: which samples a step takes is known in the run only")
+        raise UserError("dataset.streaming=true: the samples of a step are only known during the run")
     training = _training_of(config, len(data.train), ranks)
     batches = Batches(
         data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
@@ -87,15 +87,15 @@ def show_step(
 
 
 def _training_of(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
-    """The settings of a run on so many ranks. Raises UserError for a batch that is chosen at the start."""
+    """Return the settings of a run on `ranks` ranks. Raises UserError if the batch size is chosen at the start."""
     training = with_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
-        raise UserError("training.batch_size=auto: chosen at the start; name the training_config.json of the run")
+        raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
     return training
 
 
-def show_pictures(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print a line for each of the first pictures and the figures of all, or for each picture of a step (from 1)."""
+def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
+    """Print a line for each of the first images and statistics, or for each image of a step (from 1)."""
     data = prepare_pictures(config, lambda line: None).data
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
@@ -118,13 +118,13 @@ def show_pictures(config: RunConfig, console: Console, *, examples: int, step: i
 
 
 def warnings(stats: DataStats) -> list[str]:
-    """Describe what looks like a mistake in the masks: nothing trained, or everything trained."""
+    """Return warnings about probable mistakes in the loss masks: nothing or everything is trained."""
     found = []
     predictable = stats.tokens - stats.documents  # nothing comes before a document's first token
     if stats.target_tokens == 0:
-        found.append("0 % of the tokens are trained; see dataset.train_on and the examples above")
+        found.append("0 % of the tokens are trained; check dataset.train_on and the examples above")
     elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
-        found.append("100 % of the tokens are trained, questions as well as answers; see dataset.train_on")
+        found.append("100 % of the tokens are trained, prompts as well as answers; check dataset.train_on")
     return found
 
 
@@ -133,9 +133,9 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
     documents = _documents(sample)
     for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
         if index:
-            text.append("\n──── next document, blind to the one above ────\n", style="cyan")
+            text.append("\n──── next document, masked from the one above ────\n", style="cyan")
         at = 0
-        # Runs are decoded whole: a character may be spread over several tokens.
+        # Decode runs at once: a character may span several tokens.
         for trained, run in groupby(document.trained):
             count = len(list(run))
             part = tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False)
@@ -159,7 +159,7 @@ def _documents(sample: Sample) -> list[Sample]:
     return documents
 
 
-def _figures_of(samples: list[Sample], of: DataStats) -> DataStats:
+def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
     documents = [document for sample in samples for document in _documents(sample)]
     return DataStats(
         records=len(documents),
@@ -167,22 +167,22 @@ def _figures_of(samples: list[Sample], of: DataStats) -> DataStats:
         samples=len(samples),
         tokens=sum(len(document.input_ids) for document in documents),
         target_tokens=sum(sum(document.trained[1:]) for document in documents),
-        max_length=of.max_length,
-        prompt_text=of.prompt_text,
+        max_length=whole.max_length,
+        prompt_text=whole.prompt_text,
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")
-    parser.add_argument("--step", type=from_one, help="show what is trained on in this step, from 1, instead")
-    parser.add_argument("--ranks", type=from_one, help="of a run on so many ranks (default: those of this machine)")
+    parser.add_argument("--examples", type=int, default=3, help="number of examples (3)")
+    parser.add_argument("--step", type=from_one, help="show what this step (from 1) trains on instead")
+    parser.add_argument("--ranks", type=from_one, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # data may hold characters that the terminal cannot show
     console = Console()
     quiet_libraries()
     try:
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         for note in loaded.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         if is_pipeline(config):
-            show_pictures(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
+            show_images(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
             return 0
         PROGRESS.show(f"reading {config.base_model} and the data")
         tokenizer = load_tokenizer(config.base_model, config.model)

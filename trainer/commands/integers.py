@@ -1,8 +1,8 @@
-"""`zerolora merge --quantize`: adapted layers as the whole numbers they were trained with, for servers.
+"""`zerolora merge --quantize`: adapted layers in the integers they were trained with, for inference servers.
 
-Written in compressed-tensors' `pack-quantized` form, which vLLM, SGLang and transformers load without torchao: for each
-layer `weight_packed` (int32, 4 or 8 values each), `weight_scale` in the model's number format and `weight_shape`. All
-other layers stay as they are and are listed under `ignore`.
+Uses compressed-tensors' `pack-quantized` format, which vLLM, SGLang and transformers load without torchao: for each
+layer `weight_packed` (int32, 4 or 8 values each), `weight_scale` in the model's dtype and `weight_shape`. All other
+layers are unchanged and listed under `ignore`.
 """
 
 import importlib.util
@@ -27,32 +27,32 @@ from trainer.model.integer_weights import (
 
 IN_PEFT = "base_model.model."
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers compute as one, and so in one number format."""
+"""Layers that servers compute as one, which therefore need the same format."""
 
 
-class InIntegers:
-    """Rounds the adapted layers of a model before its adapter is merged, and says what is then saved of it."""
+class IntegerMerge:
+    """Round the adapted layers of a model before its adapter is merged, and build the state dict to save."""
 
     def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` of the model and its scales; `device` on which W + s B A is computed: that of the training run.
+        """`dtype` is that of the model and its scales; W + s B A is computed on `device`, as in training.
 
-        Raises UserError where torchao, or the library of the form, is missing.
+        Raises UserError if torchao or compressed-tensors is missing.
         """
         check_torchao(f"--quantize={kind}")
         if importlib.util.find_spec("compressed_tensors") is None:
-            raise UserError(f"--quantize={kind}: compressed-tensors, which writes it, is not installed; {INSTALL}")
+            raise UserError(f"--quantize={kind}: compressed-tensors is not installed; {INSTALL}")
         self.kind, self.dtype, self.device = kind, dtype, device
         self._form: IntegerForm | None = None
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def round(self, adapted: Any) -> None:
-        """Replace each adapted W by Q(W + s B A), with nothing left to be merged.
+        """Replace each adapted W by Q(W + s B A) and zero B.
 
-        Raises UserError where no layer can be rounded, or one has a form of its own.
+        Raises UserError if no layer is adapted, or one cannot be rounded.
         """
         layers = adapted_linears(adapted)
         if not layers:
-            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter, and only those are rounded")
+            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter, and only such are rounded")
         for path, layer in layers.items():
             if reason := why_not_rounded(layer):
                 raise UserError(f"--quantize={self.kind}: {path.removeprefix(IN_PEFT)}: {reason}; merge without it")
@@ -73,40 +73,41 @@ class InIntegers:
         return values, scales.to(self.dtype)
 
     def saved(self, model: Any) -> dict[str, Tensor]:
-        """What is to be saved of the merged model, and config.json's word on it; lines on stderr of what that is."""
+        """Return the merged state dict and set the model's `quantization_config`; print a summary to stderr."""
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
         assert self._form is not None, "round() comes first"
         values: dict[str, Tensor] = dict(model.state_dict())
         for path, (numbers, scales) in self._layers.items():
             if not torch.isfinite(scales).all():
-                raise RuntimeError(f"{path} is not finite in {self.dtype}; train with a lower rate, or --dtype bf16")
+                raise RuntimeError(
+                    f"{path} is not finite in {self.dtype}; lower the learning rate, or use --dtype bf16"
+                )
             values.pop(f"{path}.weight")
             values[f"{path}.weight_packed"] = pack_to_int32(numbers, self._form.bits)
             values[f"{path}.weight_scale"] = scales
             values[f"{path}.weight_shape"] = torch.tensor(numbers.shape)
         others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
         others = [path for path in others if path not in self._layers]
-        model.config.quantization_config = _word_of(self._form, others)
-        for line in (f"{len(self._layers)} layers in {self._form}", *apart(self._layers, others)):
+        model.config.quantization_config = _quantization_config(self._form, others)
+        for line in (f"{len(self._layers)} layers in {self._form}", *mixed_format_warnings(self._layers, others)):
             print(line, file=sys.stderr)
         return values
 
 
-def apart(rounded: Iterable[str], others: Iterable[str]) -> list[str]:
-    """A line where a server would have to compute layers as one of which only some are in whole numbers."""
+def mixed_format_warnings(rounded: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return a warning for each group of layers that servers compute as one, but only some are in integers."""
     here, there = ({path.rpartition(".")[2] for path in paths} for paths in (rounded, others))
     return [
-        f"warning: {', '.join(sorted(there & set(names)))} without an adapter stays in 16 bits beside "
+        f"warning: {', '.join(sorted(there & set(names)))} without an adapter stays in 16 bits, unlike "
         f"{', '.join(sorted(here & set(names)))}: vLLM and SGLang compute {', '.join(names)} as one layer and refuse "
-        "that; adapt all of them"
+        "mixed formats; adapt all of them"
         for names in TOGETHER
         if here & set(names) and there & set(names)
     ]
 
 
-def _word_of(form: IntegerForm, others: list[str]) -> dict[str, Any]:
-    """config.json's quantization_config, as compressed-tensors writes it."""
+def _quantization_config(form: IntegerForm, others: list[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,

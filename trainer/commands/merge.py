@@ -1,9 +1,9 @@
-"""`zerolora merge RUN`: base and adapter as one model of safetensors that needs neither PEFT nor zerolora.
+"""`zerolora merge RUN`: merge base and adapter into one model that needs neither PEFT nor zerolora.
 
-Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
-in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds. A base
-that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said. Of a base in FP8 it is the
-dequantised weights that take the adapter, in the number format that is asked for.
+Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's dtype. The base is read in full
+precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
+published in MXFP4 (gpt-oss) is quantized to it again, and the error is printed. An FP8 base is dequantized to the
+requested dtype.
 """
 
 import argparse
@@ -19,21 +19,21 @@ from torch import nn
 from trainer.checkpoint.finished_run import (
     FinishedRun,
     add_run_arguments,
+    attach_adapter,
     find_run,
     load_trained,
-    put_adapter,
     quiet_libraries,
     run_command,
     run_device,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import ALLOW
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.evaluate import evaluate, held_out_documents
-from trainer.commands.image_adapter import is_of_images, merge_images
-from trainer.commands.integers import InIntegers
-from trainer.commands.requantised import in_mxfp4_again
-from trainer.commands.scale import AUTO, scale_of
-from trainer.commands.whole_output import check_output, put_in_place, writing
+from trainer.commands.image_adapter import is_image_run, merge_images
+from trainer.commands.integers import IntegerMerge
+from trainer.commands.requantized import requantize_mxfp4
+from trainer.commands.scale import AUTO, parse_scale
 from trainer.config import CommandParser, UserError
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.base import load_base_model, load_model_config
@@ -50,79 +50,78 @@ SHARD_SIZE = "5GB"
 def merge(
     run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0, quantize: Integers | None = None
 ) -> Path:
-    """Write the merged model and its tokenizer to `output`; `auto` is the number format the base is stored in.
+    """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
 
-    `scale`: how much of the adapter's update is added; `auto`: what is best on the text that the run held out.
-    `quantize`: adapted layers as whole numbers (trainer/commands/integers.py); `auto` is then the format that the run
-    was trained in.
+    `scale`: factor of the adapter's update; `auto`: the best on the run's held-out text.
+    `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
 
-    Raises UserError if `output` holds something, has no room, or there is no full-precision base; RuntimeError if what
-    was read back is not what was written, or not finite.
+    Raises UserError if `output` is not empty, its disk is too full, or the base is not in full precision; RuntimeError
+    if the files differ from memory or are not finite.
     """
     check_output(output)
-    integers = None if quantize is None else in_integers(run, quantize, dtype)
+    integers = None if quantize is None else prepare_integers(run, quantize, dtype)
     model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
     if integers is not None:
         values: dict[str, torch.Tensor] | None = integers.saved(model)
     else:
-        values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
+        values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
     check_room(model, output)
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         save_merged(model, tokenizer, folder, values)
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     return output
 
 
-def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
-    """What rounds the adapted layers; `auto` is the number format that the run was trained in.
+def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
+    """Build what rounds the adapted layers; `auto` is the dtype that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
     if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
-        raise UserError(f"--quantize={kind}: the base is stored in MXFP4, which stays; merge without it")
+        raise UserError(f"--quantize={kind}: the base is stored in MXFP4 and stays so; merge without it")
     trained_for = run.config.training.qat
     if trained_for != kind:
-        how = "not trained for whole numbers" if trained_for is None else f"trained for {trained_for}"
-        print(f"note: the run was {how} (training.qat); rounding it afterwards costs more", file=sys.stderr)
+        how = "not trained for integers" if trained_for is None else f"trained for {trained_for}"
+        print(f"note: the run was {how} (training.qat); rounding it afterwards loses more", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
-    return InIntegers(kind, _number_format(run, dtype), run_device())
+    return IntegerMerge(kind, _merged_dtype(run, dtype), run_device())
 
 
 def load_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: InIntegers | None = None
+    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: IntegerMerge | None = None
 ) -> tuple[Any, Any]:
-    """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base.
+    """Return the merged model on the CPU, and its tokenizer. Raises UserError if the base is not in full precision.
 
-    With `integers` it has their number format, and its adapted layers are rounded.
+    With `integers` it has their dtype, and its adapted layers are rounded.
     """
     tokenizer = saved_tokenizer(run)
-    wanted = _number_format(run, dtype)  # refuses a quantised base
+    wanted = _merged_dtype(run, dtype)  # refuses a quantized base
     factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
     if integers is not None:
         wanted = integers.dtype
-    return merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
+    return build_merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
 
 
 def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Write model and tokenizer, and read the weights back; RuntimeError if they differ.
+    """Write model and tokenizer and verify the weights; raises RuntimeError if they differ.
 
-    `values` are what is saved, where that is not what the model holds.
+    `values` is the state dict to save, if not the model's own.
     """
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
     write_files(tokenizer_files(tokenizer), folder)
     check_saved(model, folder, values)
 
 
-def merged_model(
+def build_merged_model(
     run: FinishedRun,
     tokenizer: Any,
     dtype: torch.dtype,
     *,
     scale: float = 1.0,
-    integers: InIntegers | None = None,
+    integers: IntegerMerge | None = None,
 ) -> Any:
-    """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
+    """Load the base in `dtype` on the CPU, resized for added tokens, and merge the adapter into its weights."""
     base = load_base_model(
         run.config.base_model,
         run.config.model,
@@ -132,8 +131,8 @@ def merged_model(
         unpack=True,
     )
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
-    # In 32 bits the sum is rounded once, and not its second term before it.
-    adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
+    # With an adapter in 32 bits only the sum is rounded.
+    adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
     if integers is not None:
@@ -142,12 +141,12 @@ def merged_model(
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if each.is_floating_point():
             each.data = each.data.to(types.get(name, dtype))
-    model.config.use_cache = True  # training had it off, and it would be saved so
+    model.config.use_cache = True  # training switched it off
     return model
 
 
 def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
-    """The scale with the lowest held-out loss, said. Raises UserError if the run held nothing out."""
+    """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
     try:
         documents = held_out_documents(run, tokenizer, None, None)
     except UserError as error:
@@ -167,7 +166,7 @@ def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
 
 
 def _untie_head(adapted: Any) -> None:
-    """Give a tied output head a weight of its own if it, or the embedding it is tied to, has an adapter."""
+    """Untie the output head from the embedding if either has an adapter."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.other import TrainableTokensWrapper
@@ -185,22 +184,22 @@ def _untie_head(adapted: Any) -> None:
     base.all_tied_weights_keys = {}
 
 
-def _number_format(run: FinishedRun, dtype: str) -> torch.dtype:
-    """What is asked for; `auto` is what the base is stored in, 32 bits if its configuration does not say.
+def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
+    """Return the dtype of the merged model; `auto` is what the base is stored in, fp32 if not configured.
 
-    Raises UserError for a base that is stored quantised: of FP8 only what is asked for is written, dequantised.
+    Raises UserError for a quantized base; an FP8 base needs an explicit dtype to be dequantized to.
     """
     config = load_model_config(run.config.base_model, run.config.model)
     fp8 = fp8_form(config) is not None
     if fp8 and dtype == "auto":
         raise UserError(
-            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; name "
-            f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantised weights"
+            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; give "
+            f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantized weights"
         )
     if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
         raise UserError(
-            f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
-            f"model that it was made from with --base-model and {ALLOW}"
+            f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; give the "
+            f"original model with --base-model and {ALLOW}"
         )
     if dtype != "auto":
         return DTYPES[dtype]
@@ -210,21 +209,21 @@ def _number_format(run: FinishedRun, dtype: str) -> torch.dtype:
 
 
 def check_room(model: nn.Module, output: Path) -> None:
-    """Raise UserError where the disk of `output` has less free than the weights take."""
+    """Raise UserError if the disk of `output` has too little free space for the weights."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
             f"{output}: the model takes {needed / 2**30:.1f} GiB and its disk has {free / 2**30:.1f} GiB free; "
-            "make room, or name another folder with --output"
+            "make room, or use another folder with --output"
         )
 
 
 def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite.
+    """Read the saved files back tensor by tensor; raises RuntimeError if one is missing, differs or is not finite.
 
-    `values` are what was saved, where that is not what the model holds.
+    `values` is the saved state dict, if not the model's own.
     """
     expected = model.state_dict() if values is None else values
     stored_elements = 0
@@ -235,7 +234,7 @@ def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] 
                 stored_elements += value.numel()
                 if value.is_floating_point() and not torch.isfinite(value).all():
                     raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
-                # transformers stores some layers (experts) under other names than they have in memory.
+                # transformers stores some layers (experts) under other names than in memory.
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -249,32 +248,31 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
     )
-    add_run_arguments(parser, "where the full-precision base is, if not where it was")
+    add_run_arguments(parser, "location of the full-precision base, if it was moved")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="number format (auto: as the base is stored, with --quantize as it was trained)",
+        help="dtype of the weights (auto: as the base is stored, with --quantize as trained)",
     )
     parser.add_argument(
         "--scale",
-        type=scale_of,
+        type=parse_scale,
         default=1.0,
         metavar="X",
-        help="how much of the adapter is added, or auto (1)",
+        help="factor of the adapter's update, or auto (1)",
     )
     parser.add_argument(
         "--quantize",
         choices=tuple(BITS),
-        help="adapted layers as whole numbers, in compressed-tensors' form for vLLM and SGLang; for runs with "
-        "training.qat",
+        help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang (see training.qat)",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 or 2 after one line on stderr."""
+    """Return exit code 0, or 1 or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     return run_command(lambda: _run(arguments), RuntimeError)
@@ -284,12 +282,12 @@ def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     output = arguments.output or arguments.run / name
-    if not is_of_images(run):
+    if not is_image_run(run):
         merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize)
         print(f"merged model written to {output}; load it with AutoModelForCausalLM.from_pretrained({str(output)!r})")
         return
     if arguments.quantize is not None:
-        raise UserError(f"--quantize={arguments.quantize}: is of language models; merge without it")
+        raise UserError(f"--quantize={arguments.quantize}: is for language models; merge without it")
     merge_images(run, output, dtype=arguments.dtype, scale=arguments.scale)
     print(f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})")
 

@@ -1,6 +1,6 @@
-"""`zerolora prepare CONFIG [key=value ...]`: check a run and tokenise its data, without loading weights.
+"""`zerolora prepare CONFIG [key=value ...]`: check a run and tokenize its data, without loading weights.
 
-`--phases` is for `zerolora train` with ranks on other hosts, which runs this before it starts them.
+`zerolora train` runs it with `--phases` before it starts ranks on other hosts.
 """
 
 import sys
@@ -11,12 +11,12 @@ from trainer.setup.preflight import begin_to_build, build_operators, prepare_to_
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
-    parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
+    """Return exit code 0, or 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenize its data.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    parser.add_argument("--world-size", type=int, help="how many ranks will train")
-    parser.add_argument("--phases", action="store_true", help="print what is being done, and not what was found")
+    parser.add_argument("--world-size", type=int, help="number of ranks that will train")
+    parser.add_argument("--phases", action="store_true", help="print the current phase instead of results")
     arguments = parser.parse_intermixed_args(argv)
     show = partial(print, flush=True) if arguments.phases else lambda phase: None
     try:

@@ -1,7 +1,7 @@
-"""`python -m trainer.commands.push RUN REPO`: adapter, tokenizer and a model card to the Hugging Face hub.
+"""`python -m trainer.commands.push RUN REPO`: upload adapter, tokenizer and model card to the Hugging Face hub.
 
-Only the files named here leave the machine, and none of them names a folder of it: neither the configuration nor the
-logs of the run are uploaded, and of local models and data the card has the last part of the path.
+No uploaded file contains a local path: the run's configuration and logs are not uploaded, and the model card names
+local models and data by the last part of their path.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint.adapter_files import SETTINGS
-from trainer.checkpoint.checkpoint_files import reseal, step_of
+from trainer.checkpoint.checkpoint_files import checkpoint_step, reseal
 from trainer.checkpoint.finished_run import (
     ADAPTER,
     FinishedRun,
@@ -26,7 +26,7 @@ from trainer.checkpoint.finished_run import (
     run_command,
     saved_tokenizer,
 )
-from trainer.commands.image_adapter import card_of_images, copy_of_images, is_of_images
+from trainer.commands.image_adapter import copy_image_files, image_model_card, is_image_run
 from trainer.config import CommandParser, UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.output_file import check_output_file
@@ -34,16 +34,16 @@ from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, model_card, public_name
 
-LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write"
+LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write access"
 
 
 def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Put what is to be uploaded into `folder`, the card also beside the adapter; returns the files, sorted."""
+    """Put the files to upload into `folder`, and the card next to the adapter as well; return the sorted files."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    pictures = is_of_images(run)
-    if pictures:
-        copy_of_images(run, folder)
+    is_image = is_image_run(run)
+    if is_image:
+        copy_image_files(run, folder)
     else:
         write_files(tokenizer_files(saved_tokenizer(run)), folder)
     base = public_name(run.config.base_model)
@@ -51,28 +51,28 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
     if not is_own_card(card):
-        if pictures:
-            text = card_of_images(run, records_of(run), repo)
+        if is_image:
+            text = image_model_card(run, read_records(run), repo)
         else:
-            text = model_card(run.config, run.run_dir, records_of(run), name=repo)
+            text = model_card(run.config, run.run_dir, read_records(run), name=repo)
         card.write_text(text, encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def records_of(run: FinishedRun) -> list[Record]:
-    """The run's metrics, up to the checkpoint if it is one that is pushed."""
+def read_records(run: FinishedRun) -> list[Record]:
+    """Return the run's metrics, up to the checkpoint if one is pushed."""
     try:
         records = read_metrics(run.run_dir)
     except UserError:
-        return []  # a run without its metrics is pushed without results
-    last = step_of(run.folder.resolve()) if run.folder != run.run_dir else None
+        return []  # the card then has no results
+    last = checkpoint_step(run.folder.resolve()) if run.folder != run.run_dir else None
     return [record for record in records if last is None or (record["step"] or 0) <= last]
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Create the repository if it is missing and commit `folder` to it; returns its address.
+    """Create the repository if necessary and commit `folder` to it; return its URL.
 
     Raises UserError, without any part of the token, if the hub cannot be reached or refuses.
     """
@@ -81,7 +81,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     disable_progress_bars()
     api = HfApi()
     try:
-        # Left alone unless asked for: an existing repository keeps its visibility.
+        # None keeps the visibility of an existing repository.
         created = api.create_repo(repo, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload adapter with zerolora")
     except OfflineModeIsEnabled:
@@ -91,17 +91,17 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     except (HTTPError, OSError) as error:
         raise UserError(
             f"{repo}: the hub at {api.endpoint} cannot be reached ({type(error).__name__}); "
-            "try where there is a network, or again later"
+            "check the network, or try again later"
         ) from None
     return str(created)
 
 
 def _refusal(status: int) -> str:
-    """What the hub's refusal means. Its own words are not repeated: they may quote the request."""
+    """Explain a refusal of the hub without quoting it, since it may contain the request."""
     reasons = {
         401: f"the hub does not accept the token; {LOGIN}",
-        403: "the token may not write there; use a name of your own, and a token that may write",
-        404: "the hub knows no such user or organisation; check the name before the slash",
+        403: "the token may not write there; use your own namespace, and a token with write access",
+        404: "no such user or organization on the hub; check the name before the slash",
     }
     return reasons.get(status, f"the hub refused (HTTP {status}); try again later")
 
@@ -111,8 +111,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face hub."
     )
     add_run_arguments(parser, "the base model's name on the hub, if a folder was used")
-    parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; made if it is missing")
-    parser.add_argument("--private", action="store_true", help="make the repository a private one")
+    parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; created if missing")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
     return parser.parse_args(argv)
 
@@ -123,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> None:
         validate_repo_id(repo)
     except HFValidationError:
         raise UserError(
-            f"{repo}: not a name for the hub; use owner/name with letters, digits, '-', '_' and '.', 96 at most"
+            f"{repo}: not a valid name; use owner/name with letters, digits, '-', '_' and '.', at most 96 characters"
         ) from None
     run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))
@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> None:
         files = stage(run, repo, folder)
         base = public_name(run.config.base_model)
         if not is_on_hub(base):
-            print(f"note: {base} is a local model; --base-model owner/name says where others get it", file=sys.stderr)
+            print(f"note: {base} is a local model; give its name on the hub with --base-model", file=sys.stderr)
         if arguments.dry_run:
             for file in files:
                 print(f"{file.stat().st_size:>14,}  {file.relative_to(folder)}")
@@ -142,7 +142,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     return run_command(lambda: _run(arguments))

@@ -1,6 +1,6 @@
 """`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a plot.
 
-A run is judged by its lowest held-out loss, or, where nothing is held out, by the mean training loss of its last tenth.
+Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss of the last tenth.
 Exit code 0, 1 if a run has no result, 2 after one line on stderr.
 """
 
@@ -29,7 +29,7 @@ COLOURS = ("#2f6db3", "#d9822b", "#3b8f6b", "#a14f9a", "#8a94a3", "#b5473c", "#6
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a sweep: `loss` is what it is judged by, at `step`; None without a result."""
+    """One run of a sweep, ranked by `loss`, which it had at `step`; None without a result."""
 
     name: str
     held_out: Series
@@ -40,15 +40,15 @@ class Outcome:
 
     @property
     def last(self) -> float | None:
-        """The held-out loss at the end."""
+        """The final held-out loss."""
         return float(self.held_out.values[-1]) if len(self.held_out) else None
 
 
-def outcomes(folder: Path) -> list[Outcome]:
-    """The runs of the sweep in a folder, best first. Raises UserError if there is no record of one."""
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
     found = [_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not found:
-        raise UserError(f"{folder}: no {RECORD} there; name the output_dir of a `zerolora sweep`")
+        raise UserError(f"{folder}: has no {RECORD}; give the output_dir of a `zerolora sweep`")
     return sorted(found, key=lambda run: (run.loss is None, run.loss, run.name))
 
 
@@ -71,12 +71,11 @@ def _outcome(folder: Path, exit_code: int | None) -> Outcome:
 
 
 def _has_result(folder: Path) -> bool:
-    """Whether a run came to its end: of the jobs of an array nobody notes the exit codes."""
+    """Return whether a run finished, for array jobs, which have no recorded exit code."""
     return (folder / "adapter_model.safetensors").is_file() or any(folder.glob("model*.safetensors"))
 
 
 def show(console: Console, runs: list[Outcome]) -> None:
-    """The table."""
     held_out = any(len(run.held_out) for run in runs)
     judged = "lowest held-out loss" if held_out else "training loss, last tenth"
     table = Table("", "run", judged, "step", *(["at the end"] if held_out else []), "", box=None, pad_edge=False)
@@ -89,7 +88,7 @@ def show(console: Console, runs: list[Outcome]) -> None:
 
 
 def draw(runs: list[Outcome], path: Path) -> None:
-    """The held-out losses over the steps, or the training losses where nothing is held out; the best runs in colour."""
+    """Plot held-out losses, or training losses without held-out data, with the best runs in colour."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -116,13 +115,13 @@ def draw(runs: list[Outcome], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 if a run has no result; 2 after one line on stderr."""
-    parser = CommandParser(prog="zerolora sweep --table", description="The results of a sweep, best first.")
+    """Return exit code 0, 1 if a run has no result, or 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora sweep --table", description="Show the results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
     quiet_libraries()
     try:
-        runs = outcomes(arguments.folder)
+        runs = read_outcomes(arguments.folder)
         show(Console(soft_wrap=True), runs)
         if any(run.loss is not None for run in runs):
             draw(runs, arguments.folder / PLOT)

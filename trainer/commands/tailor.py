@@ -1,8 +1,8 @@
-"""`zerolora init --model M --data D --gpus N`: a configuration that fits the data and the cards, each choice explained.
+"""`zerolora init --model M --data D --gpus N`: write a configuration for this model, data and GPUs, with reasons.
 
-The data is tokenised into the cache, and its lengths are looked at; the model is built empty for the estimate. The
-rules are those of "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, a learning rate
-about ten times that of full fine-tuning and more in short runs, a small batch, and a rank by what the data holds.
+The data is tokenized into the cache for its lengths; the model is built without weights for the estimate. The rules are
+those of "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, a learning rate about ten
+times that of full fine-tuning (more in short runs), a small batch, and a rank by the information in the data.
 Exit code 0, or 2 after one line on stderr.
 """
 
@@ -10,7 +10,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
-from trainer.commands.reasoned_yaml import Line, as_yaml
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config
+from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
@@ -38,17 +39,27 @@ from trainer.model.capacity import holds, tells, too_small
 from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
 from trainer.setup.preflight import check_packing, prepare
 
-LONGEST_LOOKED_AT = 16_384
-KEPT_WHOLE = 0.995
-"""Fraction of the documents that are not cut."""
+LONGEST_READ = 16_384
+UNCUT_FRACTION = 0.995
+"""Fraction of the documents that are not truncated."""
 PACK = 2048
 RANKS = (16, 32, 64, 128)
 SHORT_RUN = 200
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting and the reason for its value."""
+
+    name: str
+    value: Any
+    why: str
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What was asked for."""
+    """The command's arguments."""
 
     model: str
     data: str
@@ -60,7 +71,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the data and the model are like."""
+    """Properties of the data and the model."""
 
     tokens: Any
     targets: Any
@@ -68,28 +79,28 @@ class Seen:
     packable: bool
     parameters: int
     per_rank: int
-    """Parameters that each unit of rank adds, of layers that are no experts."""
+    """Parameters per unit of rank, without experts."""
     widest: int
-    """Above this a rank adds nothing to any layer."""
+    """Rank beyond which no layer gains capacity."""
     per_expert_rank: int = 0
-    """Those that each unit of the experts' rank adds."""
+    """Parameters per unit of the experts' rank."""
     visited: int = 1
     """Experts that a token visits."""
     expert_width: int = 0
 
     def expert_rank(self, rank: int) -> int:
-        """By `lora.expert_rank: r/top_k`."""
+        """Return the experts' rank by `lora.expert_rank: r/top_k`."""
         return max(1, rank // self.visited)
 
-    def adapter(self, rank: int) -> int:
-        """Parameters of the adapter."""
+    def adapter_parameters(self, rank: int) -> int:
+        """Return the adapter's number of parameters."""
         return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
 
 
-def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
-    """The settings with their reasons, and warnings. Raises UserError for a model or data that cannot be used."""
-    prepared, context = _look(ask)
-    seen = _seen(ask, prepared, context)
+def choose_settings(ask: Ask) -> tuple[list[Line], list[str]]:
+    """Return settings with reasons, and warnings. Raises UserError for a model or data that cannot be used."""
+    prepared, context = _read_data(ask)
+    seen = _measure(ask, prepared, context)
     data = _data_lines(ask, seen)
     rank, warnings = _rank(seen)
     settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": ask.model}
@@ -104,28 +115,30 @@ def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
     settings |= {line.name: line.value for line in placement}
     steps = count_steps(_config(settings).training, samples, ask.gpus) or 1
     batch_line = Line(
-        "training.global_batch_size", together, f"small batches suit adapters: {steps:,} steps of {together} sequences"
+        "training.global_batch_size",
+        together,
+        f"small batches suit adapters: {steps:,} steps of {together} sequences",
     )
     lines = [
         Line("base_model", ask.model, f"{seen.parameters / 1e6:,.1f} million parameters"),
         Line("output_dir", ask.output_dir, "adapter, checkpoints and report"),
-        *placement[:1], rank, Line("lora.alpha", 32, "a scale that suits every rank, with the learning rate below"),
+        *placement[:1], rank, Line("lora.alpha", 32, "fits every rank, with the learning rate below"),
         *_target_lines(seen),
-        *data, *length, batch_line, *placement[1:], _rate(seen, steps), *_looks(settings),
+        *data, *length, batch_line, *placement[1:], _rate(seen, steps), *_evaluation_lines(settings),
     ]  # fmt: skip
     return lines, warnings
 
 
-def _look(ask: Ask) -> tuple[Prepared, int | None]:
+def _read_data(ask: Ask) -> tuple[Prepared, int | None]:
     context = context_length(load_model_config(ask.model, ModelSection()))
-    longest = min(context or LONGEST_LOOKED_AT, LONGEST_LOOKED_AT)
+    longest = min(context or LONGEST_READ, LONGEST_READ)
     config = _config(
         {"base_model": ask.model, "output_dir": ask.output_dir, "dataset.path": ask.data, "dataset.max_length": longest}
     )
     return prepare(config, to_train=False), context
 
 
-def _seen(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
+def _measure(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
     assert isinstance(prepared.data.train, Samples)
     tokens, targets = prepared.data.train.lengths()
     model = empty_model(prepared.model_config, ModelSection())
@@ -151,7 +164,7 @@ def _seen(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
 
 def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
     documents, total = len(seen.tokens), int(seen.tokens.sum())
-    needed = int(np.quantile(seen.tokens, KEPT_WHOLE, method="higher"))
+    needed = int(np.quantile(seen.tokens, UNCUT_FRACTION, method="higher"))
     length = min(-(-needed // 64) * 64, seen.context or needed * 2)
     pack = min(max(length, PACK), seen.context or PACK)
     short = bool(seen.packable and documents > 1 and seen.tokens.mean() < 0.5 * pack)
@@ -166,41 +179,41 @@ def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
         Line(
             "dataset.max_length",
             pack if packs else length,
-            f"half of the documents have more than {middle:,} tokens, the longest {longest:,}; {cut:,} are cut",
+            f"the median document has {middle:,} tokens, the longest {longest:,}; {cut:,} are truncated",
         ),
     ]
     full = seen.tokens.mean() / pack
     why_not = (
         f"packed, the run would have {steps} steps" if short
         else "documents fill their sequences" if seen.packable
-        else "this model's layers carry one document into the next"
+        else "this model's layers leak one document into the next"
     )  # fmt: skip
-    reason = f"a document alone would fill {full:.0%} of a sequence" if packs else why_not
+    reason = f"a single document would fill {full:.0%} of a sequence" if packs else why_not
     lines.append(Line("dataset.packing", packs, reason))
     if held:
-        lines.append(Line("dataset.val_split", held, f"{max(1, round(held * documents)):,} documents to measure with"))
+        lines.append(Line("dataset.val_split", held, f"{max(1, round(held * documents)):,} documents for evaluation"))
     return lines
 
 
 def _rank(seen: Seen) -> tuple[Line, list[str]]:
-    """The lowest usual rank whose parameters hold what the data tells; a warning where none does."""
+    """Choose the lowest usual rank with enough capacity for the data; return it with a warning if none has."""
     trained = float(seen.targets.sum())
     ranks = [rank for rank in RANKS if rank <= seen.widest and seen.expert_rank(rank) <= seen.expert_width] or [8]
-    rank = next((rank for rank in ranks if holds(seen.adapter(rank)) >= tells(trained)), ranks[-1])
-    parameters = seen.adapter(rank)
-    held, told = holds(parameters) / 1e6, tells(trained) / 1e6
-    why = f"{parameters:,} parameters hold about {held:,.1f} Mbit, the data about {told:,.1f}"
+    rank = next((rank for rank in ranks if holds(seen.adapter_parameters(rank)) >= tells(trained)), ranks[-1])
+    parameters = seen.adapter_parameters(rank)
+    capacity, information = holds(parameters) / 1e6, tells(trained) / 1e6
+    why = f"{parameters:,} parameters hold about {capacity:,.1f} Mbit, the data about {information:,.1f}"
     warning = too_small(parameters, trained, rank)
     return Line("lora.r", rank, why), [warning] if warning else []
 
 
 def _target_lines(seen: Seen) -> list[Line]:
-    """Every linear layer; and experts, each with its part of the rank."""
-    lines = [Line("lora.target_modules", "all-linear", "attention alone learns less, at any rank")]
+    """Return settings that adapt all linear layers, and experts with their part of the rank."""
+    lines = [Line("lora.target_modules", "all-linear", "attention layers alone learn less, at any rank")]
     if seen.per_expert_rank:
         lines += [
-            Line("lora.experts", True, "most of a mixture's weights are its experts'"),
-            Line("lora.expert_rank", "r/top_k", f"a token visits {seen.visited} experts, and meets r in all of them"),
+            Line("lora.experts", True, "most weights of an MoE model are in its experts"),
+            Line("lora.expert_rank", "r/top_k", f"a token visits {seen.visited} experts, with a total rank of r"),
         ]
     return lines
 
@@ -213,40 +226,41 @@ def _samples(settings: dict[str, Any], seen: Seen) -> int:
 
 
 def _passes(documents: int) -> int:
-    """Return the usual number of passes over so many documents."""
+    """Return the usual number of epochs for a number of documents."""
     return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
 
 
 def _length_lines(samples: int, gpus: int, seen: Seen) -> list[Line]:
     documents = len(seen.tokens)
     least, usual = math.ceil(FEW_STEPS / math.ceil(samples / gpus)), _passes(documents)
-    why = f"fewer make fewer than {FEW_STEPS} steps" if least > usual else "the best of the passes is kept"
+    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if least > usual else "the best checkpoint is kept"
     return [Line("training.epochs", max(least, usual), f"{documents:,} documents; {why}")]
 
 
 def _placement(ask: Ask, prepared: Prepared, settings: dict[str, Any], samples: int) -> list[Line]:
-    """The first way that fits the card, from the fastest to the most frugal; adapter first among its lines."""
+    """Return the settings, `adapter` first, of the fastest placement that fits the GPUs. Raises UserError if none."""
     tried = []
-    for adapter, stage, again, offload in _ways(ask.gpus):
+    for adapter, stage, recompute, offload in _placements(ask.gpus):
         changes = {
-            "adapter": adapter, "zero.stage": stage, "training.gradient_checkpointing": again,
+            "adapter": adapter, "zero.stage": stage, "training.gradient_checkpointing": recompute,
             "zero.offload_parameters": offload,
         }  # fmt: skip
         config = _config(settings | changes)
         largest = _largest_batch(ask, prepared, config, samples)
-        tried.append(f"{adapter} at stage {stage}{', recomputed' * (again != 'none')}")
+        tried.append(f"{adapter} at stage {stage}{', recomputed' * (recompute != 'none')}")
         if largest:
             return _placement_lines(ask, config, largest, tried[:-1], samples)
     raise UserError(
-        f"--gpu-memory {ask.memory / GIB:.3g}GiB: {ask.model} does not fit {ask.gpus} of such cards in any way "
-        f"({'; '.join(tried)}); give more cards, or a smaller model"
+        f"--gpu-memory {ask.memory / GIB:.3g}GiB: {ask.model} does not fit {ask.gpus} of these GPUs in any way "
+        f"({'; '.join(tried)}); use more GPUs, or a smaller model"
     )
 
 
-def _ways(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
+def _placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
+    """Yield (adapter, ZeRO stage, gradient checkpointing, offload) from the fastest to the most frugal."""
     for adapter in ("lora", "qlora"):
-        for again in ("none", "non_reentrant"):
-            yield adapter, 2, again, False
+        for recompute in ("none", "non_reentrant"):
+            yield adapter, 2, recompute, False
         if gpus > 1:
             yield adapter, 3, "non_reentrant", False
     yield "qlora", 3, "non_reentrant", True
@@ -265,35 +279,37 @@ def _largest_batch(ask: Ask, prepared: Prepared, config: RunConfig, samples: int
 def _placement_lines(ask: Ask, config: RunConfig, largest: int, before: list[str], samples: int) -> list[Line]:
     rows = min(largest, (config.training.global_batch_size or ask.gpus) // ask.gpus or 1)
     too_large = f"; too large: {'; '.join(before)}" if before else ""
-    base = "the base in 4 bits, which in 16 does not fit" if config.adapter == "qlora" else "the base fits in 16 bits"
-    stage = "the base on every card" if config.zero.stage == 2 else "the base is cut over the cards"
-    again = config.training.gradient_checkpointing
-    kept = "everything is kept, which is fastest" if again == "none" else "activations are computed again, to fit"
+    base = "the base only fits in 4 bits" if config.adapter == "qlora" else "the base fits in 16 bits"
+    stage = "the base is replicated on every GPU" if config.zero.stage == 2 else "the base is sharded over the GPUs"
+    recompute = config.training.gradient_checkpointing
+    kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
     lines = [
-        Line("adapter", config.adapter, f"{base} on cards {ask.card}{too_large}"),
-        Line("training.batch_size", rows, f"{largest} fit a card; as many of them as a step has"),
-        Line("training.gradient_checkpointing", again, kept),
+        Line("adapter", config.adapter, f"{base} on GPUs {ask.card}{too_large}"),
+        Line("training.batch_size", rows, f"{largest} fit a GPU; at most the global batch per GPU"),
+        Line("training.gradient_checkpointing", recompute, kept),
         Line("zero.stage", config.zero.stage, stage),
     ]
     if config.zero.offload_parameters:
-        lines.append(Line("zero.offload_parameters", True, "the base is kept in host memory, to fit"))
+        lines.append(Line("zero.offload_parameters", True, "the base stays in host memory, to fit"))
     return lines
 
 
 def _rate(seen: Seen, steps: int) -> Line:
-    """Ten times what full fine-tuning takes; fifteen where there are few steps."""
+    """Return ten times the usual rate of full fine-tuning, or fifteen times for few steps."""
     full = 5e-5 if seen.parameters < 2e9 else 2e-5 if seen.parameters < 2e10 else 1e-5
     factor = 15 if steps < SHORT_RUN else 10
-    why = f"{factor} times what full fine-tuning of such a model takes"
-    return Line("training.learning_rate", float(f"{full * factor:.2g}"), why + ", for the run is short" * (factor > 10))
+    why = f"{factor} times the usual rate for full fine-tuning of such a model"
+    return Line(
+        "training.learning_rate", float(f"{full * factor:.2g}"), why + ", since the run is short" * (factor > 10)
+    )
 
 
-def _looks(settings: dict[str, Any]) -> list[Line]:
+def _evaluation_lines(settings: dict[str, Any]) -> list[Line]:
     if "dataset.val_split" not in settings:
         return [Line("training.saves_per_epoch", 1, "too few documents to hold some out")]
     return [
-        Line("training.evals_per_epoch", 4, "often enough to see where it turns"),
-        Line("training.saves_per_epoch", 4, "where it is evaluated"),
+        Line("training.evals_per_epoch", 4, "often enough to see overfitting"),
+        Line("training.saves_per_epoch", 4, "at every evaluation"),
         Line("training.best_checkpoint", True, "the run ends with its best adapter"),
     ]
 
@@ -315,12 +331,29 @@ def _card(given: str | None) -> tuple[int, str]:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         return memory, f"of this machine ({memory / GIB:.3g} GiB)"
-    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed; --gpu-memory names yours)"
+    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed; set --gpu-memory)"
+
+
+def render_yaml(lines: list[Line], output: Path, warnings: Sequence[str] = ()) -> str:
+    """Return the configuration as YAML with each reason above its setting, sections in order of first use."""
+    text = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
+    for warning in warnings:
+        text += textwrap.wrap(f"Warning: {warning}.", WIDTH, initial_indent="# ", subsequent_indent="# ")
+    text.append("")
+    sections = dict.fromkeys(line.name.rpartition(".")[0] for line in lines)
+    for section in sections:
+        indent = "  " if section else ""
+        text += [f"{section}:"] if section else []
+        for line in (line for line in lines if line.name.rpartition(".")[0] == section):
+            mark = f"{indent}# "
+            text += textwrap.wrap(line.why, WIDTH, initial_indent=mark, subsequent_indent=mark)
+            text.append(indent + dump({line.name.rpartition(".")[2]: line.value}).rstrip("\n"))
+    return "\n".join(text) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 after one line on stderr."""
-    parser = CommandParser(prog="zerolora init", description="A configuration made for this model, data and cards.")
+    parser = CommandParser(prog="zerolora init", description="Write a configuration for this model, data and GPUs.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--gpus", type=int, help="default: the ranks that `zerolora train` would start here")
@@ -337,8 +370,8 @@ def main(argv: list[str] | None = None) -> int:
         check_output_file(arguments.output, f"--output {arguments.output}")
         memory, card = _card(arguments.gpu_memory)
         ask = Ask(arguments.model, arguments.data, gpus, memory, card, arguments.output_dir)
-        lines, warnings = tailored(ask)
-        write_whole(arguments.output, as_yaml(lines, arguments.output, warnings))
+        lines, warnings = choose_settings(ask)
+        write_whole(arguments.output, render_yaml(lines, arguments.output, warnings))
         load_config(arguments.output)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

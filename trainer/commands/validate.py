@@ -1,8 +1,8 @@
-"""`zerolora validate CONFIG [key=value ...]`: every check that comes before training, and what was found.
+"""`zerolora validate CONFIG [key=value ...]`: run every check that comes before training, and describe the run.
 
-`--settings-only` looks at neither model nor data; `--fix` mends in the file what can be mended without asking.
+`--settings-only` checks neither model nor data; `--fix` repairs in the file what is unambiguous.
 
-The model's configuration, tokenizer and targets are looked at and the data is tokenised into its cache; no weight is
+The model's configuration, tokenizer and targets are checked and the data is tokenized into its cache; no weights are
 read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
 """
 
@@ -14,7 +14,7 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.output_folder import obstacle
+from trainer.checkpoint.output_folder import find_obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.config.command_parser import from_one
 from trainer.config.repair import repaired
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
-    """Return `name: text` lines that say what the configuration means on this model, this data and so many ranks."""
+    """Return lines `name: text` that describe the run with this model, data and number of ranks."""
     import torch
 
     from trainer.data.prepared import fit_max_length, samples_of
@@ -52,15 +52,15 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
     from trainer.tasks.images.pipeline import Pipeline
 
     config = fit_max_length(config, prepared.longest)
-    pictures = isinstance(prepared.model_config, Pipeline)
+    is_image = isinstance(prepared.model_config, Pipeline)
     model: Any
-    if pictures:
+    if is_image:
         model = ImageModel(prepared.model_config)
     else:
         model = empty_model(prepared.model_config, config.model)
         model.tie_weights()  # a tied head is counted once
     size = sum(parameter.numel() for parameter in model.parameters())
-    if pictures:
+    if is_image:
         name = type(model.denoiser).__name__
         lines = [f"model: {config.base_model}: {name} of {model.family.pipeline}, {size:,} parameters"]
     else:
@@ -74,15 +74,15 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
     if config.adapter == "none":
         lines.append("adapter: none, all weights are trained")
     else:
-        # Values drawn for an adapter, or read for one that exists, have no place on a model without weights.
+        # A model without weights cannot hold initial values.
         plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
-        peft_type = None if pictures else "CAUSAL_LM"
+        peft_type = None if is_image else "CAUSAL_LM"
         peft_model = apply_adapter(model, plain, next(model.parameters()).dtype, task_type=peft_type)
         adapted = adapted_layers(peft_model)
         trained = sum(layer.parameters for layer in adapted)
         where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
         quantised = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
-        fp8 = not pictures and fp8_form(prepared.model_config) is not None
+        fp8 = not is_image and fp8_form(prepared.model_config) is not None
         base = "the base as it is stored, in FP8" if fp8 else "the base as it is"
         base = quantised if config.adapter == "qlora" and not fp8 else base
         part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
@@ -114,7 +114,7 @@ def _on_more(config: RunConfig) -> str:
 
 
 def _settings_alone(arguments: argparse.Namespace) -> int:
-    """Exit code 0, or 2 after a line for each mistake that is left."""
+    """Return exit code 0, or 2 after a line for each remaining mistake."""
     path = Path(arguments.config)
     try:
         if arguments.fix:
@@ -159,13 +159,13 @@ def mend(path: Path, output: Path | None) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(
         prog="zerolora validate", description="Check a configuration, its model and its data without training."
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--ranks", type=from_one, help="of a run on so many ranks (default: those of this machine)")
+    parser.add_argument("--ranks", type=from_one, help="number of ranks of the run (default: as on this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     parser.add_argument("--fix", action="store_true", help="mend misspelt and renamed settings in the file; shows how")
     parser.add_argument("-o", "--output", type=Path, help="with --fix: the file to write instead of CONFIG")
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ranks = arguments.ranks or default_ranks()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-        # Without torch, in a moment.
+        # Fast, without importing torch.
         loaded = load_config(arguments.config, arguments.overrides)
         for note in loaded.notes:
             print(f"note: {note}")
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    problem = obstacle(loaded.config)
+    problem = find_obstacle(loaded.config)
     if problem:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:

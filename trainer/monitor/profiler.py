@@ -24,7 +24,7 @@ class StepProfiler:
         self._first_step = first_step
         self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
         if steering is not None:
-            self._named.append((steering, "term", SCU))
+            self._named.append((steering, "penalty", SCU))
         self._replaced: list[tuple[Any, str, Any]] = []
         self._profile: Any = None
         self._range: Any = None

@@ -1,8 +1,7 @@
-"""The reference documents of a run with `scu.measure: kl`: how many a step takes, and the base's own samples.
+"""Reference documents of a run with `scu.measure: kl`: the user's texts, or samples from the base model.
 
-The base's samples are drawn from it before the first step, from its first token on at temperature 1. On them, K is what
-the adapter costs whoever codes the base's own text with it. They lie in the run's folder, so that a resumed run goes on
-with the very same.
+Samples are drawn from the base before the first step, unconditionally and at temperature 1. On them, K is the extra
+cost of coding the base's own text with the adapter. They are kept in the run's folder for resumed runs.
 """
 
 import json
@@ -24,17 +23,17 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
-from trainer.scu.fit import FEWEST, keep_apart
+from trainer.scu.fit import FEWEST, split_held_out
 
 SAMPLES, LENGTH, AT_A_TIME, SHORTEST = 512, 128, 64, 8
 MOST_STATES = 2**30
 AT_ONCE = 8
-"""Texts kept apart that are measured together."""
+"""Held-out texts that are measured in one batch."""
 
 
 @dataclass(frozen=True)
 class SteeringInputs:
-    """What a run has when its controller begins."""
+    """What the controller of a run is built from."""
 
     config: RunConfig
     prepared: Prepared
@@ -42,18 +41,18 @@ class SteeringInputs:
     engine: Engine
     token_loss: TokenLoss
     flat: bool
-    """Packs are one row of all their documents."""
+    """Whether packs are a single row of all their documents."""
     packed: bool
-    """The training text takes the reference texts into its pack."""
+    """Whether reference texts are appended to the packs of training text."""
     total_steps: int
-    """Optimizer steps of the whole run, so that one that goes on decides as it did at first."""
+    """Optimizer steps of the whole run, so that a resumed run makes the same choices."""
     step: int
-    """Optimizer steps that have been taken."""
+    """Optimizer steps already taken."""
     say: Callable[[str], None]
 
 
-def divergence_of(given: SteeringInputs) -> Divergence:
-    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it."""
+def build_divergence(given: SteeringInputs) -> Divergence:
+    """Build what measures K in this run, on the user's texts or the base's samples; a collective call."""
     config, prepared, ranks, engine, say = given.config, given.prepared, given.ranks, given.engine, given.say
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference
@@ -61,14 +60,15 @@ def divergence_of(given: SteeringInputs) -> Divergence:
         documents = base_samples(engine, prepared.tokenizer, config, resumes=given.step > 0, ranks=ranks)
     everything = [documents[index] for index in range(len(documents))]
     fits = scu.controller == "pi" and scu.scale_to_target
-    texts, apart = keep_apart(everything) if fits else (everything, [])
-    theirs = sum(len(text.input_ids) for text in texts) / len(texts)
-    stats = prepared.data.stats
-    ours = stats.tokens / len(prepared.data.train) if isinstance(prepared.data.train, Samples) else theirs
+    texts, held_out = split_held_out(everything) if fits else (everything, [])
+    reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
+    length, stats = reference_length, prepared.data.stats
+    if isinstance(prepared.data.train, Samples):
+        length = stats.tokens / len(prepared.data.train)
     wanted = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
-    made_of = partial(
+    build_reference = partial(
         Reference,
-        rows=min(max(1, round(wanted * ours / theirs)), max(1, len(texts) // ranks.world_size)),
+        rows=min(max(1, round(wanted * length / reference_length)), max(1, len(texts) // ranks.world_size)),
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=config.seed,
@@ -76,18 +76,18 @@ def divergence_of(given: SteeringInputs) -> Divergence:
         packed=config.dataset.packing,
         flat=given.flat,
     )
-    reference = made_of(texts)
-    whose = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
-    say(f"scu: {reference.rows} of {len(texts):,} reference texts a rank and step, {whose}")
+    reference = build_reference(texts)
+    source = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
+    say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {source}")
     if prepared.reference is None:
-        say("scu: other texts may move further from the base than its samples do: name such in scu.reference")
-    if fits and not apart:
-        say(f"scu: too few reference texts to keep some apart, fewer than {FEWEST}: scu.scale_to_target does nothing")
+        say("scu: other texts may diverge more from the base than its own samples: set scu.reference to such texts")
+    if fits and not held_out:
+        say(f"scu: fewer than {FEWEST} reference texts, so none is held out: scu.scale_to_target does nothing")
     states, visits = None, given.total_steps * reference.rows
     if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), visits, len(texts)):
         states = BaseStates.compute(engine, given.token_loss, reference)
-        kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
-        say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
+        kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
+        say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
     return Divergence(
         engine,
         given.token_loss,
@@ -95,7 +95,7 @@ def divergence_of(given: SteeringInputs) -> Divergence:
         drawn=everything if prepared.reference is None else (),
         base_states=states,
         packed=given.packed,
-        kept=made_of(apart, rows=AT_ONCE) if apart else None,
+        held_out=build_reference(held_out, rows=AT_ONCE) if held_out else None,
     )
 
 
@@ -110,22 +110,22 @@ def _bytes_of_states(engine: Engine, texts: list[Sample]) -> int:
 
 
 def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: bool, ranks: Ranks) -> list[Sample]:
-    """What the base says when nothing is asked: drawn on every rank, rank 0's kept; every rank must call it.
+    """Return the base's unconditional samples: drawn on every rank, those of rank 0 used; a collective call.
 
-    Raises UserError if a run that goes on has lost them.
+    Raises UserError if a resumed run has lost them.
     """
     path = Path(config.output_dir) / REFERENCE_FILE
     found: list[Any] = [None]
     if resumes and ranks.is_main:
-        # A run that goes on in another folder has them where the checkpoint's run has.
-        beside = Path(str(config.training.resume_from_checkpoint)).parent / REFERENCE_FILE
-        written = [each for each in (path, beside) if each.exists()]
+        # A run resumed in another folder reads them from the folder of the checkpoint's run.
+        earlier = Path(str(config.training.resume_from_checkpoint)).parent / REFERENCE_FILE
+        written = [each for each in (path, earlier) if each.exists()]
         found = [json.loads(written[0].read_text(encoding="utf-8")) if written else None]
     if ranks.world_size > 1:
         dist.broadcast_object_list(found, src=0, device=engine.device)
     if found[0] is None:
         if resumes:
-            raise UserError(f"{path}: missing, and the run cannot go on to the bit; set scu.reference, or start over")
+            raise UserError(f"{path}: missing, so the run cannot resume exactly; set scu.reference, or start over")
         found = [_draw(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed)]
         if ranks.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=engine.device)
@@ -140,7 +140,7 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
     was_training = model.training
     model.eval()
     drawn: list[list[int]] = []
-    # The draws of training, dropout's say, are not to depend on these.
+    # The RNG states of training (of dropout) must not depend on these samples.
     with torch.random.fork_rng(devices), adapter_off(model):
         torch.manual_seed(seed)
         for _ in range(SAMPLES // AT_A_TIME):
@@ -156,14 +156,14 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
                 use_cache=True,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
-                # Under ZeRO-3 every forward pass gathers: no rank may stop generating before the others.
+                # Under ZeRO-3 forward passes are collective: no rank may stop generating before the others.
                 synced_gpus=engine.zero_optimization_stage() == 3 or layer_shards_of(model) is not None,
             )
             drawn += [_until_its_end(row, tokenizer.eos_token_id) for row in rows.tolist()]
     model.train(was_training)
     long_enough = [ids for ids in drawn if len(ids) >= min(SHORTEST, length)]
     if not long_enough:
-        raise UserError("scu.reference: the base says nothing when nothing is asked; name a file of texts")
+        raise UserError("scu.reference: the base generates nothing without a prompt; give a file of texts")
     return long_enough
 
 

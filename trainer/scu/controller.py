@@ -1,14 +1,14 @@
-"""What the training loop holds of the Shannon Control Unit: the loss term, the measurement, lambda and its records.
+"""The Shannon Control Unit as the training loop sees it: the penalty, the measurement, lambda and its records.
 
-An optimizer step t of the loop, seen from here:
+Optimizer step t:
 
-    last micro-step:  forward, by loss(t) where reference text is in its pack; term(t) takes in S (or K) of step t-1,
-                      which moves lambda; backward of loss + term
-    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks, as it had to for the loss anyway
-    observe(t, ...):  starts a copy of the three sums to the host and returns at once; step t steers step t+1
+    last micro-step:  forward, by loss(t) if reference text is in its pack; penalty(t) takes in S (or K) of step t-1,
+                      which moves lambda; backward of loss + penalty
+    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
+    observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
-Nothing waits for the device but the check, every `scu.check_every` steps, that lambda has the same bits on all ranks.
-Evaluation never comes here. A fault raises ScuFault on every rank; nothing falls back to the plain loss.
+Nothing waits for the device except the check, every `scu.check_every` steps, that lambda is bitwise equal on all ranks.
+Evaluation does not use it. A fault raises ScuFault on every rank; training never falls back to the plain loss.
 """
 
 import json
@@ -29,7 +29,7 @@ from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
 from trainer.scu.fit import Fit
 from trainer.scu.information import AdapterInformation, data_bpt
-from trainer.scu.law_settings import as_the_law_allows, information_of, law_of
+from trainer.scu.law_settings import adapt_state, build_information, build_law
 
 MIB = 2**20
 KNOWN_BY_HEART = 1e-3
@@ -37,13 +37,13 @@ KNOWN_BY_HEART = 1e-3
 
 
 class ScuFault(RuntimeError):
-    """The controller cannot go on: a measurement that is no number, or ranks that disagree about lambda."""
+    """A non-finite measurement, or ranks that disagree about lambda."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A measurement on its way to the host: (loss sum in nats, target tokens, Q or sum of KL in nats, whether the step
-    counts) in fp64."""
+    """A measurement being copied to the host: loss sum (nats), target tokens, Q or sum of KL (nats), and whether the
+    step counts, in fp64."""
 
     step: int
     sums: Tensor
@@ -51,7 +51,7 @@ class _Pending:
     memory_mb: float
 
     def wait(self) -> list[float]:
-        """The numbers; the copy was started a step ago, so that this seldom waits."""
+        """Return the numbers; this rarely waits, since the copy was started a step ago."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return [float(number) for number in self.sums.tolist()]
@@ -60,9 +60,9 @@ class _Pending:
 class Steering:
     """The Shannon Control Unit of one run.
 
-    `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it), `total_steps` the optimizer steps
-    planned, `base_parameters` the size of the base model, which `scu.target: auto` looks at. `divergence` is what
-    `scu.measure: kl` holds. Raises UserError for settings that cannot work.
+    `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it), `total_steps` the planned
+    optimizer steps, `base_parameters` the size of the base model, used by `scu.target: auto`. `divergence` measures K
+    for `scu.measure: kl`. Raises UserError for settings that cannot work.
     """
 
     def __init__(
@@ -80,29 +80,29 @@ class Steering:
         self.tokens = section.tokens or target_tokens
         self.information: AdapterInformation | None = None
         if divergence is None:
-            self.information = information_of(section, model, self.tokens)
-        self.law = law_of(section, total_steps=total_steps, base_parameters=base_parameters)
+            self.information = build_information(section, model, self.tokens)
+        self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
         self.state = scu.initial(self.law)
         self.records: list[dict[str, Any]] = []
         self.fitted: Fit | None = None
-        """Set at the end of a run whose target the adapter was scaled to."""
+        """Set at the end of a run, if the adapter was scaled to the target."""
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
         self._squares = self.information.squares if self.information is not None else None
 
     @property
     def lambda_(self) -> float:
-        """lambda as it stands."""
+        """The current lambda."""
         return self.state.lambda_
 
-    def play_back(
+    def use_captured(
         self,
-        term: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
+        capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
         with_reference: Callable[..., tuple[Tensor, Tensor]],
     ) -> None:
-        """Let training measure by these: the adapter's factors by `term(measure)`, outputs of `kl` by the other."""
+        """Measure by captured CUDA graphs: the adapter's factors by `capture(measure)`, `kl` by `with_reference`."""
         if self._squares is not None:
-            self._squares = term(self._squares)
+            self._squares = capture(self._squares)
         if self.divergence is not None:
             self.divergence.with_reference = with_reference
 
@@ -114,14 +114,14 @@ class Steering:
         b_ratio: float = 1.0,
         resumes: bool = False,
     ) -> list[str]:
-        """Refuse a target that S cannot reach from here; every rank must call it, before the first step.
+        """Check before the first step that S can reach the target; return warnings. A collective call.
 
-        A run that `resumes` is told, and goes on: few steps may be left, and what it has come to is not to be lost.
+        Raises UserError with the reachable range; for a run that `resumes`, which may have few steps left, that is a
+        warning.
 
-        `data_bpt_now`: bits per target token of the model as it is, the same number on every rank.
-        `planned_learning_rates`: of A at every optimizer step to come; `b_ratio`: that of B over it (LoRA+). AdamW
-        moves an element by about the learning rate at most. S rises as DataBPT falls, however small the update is: too
-        high is only a target that would need a text known by heart. Returns warnings; raises UserError with the range.
+        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: of A,
+        for all remaining optimizer steps; `b_ratio`: B's over A's (LoRA+). AdamW moves an element by at most about the
+        learning rate. S also rises as DataBPT falls, so the upper bound assumes a memorized text.
         """
         if self.law.controller != "pi" or self.information is None:
             return []
@@ -137,8 +137,8 @@ class Steering:
         if not low <= target <= high:
             line = (
                 f"scu.target={target:g}: out of reach; S is {now:.3g} now, and these learning rates keep it within "
-                f"[{low:.3g}, {high:.3g}], from the loss there is now to a text known by heart; choose a target "
-                f"inside, or change scu.sigma={self.section.sigma:g}"
+                f"[{low:.3g}, {high:.3g}], from the current loss to a memorized text; choose a target in that range, "
+                f"or change scu.sigma={self.section.sigma:g}"
             )
             if not resumes:
                 raise UserError(line)
@@ -150,27 +150,27 @@ class Steering:
         return warnings
 
     def loss(self, step: int, batch: Any) -> Tensor | None:
-        """The loss sum of the step's last micro-batch where reference text rides in its pack; None where it does not.
+        """Return the loss sum of the last micro-batch with reference text appended to its pack; None if it is not.
 
-        Call it on every rank, in place of the forward pass before `term`. Only where lambda works: without it no
-        gradient is wanted, and a pass of its own keeps nothing. What it goes by is lambda without the newest
-        measurement, for which a GPU would have to be waited for here.
+        A collective call that replaces the forward pass before `penalty`. Only used while lambda is above 0: otherwise
+        no gradient is needed, and a separate pass keeps no activations. This lambda does not include the newest
+        measurement yet, which would need a wait for the GPU.
         """
         if self.divergence is None or not self.divergence.packed or self.lambda_ == 0:
             return None
         return self.divergence.loss(step, batch)
 
-    def term(self, step: int) -> Tensor:
-        """lambda ln 2 ParamBPT, or lambda K: nats per token, differentiable, for the loss of step `step` (from 1).
+    def penalty(self, step: int) -> Tensor:
+        """Return the penalty of step `step` (from 1): lambda ln 2 ParamBPT, or lambda K, differentiable nats per token.
 
-        Call it once per step, on every rank, between the last micro-step's forward and its backward. Its mean over the
-        ranks is the term, which is what the engine's averaging makes of it.
+        A collective call, once per step between the last micro-step's forward and backward. The penalty is the mean
+        over the ranks, which the engine's gradient averaging computes.
         """
         self.settle()
         if self.divergence is not None:
-            term = self.divergence.term(step, self.lambda_)
+            penalty = self.divergence.penalty(step, self.lambda_)
             self._measured = self.divergence.local()
-            return term
+            return penalty
         assert self.information is not None and self._squares is not None
         squares = self._squares()
         self._measured = squares.detach()
@@ -179,9 +179,9 @@ class Steering:
         return squares * (self.lambda_ * self.information.nats_per_square)
 
     def measured_local(self) -> Tensor:
-        """This rank's addend to Q, or to the sum of KL: fp64 on the device, summed with the losses of the step."""
+        """Return this rank's addend to Q, or to the sum of KL: fp64 on the device, to be summed over the ranks."""
         if self._measured is None:
-            raise ScuFault("scu: measured_local() without term() in this step")
+            raise ScuFault("scu: measured_local() without penalty() in this step")
         return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)
 
     def observe(
@@ -192,9 +192,9 @@ class Steering:
         measured_global: Tensor,
         applied: Tensor | bool = True,
     ) -> None:
-        """Take in the sums of step `step` over all ranks and micro-steps, without waiting for the device.
+        """Take in the sums of step `step` over all ranks and micro-steps without waiting for the device.
 
-        Call it on every rank. A step that was not `applied` leaves the controller as it is.
+        A collective call. A step that was not `applied` does not change the controller.
         """
         if step % self.section.check_every == 0:
             self._check_ranks_agree(step)
@@ -203,7 +203,7 @@ class Steering:
         device = measured_global.device
         measured = measured_global.detach().double()
         tokens = target_tokens_global
-        # A number becomes a tensor by a fill on the device; a copy from the host would wait for it.
+        # Fill numbers in on the device; a copy from the host would synchronize.
         count, done = (
             value.to(device, torch.float64) if isinstance(value, Tensor) else measured.new_full((), float(value))
             for value in (tokens, applied)
@@ -219,18 +219,18 @@ class Steering:
         self._pending = _Pending(step, sums, arrived, memory)
 
     def settle(self) -> None:
-        """Let the measurement under way, if any, move lambda. `term` does it; sooner gives the same lambda."""
+        """Apply the pending measurement, if any, to lambda. `penalty` calls it; earlier calls give the same lambda."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         loss_sum, tokens, measured, counts = pending.wait()
         if not counts or tokens == 0:
-            return  # a step that was skipped, or one without a token to measure on
+            return  # a skipped step, or one without target tokens
         if not math.isfinite(loss_sum) or not math.isfinite(measured) or loss_sum < 0:
             what = "adapter" if self.divergence is None else "divergence from the base"
             raise ScuFault(
                 f"scu: step {pending.step} measured a loss sum of {loss_sum} nats over {tokens:g} target tokens and "
-                f"{measured} for the {what}; look at the loss of that step, or lower training.learning_rate"
+                f"{measured} for the {what}; check the loss of that step, or lower training.learning_rate"
             )
         lambda_, data = self.lambda_, data_bpt(loss_sum, tokens)
         if self.divergence is not None:
@@ -259,7 +259,7 @@ class Steering:
         )
 
     def metrics(self) -> dict[str, float]:
-        """`scu/*` of the last measurement that has arrived, which is of the step before unless `settle` was called."""
+        """Return `scu/*` of the latest measurement, which is of the previous step unless `settle` was called."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target
@@ -272,7 +272,7 @@ class Steering:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: the controller, and the measurement that is to steer the next step."""
+        """Return the controller and the pending measurement as plain numbers."""
         pending = None
         if self._pending is not None:
             pending = {
@@ -283,11 +283,11 @@ class Steering:
         return {"controller": self.state.to_dict(), "pending": pending}
 
     def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> list[str]:
-        """Continue after optimizer step `step`, with the records that the run wrote into `run_dir` so far.
+        """Continue after optimizer step `step`, with the records that the run has written into `run_dir`.
 
-        Returns what the console has to say of settings that were changed on purpose.
+        Returns notes about changed settings.
         """
-        self.state, notes = as_the_law_allows(self.law, scu.State.from_dict(values["controller"]))
+        self.state, notes = adapt_state(self.law, scu.State.from_dict(values["controller"]))
         pending = values["pending"]
         self._pending = pending and _Pending(
             pending["step"], torch.tensor(pending["sums"], dtype=torch.float64), None, pending["memory_mb"]
@@ -300,7 +300,7 @@ class Steering:
         return notes
 
     def write_files(self, run_dir: Path) -> None:
-        """Write scu_config, scu_metrics and scu_history.json, on rank 0: at checkpoints, after `settle` at the end."""
+        """Write scu_config.json, scu_metrics.json and scu_history.json; on rank 0, after a final `settle`."""
         config = self.section.model_dump(mode="json") | {
             "target": self.law.target,
             "tokens": self.tokens,
@@ -325,13 +325,13 @@ class Steering:
             self.divergence.write(run_dir)
 
     def _mean_over_ranks(self, squares: Tensor) -> Tensor:
-        """Q of this rank over the number of ranks: what sums to the adapter's Q, with the same bits on every rank."""
+        """Divide this rank's Q by the number of ranks, so that the sum is the adapter's Q on every rank."""
         return squares.double() / (dist.get_world_size() if dist.is_initialized() else 1)
 
     def _check_ranks_agree(self, step: int) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        assert self._measured is not None, "observe() before term()"
+        assert self._measured is not None, "observe() before penalty()"
         smoothed = math.nan if self.state.smoothed is None else self.state.smoothed
         mine = torch.tensor([self.lambda_, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
         mine = mine.to(self._measured.device)

@@ -1,9 +1,9 @@
-"""What the outputs carry: K = mean KL(adapted || base), bits a token, on reference text, and its gradient.
+"""K = mean KL(adapted || base) in bits per token on reference text, with its gradient.
 
-    term = lambda K, in nats a token, as the loss is; no sigma and no N
+    penalty = lambda K, in nats per token like the loss; without sigma and N
 
-The reference documents of a step follow from its number alone: the same on every number of epochs, starts and resumes.
-Each rank takes rows of its own; every rank knows how many tokens all of them have, so nothing is sent for that.
+A step's reference documents depend on its number alone, and are thus the same after resuming. Each rank takes its own
+rows and can compute the token count of all ranks without communication.
 """
 
 import math
@@ -26,7 +26,7 @@ REFERENCE_FILE = "scu_reference.json"
 
 
 class Reference:
-    """Documents in an order drawn from `seed`, a new one for each pass; `rows` of them for each rank and step."""
+    """Documents in an order drawn from `seed`, reshuffled for each pass; `rows` of them per rank and step."""
 
     def __init__(
         self, documents: Sequence[Sample], *, rows: int, rank: int, world_size: int, seed: int, pad_token_id: int,
@@ -37,20 +37,20 @@ class Reference:
         self._shape: dict[str, Any] = {"packed": packed, "flat": flat}
         self._pad = pad_token_id
 
-    def mine(self, step: int) -> list[int]:
-        """Which documents this rank takes in optimizer step `step` (from 1), as places in `documents`."""
+    def select(self, step: int) -> list[int]:
+        """Return the indices of this rank's documents in optimizer step `step` (from 1)."""
         return self._chosen(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
     def batch(self, documents: Sequence[int]) -> MicroBatch:
-        """These documents together, by their places."""
+        """Collate the documents with these indices."""
         return collate([self.documents[index] for index in documents], self._pad, **self._shape)
 
-    def behind(self, batch: MicroBatch, documents: Sequence[int]) -> MicroBatch:
-        """A packed batch of training text with these documents in its pack."""
+    def append_to(self, batch: MicroBatch, documents: Sequence[int]) -> MicroBatch:
+        """Append the documents with these indices to a packed batch of training text."""
         return with_documents(batch, [self.documents[index] for index in documents], self._pad)
 
     def tokens(self, step: int) -> int:
-        """Places at which all ranks compare adapter and base in that step."""
+        """Return the number of positions at which all ranks together compare adapter and base in a step."""
         return sum(len(self.documents[index].input_ids) - 1 for index in self._chosen(step))
 
     def _chosen(self, step: int) -> list[int]:
@@ -64,16 +64,16 @@ class Reference:
 
 
 class BaseStates:
-    """The base's last hidden states of every reference document, on the host: what the head takes, [T - 1, H] each."""
+    """The base's last hidden states of every reference document, on the host, [T - 1, H] each."""
 
     def __init__(self, states: Sequence[Tensor]) -> None:
         self._states = states
 
     @classmethod
     def compute(cls, engine: Engine, token_loss: TokenLoss, reference: Reference) -> "BaseStates | None":
-        """By forward passes without the adapter, all documents on every rank; every rank must call it.
+        """Compute the states of all documents on every rank, without the adapter; a collective call.
 
-        None where the logits are not made in chunks from such states.
+        Returns None if the loss is not computed in chunks from such states.
         """
         model, states = engine.module, list[Tensor]()
         was_training = model.training
@@ -89,13 +89,13 @@ class BaseStates:
         model.train(was_training)
         return cls(states) if states else None
 
-    def of(self, documents: Sequence[int], device: torch.device) -> Tensor:
-        """Those of a batch of these documents, one after the other [K, H], on the device, without waiting for it."""
+    def load(self, documents: Sequence[int], device: torch.device) -> Tensor:
+        """Copy the concatenated states of these documents [K, H] to the device, asynchronously."""
         return to_device(torch.cat([self._states[index] for index in documents]), device)
 
 
 class Divergence:
-    """K of the model in training, measured on a few reference documents a step."""
+    """K of the model in training, measured on a few reference documents per step."""
 
     def __init__(
         self,
@@ -106,43 +106,43 @@ class Divergence:
         drawn: Sequence[Sample] = (),
         base_states: BaseStates | None = None,
         packed: bool = False,
-        kept: Reference | None = None,
+        held_out: Reference | None = None,
     ) -> None:
-        """`drawn`: all of the base's own samples, which a run that goes on needs again.
+        """`drawn`: all of the base's own samples, which a resumed run needs again.
 
-        With `base_states` the base makes no pass in a step. `packed`: `loss` may compute them with the training text.
-        `kept` are documents that no step sees.
+        With `base_states` steps need no forward pass of the base. `packed`: reference text may be appended to training
+        packs (see `loss`). `held_out` documents are used by no step.
         """
-        self.drawn, self._base_states, self.packed, self.kept = drawn, base_states, packed, kept
+        self.drawn, self._base_states, self.packed, self.held_out = drawn, base_states, packed, held_out
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self.with_reference: Callable[..., tuple[Tensor, Tensor]] = token_loss.with_reference
-        """As that of `TokenLoss`, or what plays it back."""
+        """`TokenLoss.with_reference`, or a captured CUDA graph of it."""
         self._sum: Tensor | None = None
-        self._of_pack: Tensor | None = None
-        self._kept_states: BaseStates | None = None
+        self._pack_sum: Tensor | None = None
+        self._held_out_states: BaseStates | None = None
 
     def loss(self, step: int, batch: MicroBatch) -> Tensor:
-        """The loss sum of a packed batch, nats, by a pass that computes K of step `step` too, for `term` to take."""
-        mine = self.reference.mine(step)
-        base_states, together = self._of_base(mine), self.reference.behind(batch, mine)
-        loss, self._of_pack = self.with_reference(
+        """Return the loss sum (nats) of a packed batch; the same pass computes K of the step for `penalty`."""
+        selected = self.reference.select(step)
+        base_states, together = self._base_output(selected), self.reference.append_to(batch, selected)
+        loss, self._pack_sum = self.with_reference(
             self._engine, together, self._engine.device, own=batch, base_states=base_states
         )
         return loss
 
-    def term(self, step: int, lambda_: float) -> Tensor:
-        """lambda K in nats a token; its mean over the ranks is the term. Every rank must call it.
+    def penalty(self, step: int, lambda_: float) -> Tensor:
+        """Return lambda K in nats per token, of which the mean over the ranks is the penalty; a collective call.
 
-        While lambda is 0 K is measured without a gradient.
+        While lambda is 0, K is measured without a gradient.
         """
-        sum_local, self._of_pack = self._of_pack, None
+        sum_local, self._pack_sum = self._pack_sum, None
         if sum_local is None:
-            mine = self.reference.mine(step)
+            selected = self.reference.select(step)
             sum_local = self._token_loss.divergence(
                 self._engine,
-                self.reference.batch(mine),
+                self.reference.batch(selected),
                 self._engine.device,
-                base_states=self._of_base(mine),
+                base_states=self._base_output(selected),
                 with_gradient=lambda_ > 0,
             )
         self._sum = sum_local.detach()
@@ -150,44 +150,41 @@ class Divergence:
             return torch.zeros_like(self._sum)
         return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
 
-    def _of_base(self, mine: Sequence[int]) -> Tensor:
+    def _base_output(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:
-            return self._base_states.of(mine, self._engine.device)
-        return self._token_loss.of_base(self._engine, self.reference.batch(mine), self._engine.device)
+            return self._base_states.load(documents, self._engine.device)
+        return self._token_loss.of_base(self._engine, self.reference.batch(documents), self._engine.device)
 
     def local(self) -> Tensor | None:
-        """This rank's sum of divergences of the step, nats, fp64; None before `term`."""
+        """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""
         return None if self._sum is None else self._sum.double()
 
     def bits(self, step: int, sum_global: float) -> float:
-        """K of a step, bits a token, from the sum over the ranks. What rounding leaves below 0 is 0."""
+        """Return K of a step in bits per token from the sum over the ranks, clamped at 0 against rounding."""
         return max(0.0, sum_global / self.reference.tokens(step) / math.log(2.0))
 
-    def of_kept(self) -> float:
-        """K of the model as it is on the documents kept apart, bits a token, by forward passes over all of them.
+    def measure_held_out(self) -> float:
+        """Return K of the current model on the held-out documents in bits per token, as rank 0 measures it.
 
-        Those of the base are made by the first call alone, where what they give is no logits. Every rank must call it,
-        and gets the number of rank 0.
+        A collective call. The base's hidden states are computed by the first call only, where they can be cached.
         """
-        kept, device = self.kept, self._engine.device
-        assert kept is not None, "no documents were kept apart"
-        if self._kept_states is None:
-            self._kept_states = BaseStates.compute(self._engine, self._token_loss, kept)
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for begin in range(0, len(kept.documents), kept.rows):
-            places = range(begin, min(begin + kept.rows, len(kept.documents)))
-            batch, states = kept.batch(places), self._kept_states
-            base_states = states.of(places, device) if states else self._token_loss.of_base(self._engine, batch, device)
-            total += self._token_loss.divergence(
-                self._engine, batch, device, base_states=base_states, with_gradient=False
-            )
+        held_out, device = self.held_out, self._engine.device
+        assert held_out is not None, "no documents were held out"
+        if self._held_out_states is None:
+            self._held_out_states = BaseStates.compute(self._engine, self._token_loss, held_out)
+        states, total = self._held_out_states, torch.zeros((), dtype=torch.float64, device=device)
+        for begin in range(0, len(held_out.documents), held_out.rows):
+            chosen = range(begin, min(begin + held_out.rows, len(held_out.documents)))
+            batch = held_out.batch(chosen)
+            base = states.load(chosen, device) if states else self._token_loss.of_base(self._engine, batch, device)
+            total += self._token_loss.divergence(self._engine, batch, device, base_states=base, with_gradient=False)
         if self.reference.rank:
             total.zero_()
-        tokens = sum(len(document.input_ids) - 1 for document in kept.documents)
+        tokens = sum(len(document.input_ids) - 1 for document in held_out.documents)
         bits = sum_over_ranks(total).item() / tokens / math.log(2.0)
-        return 0.0 if bits < 0.0 else bits  # what rounding leaves; a NaN stays one
+        return 0.0 if bits < 0.0 else bits  # rounding; keeps NaN
 
     def write(self, run_dir: Path) -> None:
-        """Keep documents that are nowhere else."""
+        """Write the base's samples, which exist nowhere else."""
         if self.drawn:
             write_json(run_dir / REFERENCE_FILE, [document.input_ids for document in self.drawn])

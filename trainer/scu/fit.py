@@ -1,10 +1,9 @@
-"""After training with `scu.measure: kl`: as much of the update as the target allows, on text that was kept apart.
+"""Scaling of the finished update to the target of `scu.measure: kl`, measured on held-out text.
 
     W + c s B A with the largest c <= 1 for which K(c) <= target
 
-The controller sees K on the texts whose term it trains on, a few of them a step. On others it may be higher, and where
-the learning rate is too high for the target no lambda brings it down. Scaling the finished update does, by the one
-factor that a bisection finds: K grows with c.
+The controller sees K on the reference texts that it trains on, a few per step. On other texts K may be higher, and no
+lambda reduces it if the learning rate is too high for the target. Scaling does; K grows with c, so bisection finds c.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,30 +18,30 @@ HALVINGS = 8
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found."""
+    """The factor of the update, and what it does to K on held-out text."""
 
     factor: float
     kl_bits_before: float
-    """K of the whole update on the text that was kept apart."""
+    """K of the unscaled update."""
     kl_bits: float
-    """K of `factor` of it."""
+    """K of the scaled update."""
     texts: int
 
     def line(self, target: float) -> str:
-        """For the console."""
-        found = f"scu: on {self.texts} reference texts kept apart K is {self.kl_bits_before:.4f} bits"
+        """Return a line for the console."""
+        found = f"scu: on {self.texts} held-out reference texts K is {self.kl_bits_before:.4f} bits"
         if self.kl_bits_before <= target:
             return f"{found}, within the target of {target:g}"
         if self.factor == 1.0:
-            return f"{found}, over the target of {target:g}, and no part of the update is within it: it stays as it is"
-        scaled = f"the update is scaled by {self.factor:.3f}, which makes it {self.kl_bits:.4f}"
-        return f"{found}, over the target of {target:g}: {scaled} (scu.scale_to_target)"
+            return f"{found}, above the target of {target:g}, and no scale brings it below: the update is not scaled"
+        scaled = f"the update is scaled by {self.factor:.3f}, which reduces it to {self.kl_bits:.4f}"
+        return f"{found}, above the target of {target:g}: {scaled} (scu.scale_to_target)"
 
 
-def keep_apart(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """The texts to train on, and an eighth of all, 64 at most, for `fit`; of fewer than 64 texts none is kept apart.
+def split_held_out(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """Split texts into those to train on and an eighth (at most 64) for `fit`; none is held out of fewer than 64.
 
-    Kept are neighbours, eight at a time: pieces of one document are then seldom on both sides.
+    Groups of eight neighbours are held out, so that pieces of one document are rarely on both sides.
     """
     groups = min(MOST, len(texts) // SHARE) // NEIGHBOURS
     begins = [(2 * group + 1) * len(texts) // (2 * groups) - NEIGHBOURS // 2 for group in range(groups)]
@@ -51,7 +50,7 @@ def keep_apart(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
 
 
 def fit(kl_bits: Callable[[float], float], target: float, texts: int) -> Fit:
-    """`kl_bits(c)` is K of c times the update; where none of c = 1/256 and more is within the target, c is 1."""
+    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if there is none."""
     before = kl_bits(1.0)
     if before <= target:
         return Fit(1.0, before, before, texts)

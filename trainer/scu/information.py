@@ -1,4 +1,4 @@
-"""How many bits a token costs and how many the adapter holds: DataBPT, and ParamBPT with a gradient, at any ZeRO stage.
+"""DataBPT (bits per token of the data) and ParamBPT (of the adapter) with its gradient, at any ZeRO stage.
 
     DataBPT  = sum of token losses (nats) / target tokens / ln 2
     ParamBPT = Q / (2 sigma^2 N ln 2),   Q = sum of w^2
@@ -6,10 +6,10 @@
     measure factors:  w = all of A and B, dw = 2 w
 
 Legend: N adapted layers of one shape, R rank, I in, O out. s is PEFT's scale: alpha / r, rsLoRA alpha / sqrt(r).
-Mixtures of experts: each expert of a layer counts as a layer of its own.
-DoRA: w is the update s B A of the direction, before it is normalised; the trained magnitudes (one number per output)
-are not counted, since they start at the norms of the base weight, which is no information of the adapter.
-QLoRA: the same; the 4-bit base never enters.
+MoE models: each expert counts as a separate layer.
+DoRA: w is the update s B A of the direction before normalization; magnitudes (one number per output) are not counted,
+since they start at the norms of the base weight, which are no information of the adapter.
+QLoRA: the same; the 4-bit base does not enter.
 """
 
 import math
@@ -36,7 +36,7 @@ GRAM_PIECES = 16
 
 @dataclass(frozen=True)
 class AdapterPair:
-    """One adapted layer: A [R, I], B [O, R], scale s of its update s B A; of experts A [E, R, I], B [E, O, R]."""
+    """One adapted layer: A [R, I], B [O, R], scale s of its update s B A; for experts A [E, R, I], B [E, O, R]."""
 
     name: str
     a: nn.Parameter
@@ -45,7 +45,7 @@ class AdapterPair:
 
 
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
-    """Every active LoRA pair of a PEFT model, in module order; UserError if there is none or one is not a matrix."""
+    """Return all active LoRA pairs in module order; raises UserError if there is none, or one is not a matrix."""
     from peft.tuners.lora import LoraLayer
 
     pairs: list[AdapterPair] = []
@@ -70,12 +70,12 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
 
 
 def data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
-    """DataBPT in bits per token, from sums (nats, tokens) over all ranks and micro-steps."""
+    """Return DataBPT in bits per token from sums (nats, tokens) over all ranks and micro-steps."""
     return loss_sum_global / target_tokens_global / math.log(2.0)
 
 
 class AdapterInformation:
-    """Q = sum of w^2 over the adapter, with its analytic gradient, and its conversion to nats and bits per token.
+    """Q = sum of w^2 over the adapter with its analytic gradient, and the conversion to nats and bits per token.
 
     `sigma` is the standard deviation of the prior N(0, sigma^2), `tokens` the target tokens N of one epoch.
     """
@@ -89,7 +89,7 @@ class AdapterInformation:
         tokens: int,
         flat: FlatAdapter | None = None,
     ) -> None:
-        """`flat` holds the pairs in one buffer, whose blocks are then read and differentiated without a copy."""
+        """`flat` holds the pairs in one buffer, which is read and differentiated without a copy."""
         if sigma <= 0.0:
             raise UserError(f"scu.sigma={sigma}: the prior needs a positive standard deviation, such as 0.01")
         if tokens < 1:
@@ -99,11 +99,11 @@ class AdapterInformation:
         self.chunks = list(_chunks(pairs, flat))
 
     def squares(self) -> Tensor:
-        """Q of this rank, a differentiable scalar: its mean over the ranks, and its gradient's, are the adapter's.
+        """Return this rank's Q, a differentiable scalar whose mean over the ranks (as its gradient's) is the adapter's.
 
-        Under ZeRO-3 `factors` is this rank's shards times the ranks; all else is the whole adapter, on every rank.
-        Every rank must call it, `delta` gathers what ZeRO-3 has partitioned; and between a forward and its backward:
-        there the graph knows each parameter by its whole shape, not by the (0,) it has while partitioned.
+        Under ZeRO-3 with `factors` it is that of this rank's shards times the ranks; otherwise that of the full adapter
+        on every rank. A collective call (`delta` gathers partitioned parameters), to be made between a forward and its
+        backward, where autograd sees each parameter's full shape instead of the (0,) it has while partitioned.
         """
         compute = _delta if self.measure == "delta" else _factors
         with torch.no_grad():
@@ -121,15 +121,15 @@ class AdapterInformation:
         return cast(Tensor, _WithGradient.apply(value, gradients, counts, *tensors))
 
     def bits(self, squares: float) -> float:
-        """ParamBPT in bits per token for a value of Q."""
+        """Return ParamBPT in bits per token for a value of Q."""
         return squares * self.nats_per_square / math.log(2.0)
 
     @torch.no_grad()
     def reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
-        """Bounds of Q if no element of A (of B) moves further than reach_a (reach_b), the sum of its learning rates.
+        """Return bounds of Q if no element of A (B) moves by more than reach_a (reach_b), the sum of learning rates.
 
         factors: (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), whose norm is added to, and taken from, the norm there is.
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), whose norm is added to and subtracted from the current norm.
         """
         low = high = 0.0
         for chunk in self.chunks:
@@ -159,31 +159,31 @@ class _Chunk:
     scale_N11: Tensor
     flat: FlatAdapter | None = None
     rows: slice | None = None
-    """Of the two blocks of `flat` that hold A and B."""
+    """Rows of A and B in the two blocks of `flat`."""
     blocks: tuple[int, int] = (0, 0)
 
     def leaves(self) -> list[list[Tensor]]:
-        """What the gradient goes to, A's side and B's: the parameters, or the stacks of the forward pass under way."""
+        """Return the autograd leaves of A and B: the parameters, or the stacks of the current forward pass."""
         if self.flat is None:
             return [list[Tensor](self.a), list[Tensor](self.b)]
         stacks = self.flat.stacks
         return [[stacks[number][self.rows or slice(None)]] if number in stacks else [] for number in self.blocks]
 
     def stacked(self, read: Any) -> tuple[Tensor, Tensor]:
-        """A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose an update of 1 part in 256 of the sum."""
+        """Return A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose updates below 1/256 of the sum."""
         dtype = torch.promote_types(self.a[0].dtype, torch.float32)
         if self.flat is not None:
             down, up = (self.flat.block(number)[self.rows or slice(None)] for number in self.blocks)
             return _matrices(down).to(dtype), _matrices(up).to(dtype)
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
-        # cat and view: stack would make a view of each tensor first, which is dear for hundreds of small ones.
+        # cat and view: stack would create a view of each tensor, which is slow for hundreds of small ones.
         a_NRI = torch.cat(tensors[:split]).view(-1, *whole_shape(self.a[0])[-2:])
         b_NOR = torch.cat(tensors[split:]).view(-1, *whole_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
 
     def by_layer(self, gradient: Tensor) -> Tensor:
-        """A gradient in the shape of its parameters, one after the other: of experts [layers, E, ...]."""
+        """Reshape a gradient to [layers, ...], for experts [layers, E, ...]."""
         experts = whole_shape(self.a[0])[:-2]
         return gradient.view(len(self.a), *experts, *gradient.shape[1:])
 
@@ -205,7 +205,7 @@ def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chu
 
 
 def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
-    """Where consecutive pairs lie in a flat adapter; nothing if they do not lie together there."""
+    """Return the position of consecutive pairs in a flat adapter; empty if they are not contiguous there."""
     numbers = [flat.rows_of([getattr(pair, side) for pair in part]) for side in ("a", "b")]
     if None in numbers:
         return {}
@@ -214,13 +214,13 @@ def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
 
 
 class _WithGradient(torch.autograd.Function):
-    """A value whose gradients are known already: after it, ZeRO-3 may partition A and B again at any time."""
+    """A value with precomputed gradients, so that ZeRO-3 may partition A and B again at any time."""
 
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """`counts`: for every gradient the tensors it belongs to: one that is all of it, or one for each row."""
+        """`counts`: for each gradient, whether one tensor takes all of it, else the number of tensors, one per row."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -232,7 +232,7 @@ class _WithGradient(torch.autograd.Function):
         outputs: list[Tensor | None] = [None, None, None]
         for stacked, (whole, count) in zip(ctx.saved_tensors, ctx.counts, strict=True):
             if count:
-                # A loss scale of fp16 is inside grad_output: multiply before narrowing, or small gradients vanish.
+                # grad_output includes fp16's loss scale: multiply before narrowing, or small gradients underflow.
                 gradient = (stacked * grad_output).to(ctx.dtypes[len(outputs) - 3])
                 outputs.extend([gradient] if whole else gradient.unbind())
         return tuple(outputs)
@@ -247,12 +247,12 @@ def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matrices(stacked: Tensor) -> Tensor:
-    """[N, R, I] of layers as it is, of experts [layers, E, R, I] as [N, R, I]."""
+    """Flatten [layers, E, R, I] of experts to [N, R, I]."""
     return stacked.reshape(-1, *stacked.shape[-2:])
 
 
 def _gram(b_NOR: Tensor) -> Tensor:
-    """B^T B per layer: one block of a card computes a small product, however long its sums, so these are cut up."""
+    """Compute B^T B per layer, split along O since a GPU computes a small product in a single block."""
     layers, rows, rank = b_NOR.shape
     pieces = math.gcd(rows, GRAM_PIECES)
     parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)
@@ -261,27 +261,27 @@ def _gram(b_NOR: Tensor) -> Tensor:
 
 def _factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
     a_NRI, b_NOR = chunk.stacked(_owned)
-    # The engine averages gradients over the ranks; a shard that one rank alone contributes must weigh as all of them.
+    # The engine averages gradients over the ranks, but only one rank contributes each shard.
     weight = _partitions(chunk.a[0])
     value = weight * (a_NRI.square().sum() + b_NOR.square().sum())
     return value, 2 * weight * a_NRI, 2 * weight * b_NOR
 
 
 def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
-    """<B1 A1, B2 A2> per layer, [N], without forming an O x I matrix."""
+    """Compute <B1 A1, B2 A2> per layer, [N], without forming an O x I matrix."""
     return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
 
 
 def _partitions(parameter: Partitionable) -> int:
-    """Into how many shards ZeRO-3 has cut a parameter; 1 where it is whole."""
+    """Return the number of shards of a parameter under ZeRO-3; 1 if it is not partitioned."""
     return dist.get_world_size(sharing_group(parameter)) if is_partitioned(parameter) else 1
 
 
 def _whole(parameters: list[Partitionable]) -> list[Tensor]:
-    """The parameters with all their elements; what is partitioned comes by one all-gather of the shards.
+    """Return the unpartitioned parameters, by a single all-gather of the shards.
 
-    deepspeed.zero.GatheredParameters would do it too, but it frees parameters on leaving, which confuses the
-    prefetching of a step under way. Reading the shards leaves the state of every parameter as it is.
+    deepspeed.zero.GatheredParameters frees parameters on exit, which confuses the prefetching of the current step;
+    reading the shards does not change any parameter's state.
     """
     partitioned = [parameter for parameter in parameters if not is_whole_here(parameter)]
     gathered: dict[int, Tensor] = {}
@@ -299,7 +299,7 @@ def _whole(parameters: list[Partitionable]) -> list[Tensor]:
 
 
 def _owned(parameters: list[Partitionable]) -> list[Tensor]:
-    """The parameters with the elements this rank owns, and zeros elsewhere; whole where nothing is partitioned."""
+    """Return the parameters with zeros for elements that other ranks own; unchanged if not partitioned."""
     tensors: list[Tensor] = []
     for parameter in parameters:
         if not is_partitioned(parameter):

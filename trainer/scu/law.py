@@ -1,22 +1,22 @@
-"""The Shannon Control Unit's law: a pure state machine over plain numbers that moves lambda, the SCU term's factor.
+"""The control law of the Shannon Control Unit: a pure state machine that moves lambda, the factor of its penalty.
 
-What is measured, M, is S = ParamBPT / (DataBPT + ParamBPT), or K, bits a token between the outputs of adapter and base.
+The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the divergence of adapter and base in bits per token.
 
 `logit` and `kl`, ours:   L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
-    until M first reaches the target: nothing moves (logit: lambda = lambda_start, kl: lambda = 0; then lambda_start);
-        logit: no longer than `patience` updates, after which lambda_start holds S below the target and must fall
-    e = L_hat - L(target);   |e| <= deadband: lambda stays
-    otherwise  ln lambda <- ln lambda + P(e) - P(e before) + Ki clip(e, -bound, bound), within lambda's bounds
-        P(e) = Kp e;   kl, where e < 0:  P(e) = 8 Kp e, and 4 Ki in place of Ki
+    until M first reaches the target: lambda is constant (logit: lambda_start, kl: 0, then lambda_start);
+        logit: for at most `patience` updates, after which lambda_start keeps S below the target and must fall
+    e = L_hat - L(target);   |e| <= deadband: lambda is unchanged
+    otherwise  ln lambda <- ln lambda + P(e) - P(previous e) + Ki clip(e, -bound, bound), within lambda's bounds
+        P(e) = Kp e;   kl, if e < 0:  P(e) = 8 Kp e, and 4 Ki in place of Ki
 `published`:   S_hat = S at first, then ema S + (1 - ema) S_hat;   e = S_hat - target
-    |e| <= deadband:  I <- leak I                                 lambda stays
+    |e| <= deadband:  I <- leak I                                 lambda is unchanged
     otherwise:        I <- leak I, then clip(I + Ki e, -bound, bound) unless lambda is at a bound and e pushes outwards
                       lambda <- clip(lambda exp(Kp e + I), lambda_min, lambda_max)
 
-The sign is plus: too much information raises lambda, which the loss multiplies with it. ln lambda is itself an
-integrator: in the published law Kp is thus integral action and Ki a double one, and an error in S means little at a
-target of 0.1 %, much at 25 %. In the logit an error is a ratio, at every target: logit S = ln ParamBPT - ln DataBPT.
-Every rank runs this on the same reduced measurement in the same double arithmetic, hence with the same bits.
+The sign is plus: too much information raises lambda. ln lambda is itself an integrator, so in the published law Kp is
+integral action and Ki a double one, and an error in S means little at a target of 0.1 % and much at 25 %. In the logit
+an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
+Every rank runs this on the same reduced measurement in double precision, hence with bitwise equal results.
 """
 
 import math
@@ -26,27 +26,27 @@ from typing import Any, Literal
 Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
 Form = Literal["published", "logit", "kl"]
 ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
-"""What Ki sees of an error at most: a step of noise, or a long way to go, moves lambda no faster."""
+"""Bound of the error that Ki integrates, so that neither noise nor a distant target moves lambda faster."""
 BELOW = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
-"""What Kp and Ki are multiplied by where M is below the target. `kl` lowers lambda sooner than it raises it: once the
-text is known and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
+"""Factors of Kp and Ki while M is below the target. `kl` lowers lambda faster than it raises it: once the text is
+learned and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
 SLOPE = {"logit": 3.0, "kl": 2.0}
-"""The largest -dL / d ln lambda: a weight that a quadratic term holds back falls at most as 1 / lambda, so ParamBPT and
-K as 1 / lambda^2; DataBPT rises meanwhile, by a power of 0.33 to 0.68 in docs/lab/data/scu-compare-controllers.csv."""
+"""The largest -dL / d ln lambda: under a quadratic penalty a weight falls at most as 1 / lambda, so ParamBPT and K as
+1 / lambda^2, while DataBPT rises by a power of 0.33 to 0.68 (docs/lab/data/scu-compare-controllers.csv)."""
 LAG_STEPS = 20.0
-"""Optimizer steps by which the weights answer lambda late, as a first-order lag (docs/lab/scu.md)."""
+"""Lag of the weights behind lambda in optimizer steps, as a first-order lag (docs/lab/scu.md)."""
 SMALL_ERROR = 0.05
-"""What the smoothed error does by itself from step to step: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
+"""Step-to-step noise of the smoothed error: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
 USUAL_KI = {"logit": 0.025, "kl": 0.1}
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
-"""Lags of the weights, and fraction of the run, by which S has come to rest under a lambda that stands still."""
+"""Lags of the weights, and fraction of the run, after which S has settled under a constant lambda."""
 TINY = 1e-12
 GRANITE_GAINS = (0.6, 0.1)
 
 
 @dataclass(frozen=True)
 class Law:
-    """The parameters of the controller; `total_updates` is how long linear and cosine take to reach lambda_max."""
+    """Parameters of the controller; `total_updates` is how long linear and cosine take to reach lambda_max."""
 
     target: float
     controller: Controller = "pi"
@@ -62,10 +62,10 @@ class Law:
     lambda_max: float = 10.0
     total_updates: int = 1
     every: int = 1
-    """Optimizer steps between updates, which the lag of the weights is counted in."""
+    """Optimizer steps between updates."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for parameters with which the law means nothing, or with which it swings for ever."""
+        """Raise ValueError for meaningless parameters, and for gains with which lambda oscillates."""
         if not 0.0 < self.target < (math.inf if self.form == "kl" else 1.0):
             raise ValueError(
                 f"target={self.target}: {'K is positive' if self.form == 'kl' else 'S lies inside (0, 1)'}"
@@ -87,7 +87,7 @@ class Law:
 
     @property
     def patience(self) -> float:
-        """Updates for which the law in the logit waits for S to reach the target; `kl` waits for ever."""
+        """Updates for which `logit` waits for S to reach the target; `kl` waits indefinitely."""
         if self.form == "kl":
             return math.inf
         return max(PATIENCE_LAGS * LAG_STEPS / self.every, PATIENCE_FRACTION * self.total_updates)
@@ -95,28 +95,25 @@ class Law:
 
 @dataclass(frozen=True)
 class State:
-    """What the controller remembers: everything a checkpoint has to hold apart from a measurement under way."""
+    """The controller's state, which a checkpoint holds in addition to a pending measurement."""
 
     lambda_: float
     integral: float = 0.0
     measured: float | None = None
-    """The last M: S, or K in bits a token."""
+    """The last M: S, or K in bits per token."""
     smoothed: float | None = None
     error: float | None = None
     updates: int = 0
     started: bool = True
-    """False until M first reaches the target, where the law waits for that."""
+    """False until M first reaches the target, for laws that wait for it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, which JSON and torch.save keep to the bit."""
+        """Return plain numbers, which JSON and torch.save preserve exactly."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "State":
-        """The state that `to_dict` wrote; ValueError names keys that are missing or unknown."""
-        values = {"started": True} | values  # checkpoints of the published law alone did not have it
-        # Those from before 0.1.0 call M `share`.
-        values = {"measured" if name == "share" else name: value for name, value in values.items()}
+        """Undo `to_dict`; raises ValueError, naming all keys, if some are missing or unknown."""
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             raise ValueError(f"controller state with keys {sorted(values)}: expected {sorted(known)}")
@@ -124,23 +121,21 @@ class State:
 
 
 def initial(law: Law) -> State:
-    """The state before the first measurement; the controller `none` measures only and keeps lambda at 0."""
+    """Return the state before the first measurement; the controller `none` only measures and keeps lambda at 0."""
     waits = law.controller == "pi" and law.form != "published"
     is_off = law.controller == "none" or (waits and law.form == "kl")
     return State(lambda_=0.0 if is_off else law.lambda_start, started=not waits)
 
 
 def advance(law: Law, state: State, measured: float) -> State:
-    """The state after one measurement of S, dimensionless in [0, 1], or of K, bits a token.
+    """Return the state after a measurement of S (dimensionless, in [0, 1]) or of K (bits per token).
 
-    Raises ValueError if it is not such a number: steering on by guesswork would hide a broken run.
+    Raises ValueError for any other number, since continuing would hide a broken run.
     """
     if law.form == "kl" and not 0.0 <= measured < math.inf:
         raise ValueError(f"K={measured}: a divergence is positive; the logits of adapter or base are not finite")
     if law.form != "kl" and not 0.0 <= measured <= 1.0:
-        raise ValueError(
-            f"S={measured}: a fraction of information lies in [0, 1]; the loss or the adapter is not finite"
-        )
+        raise ValueError(f"S={measured}: a fraction must be in [0, 1]; the loss or the adapter is not finite")
     state = replace(state, measured=measured, updates=state.updates + 1)
     if law.form != "published" and law.controller == "pi":
         return _proportional_integral(law, state, measured)
@@ -187,7 +182,7 @@ def _published(law: Law, state: State, error: float) -> State:
 
 
 def _level(law: Law, measured: float) -> float:
-    """logit S, or ln K: what differs by the same amount wherever it differs by the same ratio."""
+    """Return logit S, or ln K, in which equal ratios are equal differences."""
     if law.form == "kl":
         return math.log(max(measured, TINY))
     ratio = _clip(measured, TINY, 1.0 - TINY)
@@ -198,8 +193,8 @@ def _of_level(law: Law, level: float) -> float:
     return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
 
 
-def deadband_of(form: Form, target: float, deadband: float) -> tuple[float, float]:
-    """Between which M lambda stays."""
+def deadband_bounds(form: Form, target: float, deadband: float) -> tuple[float, float]:
+    """Return the interval of M in which lambda does not move."""
     if form == "published":
         return target - deadband, target + deadband
     odds = target if form == "kl" else target / (1.0 - target)
@@ -213,7 +208,7 @@ def _exp(value: float) -> float:
 
 
 def _scheduled(law: Law, updates: int) -> float:
-    """The controllers that do not look at S."""
+    """Return lambda of the controllers that ignore S."""
     progress = min(updates / law.total_updates, 1.0)
     span = law.lambda_max - law.lambda_start
     match law.controller:
@@ -232,39 +227,40 @@ def _clip(value: float, low: float, high: float) -> float:
 
 
 def s_ratio(data_bpt: float, param_bpt: float) -> float:
-    """S = ParamBPT / (DataBPT + ParamBPT), both in bits per token; 0 where both are 0."""
+    """Return S = ParamBPT / (DataBPT + ParamBPT), both in bits per token; 0 if both are 0."""
     total = data_bpt + param_bpt
     return param_bpt / total if total != 0.0 else 0.0
 
 
 def steepest_slope(target: float) -> float:
-    """The largest |dS / d ln lambda| at S = target for a quadratic term: 2 S (1 - S).
+    """Return the largest |dS / d ln lambda| at S = target for a quadratic penalty: 2 S (1 - S).
 
-    S moves by S (1 - S) per unit of ln ParamBPT; a weight that a quadratic term holds back falls at most as 1 / lambda.
+    S moves by S (1 - S) per unit of ln ParamBPT; under a quadratic penalty a weight falls at most as 1 / lambda.
     """
     return 2.0 * target * (1.0 - target)
 
 
 def gain_bound(target: float) -> float:
-    """What Kp + Ki must stay below: 2 / |dS / d ln lambda| = 1 / (S (1 - S)) at the steepest slope.
+    """Return the upper bound of Kp + Ki: 2 / |dS / d ln lambda| = 1 / (S (1 - S)) at the steepest slope.
 
-    It keeps a plant stable that answers at once and whose S is not smoothed; `is_stable` counts smoothing in as well.
+    It ensures stability for a plant without lag and without smoothing; `is_stable` includes the smoothing.
     """
     return 2.0 / steepest_slope(target)
 
 
 def is_stable(law: Law, slope: float) -> bool:
-    """Whether small deviations die out when M answers ln lambda with -slope.
+    """Return whether small deviations decay if M responds to ln lambda with -slope.
 
-    Published: S answers at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies (S_hat, I, x)
-    by a matrix whose characteristic polynomial is (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z).
-    Smoothing is a lag: it asks for Ki well below ema Kp. Ours: L answers with a lag of LAG_STEPS,
-    l <- p l - (1 - p) slope x; (L_hat, l, x) has (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
+    Published: S responds at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies
+    (S_hat, I, x) by a matrix with the characteristic polynomial
+    (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z). Smoothing is a lag, which requires Ki well below
+    ema Kp. Ours: L responds with a lag of LAG_STEPS, l <- p l - (1 - p) slope x; (L_hat, l, x) has
+    (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
     """
     a = 1.0 - law.ema
     if law.form == "published":
         gain = law.ema * slope
-        pole = law.leak if law.ki else 0.0  # without Ki nothing enters I, and how it would leak is no matter
+        pole = law.leak if law.ki else 0.0  # without Ki nothing enters I, so its leak is irrelevant
         back = pole
     else:
         pole = max(0.0, 1.0 - law.every / LAG_STEPS)
@@ -277,12 +273,12 @@ def is_stable(law: Law, slope: float) -> bool:
 
 
 def _refuse_swinging(law: Law) -> None:
-    """Raise ValueError for gains with which lambda does not come to rest, above or below the target."""
+    """Raise ValueError for gains with which lambda does not settle, above or below the target."""
     slope, usual = SLOPE[law.form], USUAL_KI[law.form]
     most = 1.0 / (SMALL_ERROR * BELOW[law.form][0])
     if law.ki == 0.0:
         raise ValueError(
-            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use {usual:g}"
+            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes the error; use {usual:g}"
         )
     if law.kp > most:
         raise ValueError(
@@ -299,7 +295,7 @@ def _refuse_swinging(law: Law) -> None:
             kp, ki = min(kp, 1.0) / 2.0, min(ki, 0.1) / 2.0
         wrong = f"kp={law.kp:g}: with scu.ki={law.ki:g}"
     raise ValueError(
-        f"{wrong} and scu.ema={law.ema:g} lambda swings ever wider; kp: {kp:.3g} with ki: {ki:.3g} is stable"
+        f"{wrong} and scu.ema={law.ema:g} lambda oscillates ever wider; kp: {kp:.3g} with ki: {ki:.3g} is stable"
     )
 
 
@@ -309,10 +305,10 @@ def _gains_stable(law: Law, kp: float, ki: float, slope: float) -> bool:
 
 
 def gain_warning(law: Law) -> str | None:
-    """Return a warning if the published law's gains make lambda swing, else None; the other laws refuse such gains.
+    """Return a warning if the published law's gains make lambda oscillate, else None; other laws refuse such gains.
 
     The gains of the published Granite recipe give no warning: they are the defaults of `zerolora scu-train`, and
-    docs/lab/scu.md shows how far lambda swings with them.
+    docs/lab/scu.md shows how far lambda oscillates with them.
     """
     if law.controller != "pi" or law.form != "published" or (law.kp, law.ki) == GRANITE_GAINS:
         return None
@@ -329,14 +325,14 @@ def gain_warning(law: Law) -> str | None:
     while ki > TINY and not _gains_stable(law, law.kp, ki, slope):
         ki /= 2.0
     return (
-        f"{gains}: with the smoothing of scu.ema={law.ema:g} lambda may swing from bound to bound at "
+        f"{gains}: with the smoothing of scu.ema={law.ema:g} lambda may oscillate from bound to bound at "
         f"S = {law.target:g}; use scu.ki: {ki:.2g}, or scu.law: logit"
     )
 
 
 def published_target(base_parameters: int) -> float:
-    """The published S_target by size of the base model: 1 % at 1B, 3 % at 3B to 7B (nearest beyond these).
+    """Return the published S_target by size of the base model: 1 % at 1B, 3 % at 3B to 7B (else the nearest).
 
-    They were found with the measure `factors` and say nothing about `delta`.
+    The values were found with the measure `factors` and do not apply to `delta`.
     """
     return 0.01 if base_parameters < 2_000_000_000 else 0.03

@@ -1,4 +1,4 @@
-"""The settings of section `scu` as law and measure, and what a checkpoint's controller becomes under changed ones."""
+"""Control law and measure from the settings of section `scu`, also for a checkpoint with other settings."""
 
 from dataclasses import replace
 
@@ -11,21 +11,21 @@ from trainer.scu import law as scu
 from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
 AUTO_TARGET_BITS = 0.05
-"""Of K, bits a token."""
+"""Target of K, bits per token."""
 
 
-def information_of(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
-    """The measure of the adapter's information. Raises UserError where N is not known."""
+def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
+    """Build the measure of the adapter's information. Raises UserError if N is not known."""
     if not tokens:
-        raise UserError("scu.tokens: the target tokens of one epoch are not known; give their number")
+        raise UserError("scu.tokens: the target tokens of one epoch are not known; set their number")
     measure: Measure = "factors" if section.measure == "factors" else "delta"
     return AdapterInformation(
         find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=flat_adapter_of(model)
     )
 
 
-def as_the_law_allows(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
-    """A checkpoint's state under a law whose bounds or controller may have been changed since, and what to say."""
+def adapt_state(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
+    """Adapt a checkpoint's state to a law with changed bounds or controller; return it with notes."""
     if law.controller not in ("pi", "fixed"):
         return state, []
     if state.lambda_ == 0.0 and state.started:  # of the controller `none`
@@ -34,7 +34,7 @@ def as_the_law_allows(law: scu.Law, state: scu.State) -> tuple[scu.State, list[s
     if law.controller == "fixed":
         within = law.lambda_start
     else:
-        # Inside the deadband lambda stays where it is, also where it may no longer be.
+        # Inside the deadband lambda would never move back into its bounds.
         within = min(max(state.lambda_, law.lambda_min), law.lambda_max) if state.lambda_ else 0.0
     if within == state.lambda_:
         return state, []
@@ -43,8 +43,8 @@ def as_the_law_allows(law: scu.Law, state: scu.State) -> tuple[scu.State, list[s
     ]
 
 
-def law_of(section: ScuSection, *, total_steps: int, base_parameters: int) -> scu.Law:
-    """The law that the settings ask for. Raises UserError where it means nothing, or would never come to rest."""
+def build_law(section: ScuSection, *, total_steps: int, base_parameters: int) -> scu.Law:
+    """Build the law from the settings. Raises UserError if it is meaningless or unstable."""
     target = section.target
     form: scu.Form = "kl" if section.measure == "kl" else section.law
     if target == "auto":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.adapter_files import damage_of_adapter
+from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
@@ -40,7 +40,7 @@ from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.patches.mamba import check_packable
 from trainer.patches.packed_attention import check_supported
-from trainer.scu.law_settings import law_of
+from trainer.scu.law_settings import build_law
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_pictures, refuse_image_settings
 
@@ -173,7 +173,7 @@ def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
     if not config.scu.enabled:
         return None
     # A size below 2B stands in for the model's, which is counted when its weights are there.
-    law_of(config.scu, total_steps=1, base_parameters=1)
+    build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
     return reference_samples(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
@@ -248,7 +248,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
     if path and (Path(path).exists() or path.startswith(("/", "."))):
         if not (Path(path) / FILE).exists():
             raise UserError(f"lora.adapter_path={path}: no {FILE} there; name the folder of a PEFT adapter")
-        if problem := damage_of_adapter(Path(path)):
+        if problem := find_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
     elif path:
         _check_adapter_on_hub(path)

@@ -1,7 +1,7 @@
-"""What `zerolora doctor` needs torch for on one machine: toolchain, cards, operators, model, data, memory estimate.
+"""Checks of `zerolora doctor` on one machine that need torch: toolchain, GPUs, operators, model, data, memory.
 
 `python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints one line of JSON after MARK:
-`checks` (name, state, found, fix) and `need` (bytes per rank and on the disk).
+`checks` (name, state, found, fix) and `need` (bytes per rank and on disk).
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Finding:
 
 
 def check_torch() -> Iterator[Finding]:
-    """torch against the driver, and what each card can do."""
+    """Check torch against the driver, and the capability of each GPU."""
     wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
     if wants_cpu:
@@ -66,7 +66,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
-    """nvcc, the host compiler that it calls, and the fused operators: built, buildable, or why not."""
+    """Check nvcc, its host compiler, and whether the fused operators are built or can be."""
     from ops.builder import LoraOpBuilder
     from ops.toolkit import BuildError
 
@@ -84,12 +84,12 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
             yield Finding("operators", "OK", f"built at {library}")
             return
         if torch.cuda.is_available():
-            found = f"ZEROLORA_OPS={shared}: no build there fits this torch, this Python and these cards"
+            found = f"ZEROLORA_OPS={shared}: has no build for this torch, this Python and these GPUs"
             yield Finding("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         toolkit = builder.check()
     except BuildError as error:
-        without = "" if needed == "FAIL" else "; PEFT's own forward takes their place"
+        without = "" if needed == "FAIL" else "; PEFT's own forward is used instead"
         yield Finding("operators", needed, f"{error}{without}", "" if needed == "OK" else "ops.backend: peft")
         return
     yield _try_nvcc(toolkit)
@@ -97,11 +97,11 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
     if library.exists():
         yield Finding("operators", "OK", f"built at {library}")
     else:
-        yield Finding("operators", "OK", f"compiled at the first start, into {library.parent}; now: zerolora ops build")
+        yield Finding("operators", "OK", f"compiled at the first start into {library.parent}; now: zerolora ops build")
 
 
 def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
-    """Compile an empty kernel: nvcc refuses host compilers that are newer than it knows."""
+    """Compile an empty kernel, since nvcc refuses host compilers that are too new."""
     from torch.utils import cpp_extension
 
     nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
@@ -118,12 +118,12 @@ def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
     version = f"nvcc {toolkit[0]}.{toolkit[1]}"
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line] or ["it failed"]
-        return Finding("nvcc", "FAIL", f"{version}: {lines[0]}", "a host compiler that it knows, by CC and CXX")
+        return Finding("nvcc", "FAIL", f"{version}: {lines[0]}", "set CC and CXX to a host compiler it supports")
     return Finding("nvcc", "OK", f"{version} and its host compiler build for torch's CUDA {torch.version.cuda}")
 
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
-    """Model and tokenizer: a whole folder, a whole copy in the hub's cache, or a hub that answers."""
+    """Check model and tokenizer: complete in a folder or the hub's cache, or else that the hub is reachable."""
     from trainer.model.base import check_weights, load_model_config, load_tokenizer
     from trainer.model.model_kind import check_kind
 
@@ -143,17 +143,17 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             check_weights(model, config.model, model_config)
         load_tokenizer(model, config.model)
     except UserError as error:
-        yield Finding("model", "FAIL", str(error), "a whole folder: zerolora download, where there is a network")
+        yield Finding("model", "FAIL", str(error), "download it (zerolora download) on a machine with a network")
         return
     if absent:
         found = f"{folder}: {len(absent)} of its weight files are missing, {absent[0]} first"
         yield Finding("model", "FAIL", found, "download it again (zerolora download), or copy the files")
     else:
-        yield Finding("model", "OK", f"{folder}, whole")
+        yield Finding("model", "OK", f"{folder}, complete")
 
 
 def _in_hub_cache(config: RunConfig) -> Path | None:
-    """The model's snapshot in the hub's cache, whole or not."""
+    """Return the model's snapshot in the hub's cache, complete or not; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(config.base_model, "config.json", revision=config.model.revision or "main")
@@ -161,7 +161,7 @@ def _in_hub_cache(config: RunConfig) -> Path | None:
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Weight files that a model's index names and that are not there (or, without an index, its only file)."""
+    """Return the missing weight files listed in a model's index, or its only file if it has no index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -171,8 +171,8 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def _check_hub(model: str, why: str) -> Finding:
-    """Whether a model that is not whole here can be had."""
-    fix = f"`zerolora download {model}` where there is a network, then copy the folder"
+    """Check whether an incomplete model can be downloaded."""
+    fix = f"run `zerolora download {model}` on a machine with a network, then copy the folder"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         return Finding("hub", "FAIL", f"HF_HUB_OFFLINE is set, and {model}: {why}", fix)
     address = urlparse(os.environ.get("HF_ENDPOINT", HUB))
@@ -185,30 +185,30 @@ def _check_hub(model: str, why: str) -> Finding:
 
 
 def check_data(config: RunConfig) -> Iterator[Finding]:
-    """Local data files that the configuration names."""
+    """Check the local data files of the configuration."""
     section = config.dataset
     sources = [section, *section.mix, *([section.evaluation] if section.evaluation else [])]
     paths = [source.path for source in sources] + ([config.scu.reference] if config.scu.enabled else [])
     for path in filter(None, paths):
         local = Path(path).expanduser()
         if local.suffix and not local.exists() and path.startswith(("/", ".", "~")):
-            yield Finding("data", "FAIL", f"{path}: no such file", "name an existing file")
+            yield Finding("data", "FAIL", f"{path}: no such file", "use an existing file")
         elif local.exists():
             yield Finding("data", "OK", f"{path}")
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Finding | None]:
-    """Bytes of host memory per rank and on the disk by the memory estimate; a line instead where there is none.
+    """Return estimated bytes of host memory per rank and on disk, or a finding if there is no estimate.
 
-    On a CPU the whole process of a rank, else what it takes beside the process itself.
+    On a CPU this is a rank's whole process, otherwise what it needs in addition to the process.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    from trainer.commands.estimate import on_cpu, planner_for
+    from trainer.commands.estimate import build_planner, plan_on_cpu
 
     try:
-        planner, _ = planner_for(config, ranks)
+        planner, _ = build_planner(config, ranks)
         if not on_gpu:
-            choice = on_cpu(planner, config)
+            choice = plan_on_cpu(planner, config)
             if choice.found is None:
                 return {}, Finding("estimate", "WARN", f"no memory estimate: {choice.refusal}")
             return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None

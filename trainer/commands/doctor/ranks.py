@@ -1,6 +1,6 @@
-"""What `zerolora doctor` measures between all ranks: versions, clocks, folders, all-reduce.
+"""Checks of `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
 
-`zerolora doctor` starts it by the launcher under test: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
+`zerolora doctor` starts it with the launcher under test: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
 Rank 0 prints one line of JSON after trainer.commands.doctor.probe.MARK.
 """
 
@@ -26,17 +26,17 @@ from trainer.parallel.ranks.group import Ranks, end_process, form_process_group,
 PATIENCE_MINUTES = 2.0
 CORRECT_ELEMENTS = 1_000_003
 SIZES = (2**20, 2**24, 2**26)
-"""Bytes that are reduced for the measurement; a CPU stops at 16 MiB."""
+"""Bytes to reduce for the measurement; CPUs stop at 16 MiB."""
 REPEATS = 5
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
-# Without a configuration every rank reports on the same one.
+# Used by every rank if there is no configuration.
 ANY_RUN = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
-# What a gradient reduction should not fall below on any network that people train over, GB/s: 1 Gbit Ethernet.
+# The bandwidth of 1 Gbit Ethernet, the slowest network that is reasonable for training, GB/s.
 SLOW_GB_PER_S = 0.1
 
 
 def check_all_reduce(device: torch.device) -> Iterator[Finding]:
-    """Sum of rank-dependent integers over all ranks, exact in fp32, then the speed of large ones."""
+    """Check an all-reduce of rank-dependent integers, exact in fp32, then measure its bandwidth."""
     rank, world = dist.get_rank(), dist.get_world_size()
     index = torch.arange(CORRECT_ELEMENTS, device=device) % 1000
     values = (index + 1000 * rank).float()
@@ -45,23 +45,23 @@ def check_all_reduce(device: torch.device) -> Iterator[Finding]:
     wrong = torch.tensor([int((values != expected).sum())], device=device)
     dist.all_reduce(wrong)
     backend = dist.get_backend()
-    fix = "NCCL_DEBUG=INFO shows the path taken; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tells which link is at fault"
+    fix = "NCCL_DEBUG=INFO shows the path taken; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 shows which link is faulty"
     if int(wrong):
         found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
         yield Finding("all-reduce", "FAIL", found, fix)
         return
     yield Finding("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {world} ranks are exact")
     if world == 1:
-        return  # nothing crosses a link
+        return
     speeds = [(size, _bus_gb_per_s(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
-    told = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
+    measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
     slow = speeds[-1][1] < SLOW_GB_PER_S
     name = "all-reduce speed"
-    yield Finding(name, "WARN" if slow else "OK", f"bus bandwidth {told}", "NCCL_SOCKET_IFNAME" if slow else "")
+    yield Finding(name, "WARN" if slow else "OK", f"bus bandwidth {measured}", "NCCL_SOCKET_IFNAME" if slow else "")
 
 
 def _bus_gb_per_s(size: int, device: torch.device) -> float:
-    """2 (n - 1) / n * bytes / seconds, the slowest rank's: what each link carries, whatever the number of ranks."""
+    """Return the slowest rank's bus bandwidth, 2 (n - 1) / n * bytes / seconds, for any number of ranks n."""
     values = torch.zeros(size // 4, device=device)
     dist.all_reduce(values)
     _synchronize(device)
@@ -82,7 +82,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def check_clocks(ranks: Ranks) -> Iterator[Finding]:
-    """How far the hosts' clocks are apart, to the length of a barrier."""
+    """Check how far the hosts' clocks are apart, with the precision of a barrier."""
     dist.barrier()
     times: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(times, (host_name(), time.time()))
@@ -97,7 +97,7 @@ def check_clocks(ranks: Ranks) -> Iterator[Finding]:
 
 
 def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
-    """Which folders all hosts share: rank 0 leaves a file, the others look for it."""
+    """Check which folders all hosts share: rank 0 creates a file that the others look for."""
     token: list[Any] = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0, device=ranks.device())
     for name, folder, must_be_shared in _folders(config):
@@ -127,7 +127,7 @@ def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _folders(config: RunConfig | None) -> list[tuple[str, Path, bool]]:
-    """Name, the nearest folder of it that exists, and whether all hosts must share it."""
+    """Return for each folder its name, nearest existing parent, and whether all hosts must share it."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     folders = [("hub cache", home, False)]
     if config is not None:
@@ -144,13 +144,13 @@ def _folders(config: RunConfig | None) -> list[tuple[str, Path, bool]]:
 
 def _is_listed(file: Path) -> bool:
     try:
-        return file.name in os.listdir(file.parent)  # asks the file server, where `exists` may ask a stale cache
+        return file.name in os.listdir(file.parent)  # asks the file server; `exists` may use a stale cache
     except OSError:
         return False
 
 
 def check_versions(reports: Sequence[Report]) -> Iterator[Finding]:
-    """Code and package versions, the same on all hosts."""
+    """Check that code and package versions are the same on all hosts."""
     wrong = differences(reports)
     for line in wrong:
         what, _, fix = line.rpartition("; ")
@@ -162,7 +162,7 @@ def check_versions(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Every rank measures, rank 0 prints."""
+    """Run all checks on every rank and print them on rank 0; return the exit code."""
     parser = argparse.ArgumentParser(prog="trainer.commands.doctor.ranks")
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     findings = [Finding("ranks", "OK", known)]
     if arguments.world_size not in (None, ranks.world_size):
         fix = "the launcher's variables did not reach the ranks: start with zerolora train --launcher"
-        findings = [Finding("ranks", "FAIL", f"{known}; {arguments.world_size} were asked for", fix)]
+        findings = [Finding("ranks", "FAIL", f"{known}; {arguments.world_size} were requested", fix)]
     findings += [*check_versions(reports), *check_clocks(ranks), *check_shared(config, ranks)]
     findings += check_all_reduce(device)
     if ranks.is_main:

@@ -1,8 +1,8 @@
-"""`python -m trainer.commands.export RUN --format FORMAT`: a trained adapter for other programs.
+"""`python -m trainer.commands.export RUN --format FORMAT`: export a trained adapter for other programs.
 
 peft, vllm, sglang: the adapter with its tokenizer, in the layout that each loads. gguf-lora: the adapter as one file
-for llama.cpp. hf: adapter and base as one model of safetensors. gguf: that model as one file for llama.cpp. ollama:
-that file and a Modelfile. kohya: an adapter of an image model for ComfyUI.
+for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: that file
+with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
 
 import argparse
@@ -19,42 +19,42 @@ from trainer.checkpoint.finished_run import (
     quiet_libraries,
     run_command,
 )
+from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
-from trainer.commands.generate import trained_form
-from trainer.commands.image_adapter import export_images, is_of_images
+from trainer.commands.generate import find_prompt_form
+from trainer.commands.image_adapter import export_images, is_image_run
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
-from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.model.base import load_model_config
 
 GGUF_NAME = "model.gguf"
 FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
-"""Formats that are one file."""
+"""Formats that are a single file."""
 
 
 def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
-    """The merged model as one GGUF file, by the `gguf` package or by the converter."""
-    source = Source.of(run, output, converter)
-    with writing(output) as folder:
+    """Write the merged model as one GGUF file; return what to print."""
+    source = Source.load(run, output, converter)
+    with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
-        put_in_place(folder / GGUF_NAME, output)
+        move_into_place(folder / GGUF_NAME, output)
     return lines
 
 
 def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """Write a folder with the GGUF file and a Modelfile; return what to print."""
-    source = Source.of(run, output, converter)
-    system_prompt, form = run.config.dataset.system_prompt, trained_form(run, source.tokenizer)
+    source = Source.load(run, output, converter)
+    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
     text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form)
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
-        put_in_place(folder, output)
+        move_into_place(folder, output)
     if "TEMPLATE" not in text.partition("#")[0]:
-        lines.append("without TEMPLATE: Ollama cannot write prompts as this run trained them; see the Modelfile")
+        lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
     if "\n# No SYSTEM" in text:
         lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
     return [*lines, f"ollama create NAME -f {output / 'Modelfile'}"]
@@ -62,7 +62,7 @@ def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path
 
 @dataclass(frozen=True)
 class Source:
-    """A merged model in memory, of which a GGUF file can be made."""
+    """A merged model in memory, to be written as GGUF."""
 
     model: Any
     tokenizer: Any
@@ -71,19 +71,19 @@ class Source:
     converter: Path | None
 
     @classmethod
-    def of(cls, run: FinishedRun, output: Path, converter: Path | None) -> "Source":
-        """Load and check; nothing is written yet. Raises UserError."""
+    def load(cls, run: FinishedRun, output: Path, converter: Path | None) -> "Source":
+        """Merge the run's model and check that it can be written. Raises UserError."""
         config = load_model_config(run.config.base_model, run.config.model)
         if converter is None:
             check_architecture(config)
         elif not converter.is_file():
-            raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_hf_to_gguf.py")
+            raise UserError(f"--converter {converter}: no such file; give llama.cpp's convert_hf_to_gguf.py")
         model, tokenizer = load_merged(run)
         check_room(model, output)
         return cls(model, tokenizer, config, run.run_dir.resolve().name, converter)
 
     def write(self, file: Path, dtype: str) -> list[str]:
-        """Write `file`, the model as safetensors beside it for as long as that takes; what to say of it."""
+        """Write `file` from a temporary safetensors model next to it; return what to print."""
         merged, own = file.with_name(".merged"), self.converter is None
         save_merged(self.model, self.tokenizer, merged)
         if self.converter is None:
@@ -95,11 +95,9 @@ class Source:
         lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
         context = longest_context(self.config)
         if own and context < self.config.max_position_embeddings:
-            lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp has not for it")
+            lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
         if own and chats_differ(self.tokenizer):
-            lines.append(
-                "after special tokens llama.cpp puts spaces otherwise than this tokenizer: chats differ in those"
-            )
+            lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
         return lines
 
 
@@ -112,27 +110,27 @@ def export(
     converter: Path | None = None,
     verified: bool = False,
 ) -> list[str]:
-    """Write the run's adapter in that form to `output`; returns what to say of it. Raises UserError, RuntimeError."""
+    """Write the run's adapter in format `form` to `output`; return what to print. Raises UserError, RuntimeError."""
     if form in FILES and output.is_dir():
-        raise UserError(f"{output}: is a folder, and --format {form} writes a file; --output {output / FILES[form]}")
+        raise UserError(f"{output}: is a folder, but --format {form} writes a file; --output {output / FILES[form]}")
     check_output(output)
-    if is_of_images(run):
+    if is_image_run(run):
         return export_images(run, form, output)
     if form == "kohya":
-        raise UserError("--format kohya: a format of image models, and this run trained a language model; use peft")
+        raise UserError("--format kohya: is for image models, and this run trained a language model; use peft")
     if form in ADAPTER_FORMS:
         return export_adapter(run, form, output, verified=verified, converter=converter)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
-        return ["AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference read it"]
+        return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
     if form == "gguf":
         return export_gguf(run, output, dtype=dtype, converter=converter)
     return export_ollama(run, output, dtype=dtype, converter=converter)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(prog="zerolora export", description="A trained adapter for other programs.")
-    add_run_arguments(parser, "where the full-precision base is, if not where it was")
+    parser = CommandParser(prog="zerolora export", description="Export a trained adapter for other programs.")
+    add_run_arguments(parser, "location of the full-precision base, if it was moved")
     parser.add_argument("--format", choices=(*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya"), required=True)
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
@@ -141,7 +139,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--verify", action="store_true", help="compare the logits of the exported adapter with the trained model's"
     )
     parser.add_argument(
-        "--dtype", choices=("auto", *FORMATS), default="auto", help="number format (auto: as the base is stored)"
+        "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
     )
     parser.add_argument(
         "--converter",
@@ -153,7 +151,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 or 2 after one line on stderr."""
+    """Return exit code 0, or 1 or 2 after one line on stderr."""
     options = _parse(argv)
     quiet_libraries()
     return run_command(lambda: _run(options), RuntimeError)
@@ -163,15 +161,13 @@ def _run(options: argparse.Namespace) -> None:
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
     if options.verify and options.format not in ADAPTER_FORMS:
-        raise UserError(f"--verify: for adapters ({', '.join(ADAPTER_FORMS)}), and --format is {options.format}")
+        raise UserError(f"--verify: is for adapters ({', '.join(ADAPTER_FORMS)}), not for --format {options.format}")
     if options.format in ("peft", "vllm", "sglang", "hf") and options.converter is not None:
-        raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
+        raise UserError(f"--converter {options.converter}: is for GGUF files, not for --format {options.format}")
     if options.dtype != "auto" and options.format in ADAPTER_FORMS:
-        raise UserError(
-            f"--dtype {options.dtype}: --format {options.format} keeps the adapter's own numbers; leave it out"
-        )
+        raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove it")
     if options.dtype == "q8_0" and options.format == "hf":
-        raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
+        raise UserError(f"--dtype q8_0: is for GGUF files, not for --format {options.format}; remove it")
     run = find_run(
         options.run,
         options.base_model,

@@ -1,9 +1,7 @@
-"""The adapter alone, in the layout of the program that is to apply it, and what to type there."""
+"""Export of the adapter alone, in the layout of the target program, with the command to load it."""
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,11 @@ from safetensors import safe_open
 
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
+from trainer.commands.atomic_output import move_into_place, temporary_output
+from trainer.commands.export.gguf import convert
 from trainer.commands.export.gguf_lora import write_gguf_lora
 from trainer.commands.export.servers import write_for_server
 from trainer.commands.export.verify import verify
-from trainer.commands.whole_output import put_in_place, writing
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -26,13 +25,13 @@ ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
 def export_adapter(
     run: FinishedRun, form: str, output: Path, *, verified: bool = False, converter: Path | None = None
 ) -> list[str]:
-    """Write it to `output`, a folder or for gguf-lora a file; returns what to say of it.
+    """Write the adapter to `output`, a folder (gguf-lora: a file); return what to print.
 
-    With `verified` nothing is left there unless the files give the trained model's logits. Raises UserError for an
-    adapter that the program would not apply, RuntimeError where the comparison fails.
+    With `verified`, nothing is written unless the files reproduce the trained model's logits. Raises UserError for an
+    adapter that the target program cannot apply, RuntimeError if the comparison fails.
     """
     tokenizer = saved_tokenizer(run)  # read before anything is written
-    with writing(output) as folder:
+    with temporary_output(output) as folder:
         written = folder
         if form == "gguf-lora":
             written = folder / "adapter.gguf"
@@ -40,13 +39,14 @@ def export_adapter(
         else:
             settings = _write_folder(run, form, folder, tokenizer)
             lines = [_command(form, output, settings, folder)]
-        said = [verify(run, form, written, tokenizer)] if verified else []
-        put_in_place(written, output)
-    return [*said, *lines]
+        if verified:
+            lines.insert(0, verify(run, form, written, tokenizer))
+        move_into_place(written, output)
+    return lines
 
 
 def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> dict[str, Any]:
-    """PEFT's files and the tokenizer; a base that is known on the hub is named as it is there."""
+    """Write PEFT's files and the tokenizer, with the base's name on the hub if known; return the settings."""
     base = public_name(run.config.base_model)
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
@@ -60,10 +60,10 @@ def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> 
 
 
 def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -> str:
-    """Return how to start the program with the adapter that was `written` and will be at `output`."""
+    """Return the command that loads the adapter, now in `written` and later at `output`."""
     base, rank = settings["base_model_name_or_path"], settings["r"]
     if form == "peft":
-        return f"PeftModel.from_pretrained(base, {str(output)!r}), base being {base}"
+        return f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"
     if form == "sglang":
         return f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={output}"
     room = next((room for room in VLLM_RANKS if room >= rank), rank)
@@ -74,30 +74,25 @@ def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What --max-lora-rank may be."""
+"""Allowed values of --max-lora-rank."""
 
 
 def _write_gguf(run: FinishedRun, file: Path, converter: Path | None, output: Path) -> list[str]:
     if converter is None:
-        layers, by = write_gguf_lora(run, file), "the gguf package"
-        said = f"A and B of {layers} layers in f32, written by {by}"
+        line = f"A and B of {write_gguf_lora(run, file)} layers in f32, written by the gguf package"
     else:
         _convert(run, file, converter)
-        said = f"written by {converter}"
-    return [said, f"llama-server -m BASE.gguf --lora {output}"]
+        line = f"written by {converter}"
+    return [line, f"llama-server -m BASE.gguf --lora {output}"]
 
 
 def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
-    """By a script of the user's, llama.cpp's convert_lora_to_gguf.py, which reads layers and one scale for all."""
+    """Run the user's copy of llama.cpp's convert_lora_to_gguf.py, which supports a single scale for all layers."""
     if not converter.is_file():
-        raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_lora_to_gguf.py")
+        raise UserError(f"--converter {converter}: no such file; give llama.cpp's convert_lora_to_gguf.py")
     adapter, base = file.with_name(".adapter"), run.config.base_model
     adapter.mkdir()
     _write_folder(run, "gguf-lora", adapter, saved_tokenizer(run))
-    where = ["--base", base] if Path(base).is_dir() else ["--base-model-id", base]
-    command = [sys.executable, str(converter), str(adapter), "--outfile", str(file), "--outtype", "f32", *where]
-    result = subprocess.run(command, capture_output=True, text=True)
+    options = ("--base" if Path(base).is_dir() else "--base-model-id", base)
+    convert(adapter, file, dtype="f32", converter=converter, options=options)
     shutil.rmtree(adapter)
-    if result.returncode or not file.is_file():
-        last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"{converter.name} ended with exit code {result.returncode}: {' '.join(last)}")

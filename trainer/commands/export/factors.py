@@ -1,15 +1,14 @@
-"""An adapter layer by layer, and expert by expert, under the names that the base's checkpoint has for the layers.
+"""The factors of an adapter for each layer and expert, by the layer names of the base's checkpoint.
 
     model.layers.0.self_attn.q_proj             A [R, in], B [out, R], the scale of B A
-    model.layers.0.mlp.experts.7.gate_proj      of each part of each expert its own; gate and up share A
+    model.layers.0.mlp.experts.7.gate_proj      one pair for each part of each expert; gate and up share A
 
-Names are those of the base's checkpoint (`block_sparse_moe.experts.7.w1`), where it stores experts one by one; else
-gate_proj, up_proj and down_proj. PEFT keeps A of all experts as one matrix [E R, in] and B as [out, R E].
+Experts have the checkpoint's names (`block_sparse_moe.experts.7.w1`) if it stores them one by one, otherwise gate_proj,
+up_proj and down_proj. PEFT stores A of all experts as one matrix [E R, in] and B as [out, R E].
 """
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,29 +44,29 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class Factors:
-    """What a layer's weight gains is `scale` B A."""
+    """The update of a layer's weight: `scale` B A."""
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
 
     def padded(self, rank: int) -> "Factors":
-        """The same product in that rank, which is no lower than its own."""
+        """Pad the factors with zeros to a higher rank."""
         more = rank - len(self.a_RI)
         a_RI, b_OR = (torch.nn.functional.pad(value, pad) for value, pad in
                       ((self.a_RI, (0, 0, 0, more)), (self.b_OR, (0, more))))  # fmt: skip
         return Factors(a_RI, b_OR, self.scale)
 
     def rescaled(self, scale: float) -> "Factors":
-        """The same product with another scale."""
+        """Rescale B, so that the product is the same with another scale."""
         return Factors(self.a_RI, self.b_OR * (self.scale / scale), scale) if scale != self.scale else self
 
 
 def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: bool) -> dict[str, Factors]:
-    """The adapter in `folder` by the checkpoint's names of its layers.
+    """Read the adapter in `folder` by the layer names of the base's checkpoint.
 
-    Experts of which a part has no adapter get one that adds nothing, for servers take all parts of one or none; with
-    `whole_groups` the same holds for q, k, v and for gate, up. Raises UserError for what is no low-rank product.
+    Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none; with
+    `whole_groups` also unadapted layers of q, k, v and gate, up. Raises UserError for anything but low-rank products.
     """
     settings = read_adapter_settings(folder)
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -75,17 +74,17 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     tensors = _by_names_in_model(tensors, folder, empty_model(config, section))
     model = empty_model(config, section)
     factors = _factors(tensors, settings, model)
-    factors |= _idle_parts(factors, model)
+    factors |= _zero_parts(factors, model)
     if whole_groups:
-        factors |= _idle_siblings(factors, model)
+        factors |= _zero_neighbours(factors, model)
     names = _StoredNames(model)
-    return {names.of_layer(path): found for path, found in factors.items()}
+    return {names.find(path): found for path, found in factors.items()}
 
 
 def _by_names_in_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
-    """Return the tensors under the names that they have in the model, where a file may have the checkpoint's.
+    """Return the tensors by their names in the model, from files that use these or the checkpoint's names.
 
-    Raises UserError unless every tensor fits the model and none is missing.
+    Raises UserError if a tensor is missing or does not fit the model.
     """
     from peft import get_peft_model_state_dict
 
@@ -96,7 +95,7 @@ def _by_names_in_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> 
 
 
 def _factors(tensors: dict[str, Tensor], settings: dict[str, Any], model: Any) -> dict[str, Factors]:
-    """By their paths in the model."""
+    """Return the factors by layer path in the model."""
     experts = expert_modules(model)
     found: dict[str, Factors] = {}
     for name, a in tensors.items():
@@ -111,21 +110,21 @@ def _factors(tensors: dict[str, Tensor], settings: dict[str, Any], model: Any) -
         parameter = _parameter(path, holder, experts[holder], tensors)
         rank = len(a) // expert_shape(experts[holder], parameter)[0]
         scale = _scale(settings, rank, f"{holder}.{parameter}")
-        pairs = _of_experts(holder, experts[holder], parameter, a, b)
+        pairs = _split_experts(holder, experts[holder], parameter, a, b)
         found |= {part: Factors(*pair, scale) for part, pair in pairs.items()}
     return found
 
 
 def _scale(settings: dict[str, Any], rank: int, path: str) -> float:
-    """PEFT's: alpha over the rank or its root; patterns name layers by the ends of their paths."""
+    """Return PEFT's scale: alpha over the rank or its root; patterns match the ends of paths."""
     patterns: dict[str, float] = settings.get("alpha_pattern") or {}
     alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), None)
     alpha = float(settings["lora_alpha"] if alpha is None else alpha)
     return alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
 
 
-def _idle_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    """What adds nothing, for parts of adapted experts that have no adapter."""
+def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
+    """Return zero factors for unadapted parts of adapted experts."""
     made: dict[str, Factors] = {}
     for holder, module in expert_modules(model).items():
         own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
@@ -135,7 +134,7 @@ def _idle_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
             for part in PARTS[name]:
                 paths = [f"{holder}.{index}.{part}" for index in range(experts)]
                 assert own is not None
-                made |= {path: _idle(own, wide, out // len(PARTS[name])) for path in paths if path not in factors}
+                made |= {path: _zeros(own, wide, out // len(PARTS[name])) for path in paths if path not in factors}
     return made
 
 
@@ -144,31 +143,27 @@ def _in_and_out(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
     return (first, second) if is_transposed(module) else (second, first)
 
 
-def _idle_siblings(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    """What adds nothing, for layers without an adapter beside those with which servers compute them."""
+def _zero_neighbours(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
+    """Return zero factors for unadapted layers that servers compute together with adapted ones."""
     weights = dict(model.named_parameters())
     made: dict[str, Factors] = {}
     for path, found in factors.items():
         parent, _, own = path.rpartition(".")
-        for sibling in _siblings(own):
-            other = f"{parent}.{sibling}"
+        for name in next((group for group in TOGETHER if own in group), ()):
+            other = f"{parent}.{name}"
             weight = weights.get(f"{other}.weight")
             if other not in factors and weight is not None:
-                made[other] = _idle(found, weight.shape[1], weight.shape[0])
+                made[other] = _zeros(found, weight.shape[1], weight.shape[0])
     return made
 
 
-def _siblings(name: str) -> Iterable[str]:
-    return next((group for group in TOGETHER if name in group), ())
-
-
-def _idle(like: Factors, wide: int, out: int) -> Factors:
+def _zeros(like: Factors, wide: int, out: int) -> Factors:
     rank = len(like.a_RI)
     return Factors(like.a_RI.new_zeros(rank, wide), like.b_OR.new_zeros(out, rank), like.scale)
 
 
 def _parameter(path: str, holder: str, module: Any, tensors: dict[str, Tensor]) -> str:
-    """Which tensor of the experts PEFT means: it nests them, the first within the others."""
+    """Return the experts' tensor that PEFT's path refers to; PEFT nests them, the first innermost."""
     names = expert_names(module)
     if path != holder:
         return names[0]
@@ -181,8 +176,8 @@ def _parameter(path: str, holder: str, module: Any, tensors: dict[str, Tensor]) 
     return next(name for name in fits if {width, a_width} == set(expert_shape(module, name)[1:]))
 
 
-def _of_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each part of each expert, out of PEFT's matrices of all of them."""
+def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Split PEFT's matrices of all experts into A and B of each part of each expert."""
     experts = expert_shape(module, name)[0]
     a_ERI = a.unflatten(0, (experts, -1))
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
@@ -201,7 +196,7 @@ def _of_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict
 
 
 class _StoredNames:
-    """How the base's checkpoint calls what the model in memory calls otherwise, by transformers' own conversion."""
+    """The base checkpoint's names of the model's layers, by transformers' own conversion."""
 
     def __init__(self, model: Any) -> None:
         from transformers import core_model_loading
@@ -209,42 +204,42 @@ class _StoredNames:
         self._model = model
         self._revert = require(core_model_loading, "revert_weight_conversion", "transformers")
         self._experts = set(expert_modules(model))
-        self._of_experts: dict[str, dict[tuple[int, str], str]] = {}
+        self._expert_names: dict[str, dict[tuple[int, str], str]] = {}
 
-    def of_layer(self, path: str) -> str:
-        """The stored name, without `.weight`, of a layer, or of a part of one expert."""
+    def find(self, path: str) -> str:
+        """Return the stored name, without `.weight`, of a layer or of a part of an expert."""
         expert = re.fullmatch(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj)", path)
         if expert is not None and expert[1] in self._experts:
-            return self._of_expert(expert[1], int(expert[2]), expert[3])
+            return self._find_expert(expert[1], int(expert[2]), expert[3])
         parameter = f"{path}.weight"
         stored = self._stored(parameter)
         return stored[0].removesuffix(".weight") if len(stored) == 1 else path
 
-    def _of_expert(self, holder: str, index: int, part: str) -> str:
-        if holder not in self._of_experts:
+    def _find_expert(self, holder: str, index: int, part: str) -> str:
+        if holder not in self._expert_names:
             found: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(holder)
             for name in expert_names(module):
                 for stored in self._stored(f"{holder}.{name}"):
                     if ".experts." not in stored:
                         raise UserError(
-                            f"{stored}: this checkpoint has its own name for all experts, under which no server is "
-                            "known to take adapters; zerolora export --format hf writes the merged model"
+                            f"{stored}: this checkpoint stores experts under a name for which no server is known to "
+                            "support adapters; zerolora export --format hf writes the merged model"
                         )
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     for each in PARTS[name] if match else ():
                         assert match is not None
                         if match[2] in STORED_AS[each][: 2 if name == GATE_UP else None]:
                             found[int(match[1]), each] = stored.removesuffix(".weight")
-            self._of_experts[holder] = found
-        return self._of_experts[holder].get((index, part), f"{holder}.{index}.{part}")
+            self._expert_names[holder] = found
+        return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
     def _stored(self, parameter: str) -> list[str]:
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
             raise UserError(
-                f"{parameter}: is not in the base; name the one it was trained on with --base-model"
+                f"{parameter}: is not in the base; give the base it was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
         return list(self._revert(self._model, {parameter: empty}))

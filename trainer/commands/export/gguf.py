@@ -1,13 +1,14 @@
-"""A merged model as one GGUF file for llama.cpp and what is built on it, written with the `gguf` package.
+"""Export of a merged model as one GGUF file for llama.cpp, written with the `gguf` package.
 
-Layout of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Llama, Mistral, Qwen2 and Qwen3
-with the tokenizers of gguf_vocabulary.py are written here; for others there is llama.cpp's convert_hf_to_gguf.py.
-Matrices are stored in the format asked for, vectors in 32 bits, as llama.cpp's own converter does.
+File format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supports Llama, Mistral, Qwen2 and Qwen3 with
+the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. As by that converter, matrices
+are stored in the requested format and vectors in 32 bits.
 """
 
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from trainer.commands.export.gguf_vocabulary import add_vocabulary
 from trainer.config import UserError
 
-# Architecture -> the name in GGUF, and whether llama.cpp rotates neighbours there, where transformers rotates halves.
+# Architecture -> its name in GGUF, and whether llama.cpp rotates neighbouring pairs where transformers rotates halves.
 ARCHITECTURES = {
     "LlamaForCausalLM": (MODEL_ARCH.LLAMA, True),
     "MistralForCausalLM": (MODEL_ARCH.LLAMA, True),
@@ -34,16 +35,16 @@ FORMATS = {
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-# numpy has these; the others are written as bytes.
+# Formats with a numpy dtype; the others are written as bytes.
 PLAIN = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
 # safetensors' names of formats.
 STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
-def convert(model_folder: Path, output: Path, *, dtype: str, converter: Path) -> None:
-    """Run a converter of the user's, llama.cpp's convert_hf_to_gguf.py; RuntimeError with its last line if it fails."""
-    command = [sys.executable, str(converter), str(model_folder), "--outfile", str(output), "--outtype", dtype]
+def convert(source: Path, output: Path, *, dtype: str, converter: Path, options: Sequence[str] = ()) -> None:
+    """Run one of llama.cpp's converter scripts on a folder. Raises RuntimeError with its last line if it fails."""
+    command = [sys.executable, str(converter), str(source), "--outfile", str(output), "--outtype", dtype, *options]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode or not output.is_file():
         last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
@@ -51,25 +52,25 @@ def convert(model_folder: Path, output: Path, *, dtype: str, converter: Path) ->
 
 
 def check_architecture(config: Any, form: str = "gguf") -> None:
-    """Raise UserError if this module cannot write a model of that configuration, or an adapter of it."""
+    """Raise UserError if this package cannot write a model of that configuration, or an adapter of it."""
     name = (config.architectures or ["unknown"])[0]
     script = "convert_hf_to_gguf.py" if form == "gguf" else "convert_lora_to_gguf.py"
     fix = f"give llama.cpp's {script} with --converter"
     if name not in ARCHITECTURES:
         raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
     if form != "gguf":
-        return  # an adapter says nothing of positions
+        return  # an adapter file holds no positions
     kind = config.rope_parameters.get("rope_type", "default")
-    # llama.cpp reads a divisor of each frequency for this one of the architectures only.
+    # llama.cpp reads frequency divisors for this architecture only.
     known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
     if kind not in known:
-        raise UserError(f"--format gguf: rotary embedding of type {kind} is not written here for {name}; {fix}")
+        raise UserError(f"--format gguf: rotary embedding of type {kind} is not supported for {name}; {fix}")
     if config.hidden_act not in ("silu", "swish"):
         raise UserError(f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}")
 
 
 def longest_context(config: Any) -> int:
-    """Positions that llama.cpp computes as transformers does: for these architectures it knows no sliding window."""
+    """Return the context that llama.cpp computes correctly, without sliding windows for these architectures."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     whole: int = config.max_position_embeddings
@@ -77,12 +78,12 @@ def longest_context(config: Any) -> int:
 
 
 def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
-    """Write a saved model and its tokenizer as `output`; returns the format, `auto` being that of the weights.
+    """Write a saved model and its tokenizer to `output`; return the format, which for `auto` is that of the weights.
 
-    `name` is what llama.cpp shows for the model, the folder's if not given.
+    `name` is the model's name in llama.cpp (default: the folder's).
 
-    Raises UserError for an architecture or a tokenizer that is not written here, RuntimeError if what was read back
-    differs in number or shape.
+    Raises UserError for an unsupported architecture or tokenizer, RuntimeError if number or shapes of tensors differ
+    when read back.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -96,7 +97,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     _add_settings(writer, config, FORMATS[dtype][1])
     add_vocabulary(writer, AutoTokenizer.from_pretrained(model_folder), rows=config.vocab_size)
     factors = _frequency_factors(config)
-    # Announced first and written one by one: the model is never whole in memory.
+    # Declare all tensors first, then write one by one: the full model is never in memory.
     for tensor in stored:
         tensor.announce(writer)
     if factors is not None:
@@ -117,7 +118,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of the saved model and how it is written."""
+    """A tensor of the saved model, and how to write it."""
 
     file: Path
     original: str
@@ -125,12 +126,12 @@ class _Stored:
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     dtype: str
-    """What it is stored in now, as a key of FORMATS."""
+    """Its current format, a key of FORMATS."""
     rotated_heads: int | None
-    """Heads whose rows are put in llama.cpp's order."""
+    """Number of heads, if rows must be permuted to llama.cpp's order."""
 
     def announce(self, writer: Any) -> None:
-        """Write name, shape and size, which come before all data."""
+        """Declare name, shape and size, which come before all data."""
         if self.kind in PLAIN:
             array = numpy.empty(0, PLAIN[self.kind])
             size = math.prod(self.shape) * array.itemsize
@@ -140,7 +141,7 @@ class _Stored:
             writer.add_tensor_info(self.name, shape, numpy.dtype("uint8"), math.prod(shape), raw_dtype=self.kind)
 
     def read(self) -> Array:
-        """Its values in 32 bits."""
+        """Return its values in 32 bits."""
         with safe_open(str(self.file), framework="pt") as handle:
             tensor = handle.get_tensor(self.original)
         if self.rotated_heads:
@@ -149,7 +150,7 @@ class _Stored:
 
 
 def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_Stored]:
-    """Every tensor of the folder's safetensors; UserError if one has no name in GGUF."""
+    """Return all tensors of the folder's safetensors; raises UserError if one has no name in GGUF."""
     architecture, rotates = ARCHITECTURES[config.architectures[0]]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads} if rotates else {}
@@ -171,12 +172,12 @@ def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_Stored]:
 
 def _kind(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     kind = FORMATS[dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
-    # The blocks of Q8_0 are of 32.
+    # Q8_0 has blocks of 32.
     return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
 
 
 def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from [first half, second half] to pairs (0, n/2), (1, n/2 + 1) ..."""
+    """Reorder the rows of each head from [first half, second half] to pairs (0, n/2), (1, n/2 + 1) ..."""
     head = weight.shape[0] // heads
     halves = weight.reshape(heads, 2, head // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
@@ -204,10 +205,10 @@ def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
 
 
 def _frequency_factors(config: Any) -> Array | None:
-    """Llama 3.1's stretching of low frequencies, as divisors of each frequency [head/2]; None for other models.
+    """Return Llama 3.1's scaling of low frequencies as divisors of each frequency [head/2]; None for other models.
 
-    Wavelengths above L / low_freq_factor are stretched by `factor`, those below L / high_freq_factor not at all, and
-    between the two the frequency is interpolated (L: original context).
+    Wavelengths above L / low_freq_factor are stretched by `factor`, those below L / high_freq_factor are unchanged, and
+    in between the frequency is interpolated (L: original context).
     """
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":

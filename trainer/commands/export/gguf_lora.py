@@ -1,9 +1,9 @@
-"""An adapter as a GGUF file, which llama.cpp applies to a GGUF file of the base: `llama-server -m BASE --lora FILE`.
+"""Export of an adapter as a GGUF file, for `llama-server -m BASE --lora FILE`.
 
     blk.0.attn_q.weight.lora_a    A [R, in]
     blk.0.attn_q.weight.lora_b    B [out, R]; rows of q and k in the order of llama.cpp's rotary embedding
 
-What a weight gains is adapter.lora.alpha / R times B A (src/llama-adapter.h of llama.cpp). There is one alpha for all.
+The update of a weight is adapter.lora.alpha / R times B A (src/llama-adapter.h of llama.cpp), with one alpha for all.
 """
 
 from pathlib import Path
@@ -21,16 +21,16 @@ from trainer.model.base import load_model_config
 
 
 def write_gguf_lora(run: FinishedRun, output: Path) -> int:
-    """Write the run's adapter as `output`; returns the number of layers.
+    """Write the run's adapter to `output`; return the number of layers.
 
-    Raises UserError for a model or an adapter that is not written here, RuntimeError if what was read back differs.
+    Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
     """
     check_applied(run.folder, "gguf-lora")
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config, "gguf-lora")
     factors = read_factors(run.folder, run.config.base_model, run.config.model, whole_groups=False)
     if "lm_head" in factors and config.tie_word_embeddings:
-        raise UserError(f"--format gguf-lora: llama.cpp has no output head apart from the embedding here; {MERGED}")
+        raise UserError(f"--format gguf-lora: llama.cpp ties the output head to the embedding here; {MERGED}")
     rank = max(len(found.a_RI) for found in factors.values())
     alpha = max(found.scale for found in factors.values()) * rank
     named = {_name(layer, config): _as_llama_cpp_rotates(layer, found, config) for layer, found in factors.items()}
@@ -49,7 +49,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     writer.write_tensors_to_file()
     writer.close()
     if len(GGUFReader(output).tensors) != 2 * len(named):
-        raise RuntimeError(f"{output}: holds other than A and B of {len(named)} layers; check the disk")
+        raise RuntimeError(f"{output}: does not hold A and B of {len(named)} layers; check the disk")
     return len(named)
 
 

@@ -1,9 +1,9 @@
-"""A tokenizer's vocabulary as llama.cpp reads it: byte-level BPE, or BPE with byte tokens as sentencepiece makes it.
+"""A tokenizer's vocabulary in GGUF: byte-level BPE, or BPE with byte fallback as sentencepiece produces it.
 
-llama.cpp splits text before BPE by rules of its own that GGUF only names. The name is found from the tokenizer's own
-splitting; a tokenizer that splits in another way is refused rather than written under a name that does not fit.
-Two differences cannot be written: llama.cpp composes no characters (NFC, of Qwen's tokenizers), and of tokenizers as
-sentencepiece makes them it puts a space before a text that begins with one, and after every special token or none.
+llama.cpp implements the pre-tokenization rules itself, and GGUF only names them. The name is found by comparing the
+tokenizer's rules; a tokenizer with unknown rules is refused.
+Two differences cannot be expressed: llama.cpp does no NFC normalization (Qwen), and for sentencepiece tokenizers it
+adds a space to texts that already begin with one, and after either all special tokens or none.
 """
 
 import json
@@ -17,23 +17,23 @@ from trainer.config import UserError
 from trainer.data.conversations import chat_template_of
 from trainer.model.answers import end_of_turn
 
-# The splitting of GPT-4's descendants, %s being how digits are grouped.
+# Pre-tokenization of GPT-4's descendants; %s is the grouping of digits.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NAMES_OF_SPLITS = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
-# The rule that takes a word whole if it is a token, and the same rule without that.
+# The rule that keeps words that are tokens, and the same rule without that.
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
-    """Write tokens, merges, special tokens and the chat template; `rows` is the number of rows of the embedding.
+    """Write tokens, merges, special tokens and the chat template; `rows` is the embedding's number of rows.
 
-    Raises UserError for a tokenizer whose rules have no name in llama.cpp that is known here.
+    Raises UserError for a tokenizer whose rules have no known name in llama.cpp.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE":
-        raise UserError(f"--format gguf: a tokenizer of type {model['type']} is not written here; use --converter")
+        raise UserError(f"--format gguf: tokenizers of type {model['type']} are not supported; use --converter")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
@@ -41,13 +41,13 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
         writer.add_add_space_prefix(_adds_space(state, tokenizer))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_name_of_split(state))
+        writer.add_tokenizer_pre(_find_split_name(state))
         writer.add_token_merges(merges)
     tokens, types = _tokens(tokenizer, rows)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if model.get("byte_fallback"):
-        # sentencepiece joins the pair with the best score first: the rank of the merge that makes a token.
+        # sentencepiece merges the pair with the best score first, so a token's score is the rank of its merge.
         ranks: dict[str, float] = {}
         for rank, merge in enumerate(merges):
             ranks.setdefault(merge.replace(" ", ""), -float(rank + 1))
@@ -60,10 +60,10 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
 
 
 def _add_marks(writer: Any, tokenizer: Any) -> None:
-    """Write what llama.cpp puts around a text, the token that ends a turn, and the chat template."""
+    """Write the tokens llama.cpp adds around a text, the end-of-turn token, and the chat template."""
     encoded = tokenizer("a").input_ids
     begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
-    # llama.cpp puts the first token before chats too, where it is not there yet; in training it was not put.
+    # llama.cpp would also add the first token to chats that do not begin with it, unlike training.
     chats = _chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
@@ -71,14 +71,14 @@ def _add_marks(writer: Any, tokenizer: Any) -> None:
     if template:
         writer.add_chat_template(template)
     if chats:
-        # llama.cpp stops where turns end only if it knows the token by name, or is told.
+        # llama.cpp only stops at ends of turns if it knows the token's name or id.
         end = end_of_turn(tokenizer)
         if end is not None and end != tokenizer.eos_token_id:
             writer.add_eot_token_id(end)
 
 
 def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
-    """Text and kind of every row of the embedding; rows that no token has are filled with unused ones."""
+    """Return text and type of the token of every embedding row, with unused tokens for rows without one."""
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
     tokens, types = [], []
@@ -98,7 +98,7 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
 
 
 def _chats(tokenizer: Any) -> list[str]:
-    """Prompts as the chat template writes them; none without a template, or if it refuses them."""
+    """Return example prompts formatted by the chat template; none without a template, or if it refuses them."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
@@ -112,23 +112,23 @@ def _chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Whether llama.cpp is to put spaces before texts, where one rule reads chats as the tokenizer does, that one."""
+    """Return whether llama.cpp should add a space before texts, by the rule that tokenizes chats correctly, if any."""
     normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
         raise UserError(
-            f"--format gguf: a tokenizer with byte fallback that changes text by {' and '.join(kinds)} is not written "
-            "here; give llama.cpp's convert_hf_to_gguf.py with --converter"
+            f"--format gguf: tokenizers with byte fallback that change text by {' and '.join(kinds)} are not "
+            "supported; give llama.cpp's convert_hf_to_gguf.py with --converter"
         )
     own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
     return next((space for space in (own, not own) if reads_chats_alike(tokenizer, space)), own)
 
 
 def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
-    """Whether llama.cpp makes the tokenizer's own tokens of chats, with or without a space before each text.
+    """Return whether llama.cpp tokenizes chats as the tokenizer does, with or without a space before each text.
 
-    llama.cpp cuts the prompt at special tokens and puts the space before every piece; tokenizers may put it before the
-    first only, or not where there is one already.
+    llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it to the first
+    only, or not to pieces that begin with one.
     """
     names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     pieces = re.compile(f"({'|'.join(map(re.escape, names))})")
@@ -144,18 +144,18 @@ def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
 
 
 def chats_differ(tokenizer: Any) -> bool:
-    """Whether llama.cpp makes other tokens of this tokenizer's chats, by a space more or less, whatever is written."""
-    of_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
-    return bool(of_sentencepiece) and not any(reads_chats_alike(tokenizer, space) for space in (True, False))
+    """Return whether llama.cpp tokenizes this tokenizer's chats differently with either setting for spaces."""
+    is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
+    return bool(is_sentencepiece) and not any(reads_chats_alike(tokenizer, space) for space in (True, False))
 
 
 def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser or splitter, which may be one, several or none."""
+    """Return the steps of a normalizer or pre-tokenizer: several, one or none."""
     return [] if step is None else step.get(several, [step])
 
 
-def _name_of_split(state: dict[str, Any]) -> str:
-    """llama.cpp's name of a byte-level tokenizer's splitting."""
+def _find_split_name(state: dict[str, Any]) -> str:
+    """Return llama.cpp's name of a byte-level tokenizer's pre-tokenization."""
     steps = _steps(state["pre_tokenizer"], "pretokenizers")
     changes = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
     kinds = [step["type"] for step in steps]
@@ -173,6 +173,6 @@ def _name_of_split(state: dict[str, Any]) -> str:
             if name and not whole_words:
                 return name
     raise UserError(
-        f"--format gguf: llama.cpp's name for a tokenizer that splits text by {' and '.join([*changes, *kinds])} in "
-        "this way is not known here; give llama.cpp's convert_hf_to_gguf.py with --converter"
+        f"--format gguf: llama.cpp has no known name for this tokenizer's rules ({' and '.join([*changes, *kinds])}); "
+        "give llama.cpp's convert_hf_to_gguf.py with --converter"
     )

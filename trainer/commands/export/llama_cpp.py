@@ -1,4 +1,4 @@
-"""llama.cpp's own server in this process (xllamacpp has it in its wheel): what llama.cpp makes of GGUF files."""
+"""llama.cpp's own server in this process (from the xllamacpp wheel), to check GGUF files."""
 
 import json
 import urllib.request
@@ -10,7 +10,7 @@ import xllamacpp
 
 
 class LlamaCpp:
-    """A GGUF file, computed in 32 bits: neither the cache nor the attention is rounded to 16."""
+    """A GGUF model computed in 32 bits, including cache and attention."""
 
     def __init__(self, model: Path, context: int = 256, *, adapter: Path | None = None) -> None:
         settings = xllamacpp.CommonParams()
@@ -28,7 +28,7 @@ class LlamaCpp:
         [self.letter] = self.tokens("a", begin=False)[-1:]
 
     def post(self, path: str, **body: object) -> Any:
-        """The answer of the server at that path; raises urllib.error.HTTPError."""
+        """Return the server's answer at a path; raises urllib.error.HTTPError."""
         request = urllib.request.Request(
             self.server.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -36,16 +36,16 @@ class LlamaCpp:
             return json.load(answer)
 
     def tokens(self, text: str, *, begin: bool = True) -> list[int]:
-        """The text's tokens, special ones read as such, as the server makes them of a prompt."""
+        """Tokenize a text as the server tokenizes prompts, with special tokens parsed."""
         return list(self.post("/tokenize", content=text, add_special=begin, parse_special=True)["tokens"])
 
     def chat(self, messages: list[dict[str, str]]) -> str:
-        """The prompt for these messages, by the file's chat template; without the token that begins every text."""
+        """Format messages by the file's chat template, without the initial token."""
         return str(self.post("/apply-template", messages=messages)["prompt"])
 
     def next_token(self, tokens: list[int], size: int) -> torch.Tensor:
-        """Logarithms of the probabilities [size] of the token after these."""
-        # The letter is drawn, whose text is whole: of a piece of a character the server reports nothing. The
+        """Return log-probabilities [size] of the next token."""
+        # The bias forces a letter: the server reports nothing for a token that is part of a character. The reported
         # probabilities are those before the bias.
         answer = self.complete(tokens, n_predict=1, n_probs=size, logit_bias=[[self.letter, 100.0]])
         values = torch.full((size,), float("nan"))
@@ -54,6 +54,6 @@ class LlamaCpp:
         return values
 
     def complete(self, tokens: list[int], **options: object) -> Any:
-        """The server's answer to a prompt, drawn greedily."""
+        """Return the server's greedy answer to a prompt."""
         defaults = {"temperature": 0.0, "cache_prompt": False, "return_tokens": True}
         return self.post("/completion", prompt=tokens, **(defaults | options))

@@ -1,7 +1,7 @@
-"""The Modelfile by which Ollama serves a GGUF file (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
+"""The Modelfile with which Ollama serves a GGUF file (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
 
-Ollama writes prompts by a template in Go's language. It is derived from the tokenizer's own chat template by rendering
-conversations, and kept only if it then writes the same text for others; a template of another build has none.
+Ollama formats prompts by a Go template. It is derived from the tokenizer's chat template by rendering conversations,
+and only used if it renders the same text for others.
 """
 
 import re
@@ -19,25 +19,25 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class ChatParts:
-    """What a chat template puts around the turns of each role, and where there is no system turn."""
+    """The text that a chat template puts around the turns of each role, and in place of a missing system turn."""
 
     around: dict[str, tuple[str, str]]
     without_system: str
 
     def render(self, messages: Messages) -> str:
-        """The prompt for these messages, up to where the assistant answers."""
+        """Return the prompt for these messages, up to the assistant's answer."""
         start = "" if messages[0]["role"] == "system" else self.without_system
         turns = [self.around[turn["role"]][0] + turn["content"] + self.around[turn["role"]][1] for turn in messages]
         return start + "".join(turns) + self.around["assistant"][0]
 
     def can_be_written(self) -> bool:
-        """Whether none of it would be taken for marks of the template or of the Modelfile."""
+        """Return whether no text would be parsed as syntax of the template or the Modelfile."""
         texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
-        # A brace at a text's end would run into those of the mark behind it.
+        # A final brace would merge with those of the following placeholder.
         return is_kept("".join(texts)) and not any("{{" in text or '"""' in text or text[-1:] == "{" for text in texts)
 
     def in_go(self) -> str:
-        """The same as a template of Ollama's."""
+        """Return the same as a Go template for Ollama."""
         branches: list[str] = []
         for role in self.around:
             before, after = self.around[role]
@@ -49,15 +49,15 @@ class ChatParts:
 
 
 def is_kept(text: str) -> bool:
-    """Whether Ollama reads this text between three quotes as it is: it drops what is not printable (such as U+00A0).
+    """Return whether Ollama reads this text unchanged between three quotes.
 
-    Three quotes at the end of a line end the text.
+    It drops unprintable characters (such as U+00A0), and three quotes at the end of a line end the text.
     """
     return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
 
 
 def chat_parts(tokenizer: Any) -> ChatParts | None:
-    """The parts of the tokenizer's chat template; None if it has none, or one that does more than join turns."""
+    """Return the parts of the tokenizer's chat template; None if it has none, or one that does more than join turns."""
     if not isinstance(tokenizer.chat_template, str):
         return None
     for roles in (("system", "user", "assistant"), ("user", "assistant")):
@@ -66,12 +66,12 @@ def chat_parts(tokenizer: Any) -> ChatParts | None:
             alike = parts is not None and all(parts.render(chat) == _prompt(tokenizer, chat) for chat in _trials(roles))
             return parts if parts is not None and alike and parts.can_be_written() else None
         except (TemplateError, ValueError):
-            continue  # some templates know no system turn and refuse one
+            continue  # some templates refuse system turns
     return None
 
 
 def _derive(tokenizer: Any, roles: Sequence[str]) -> ChatParts | None:
-    """Each turn's surroundings: what the rendering grows by when the turn is added."""
+    """Derive the text around each turn from what the rendering grows by when the turn is added."""
     chat: Messages = []
     text, around = "", {}
     for role in roles:
@@ -103,7 +103,7 @@ def _prompt(tokenizer: Any, chat: Messages) -> str:
 
 
 def _without_start(tokenizer: Any, text: str) -> str:
-    """Without the first token, where llama.cpp puts it before a prompt itself; of some models it also begins turns."""
+    """Strip the first token if llama.cpp adds it to prompts itself; in some models it also begins turns."""
     puts_it = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(tokenizer.bos_token) if puts_it else text
 
@@ -117,9 +117,10 @@ def _end_of_turn(tokenizer: Any) -> str | None:
 
 
 def text_template(form: str) -> str | None:
-    """Return the Go template of prompts that were trained as text; None if Ollama would change it.
+    """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
-    `form` has the marks `{system}` and `{prompt}` (see `records.prompt_form`); a system prompt ends in an empty line.
+    `form` has the placeholders `{system}` and `{prompt}` (see `records.prompt_form`); a system prompt ends with an
+    empty line.
     """
     if not is_kept(form) or "{{" in form:
         return None
@@ -129,7 +130,7 @@ def text_template(form: str) -> str | None:
 def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None, form: str | None = None) -> str:
     """Return the Modelfile for the file `gguf` in the same folder.
 
-    `form` is how prompts were trained as text (see `records.prompt_form`); None for the tokenizer's chat template.
+    `form` is the plain-text prompt format (see `records.prompt_form`); None for the tokenizer's chat template.
     """
     lines = [f"FROM ./{gguf}"]
     parts = chat_parts(tokenizer) if form is None else None
@@ -137,9 +138,7 @@ def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None, form: str
         template = text_template(form)
         lines.append("# No TEMPLATE: Ollama would change it." if template is None else f'TEMPLATE """{template}"""')
     elif parts is None:
-        lines.append(
-            "# No TEMPLATE: the chat template does not put turns one after another; Ollama guesses from the GGUF."
-        )
+        lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses from the GGUF.")
     else:
         lines.append(f'TEMPLATE """{parts.in_go()}"""')
     after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer) if form is None else None
@@ -148,5 +147,5 @@ def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None, form: str
     if system_prompt and is_kept(system_prompt):
         lines.append(f'SYSTEM """{system_prompt}"""')
     elif system_prompt:
-        lines.append("# No SYSTEM: Ollama would change the system prompt (signs that are not printable, or quotes).")
+        lines.append("# No SYSTEM: Ollama would change the system prompt (unprintable characters, or quotes).")
     return "\n".join(lines) + "\n"

@@ -1,13 +1,13 @@
-"""What each server makes of an exported adapter's files, by its own rules: what each weight of the base gains.
+"""The weight updates that each server computes from an exported adapter, by the server's own rules.
 
-Written from the loaders and apart from what writes the files, so that a mistake in one shows in the other:
+Written from the servers' loaders and independent of the export, so that a mistake in either is found:
 
     vLLM       vllm/lora/lora_model.py, peft_helper.py, lora_weights.py
     SGLang     python/sglang/srt/lora/lora.py, utils.py, mem_pool.py
     llama.cpp  src/llama-adapter.cpp, convert_lora_to_gguf.py
 
-Each yields the name of a layer in the base's checkpoint and the gain of its weight [out, in]; RuntimeError for what
-the server would refuse, or pass over in silence.
+Each yields the name of a layer in the base's checkpoint and the update of its weight [out, in]; raises RuntimeError for
+what the server would refuse or silently ignore.
 """
 
 import math
@@ -26,18 +26,18 @@ Gain = tuple[str, Tensor]
 IN_OUT = ("gpt_oss", "llama4", "llama4_text")
 """Models whose checkpoints store experts [E, in, out]."""
 IN_PAIRS = ("gpt_oss",)
-"""Models whose checkpoints store gate and up row by row in turn."""
+"""Models whose checkpoints interleave the rows of gate and up."""
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Parts of an expert, and their names in checkpoints such as Mixtral's."""
+"""Parts of an expert -> their names in checkpoints such as Mixtral's."""
 VLLM_PARTS = {"gpt_oss": {number: part for part, number in PARTS.items()}}
-"""vLLM's names in adapters for models that store all experts as one tensor, where they are not gate_proj and so on
+"""vLLM's names of experts' parts in adapters of models with all experts in one tensor, if not gate_proj etc.
 (`get_expert_mapping` of vllm/model_executor/models/gpt_oss.py)."""
 STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(\w+)")
 
 
 def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
-    """Scale alpha / r, or alpha / sqrt(r) for rsLoRA; layers by name, each with an A of no more than r rows."""
+    """Read as vLLM: scale alpha / r, or alpha / sqrt(r) for rsLoRA; each A has at most r rows."""
     parts = VLLM_PARTS.get(config.get_text_config().model_type, {part: part for part in PARTS})
     settings = read_adapter_settings(folder)
     for forbidden in ("modules_to_save", "use_dora"):
@@ -47,17 +47,17 @@ def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[
     scale = alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
     for layer, a, b in _pairs(folder):
         if len(a) > rank:
-            raise RuntimeError(f"{layer}: rank {len(a)}, and vLLM makes room for r={rank}")
+            raise RuntimeError(f"{layer}: rank {len(a)}, but vLLM allocates r={rank}")
         expert = ONE_EXPERT.fullmatch(layer)
         if expert is not None and f"{layer}.weight" not in stored:
             if expert[2] not in parts:
-                raise RuntimeError(f"{layer}: vLLM calls the parts of these experts {', '.join(parts)}")
+                raise RuntimeError(f"{layer}: vLLM names the parts of these experts {', '.join(parts)}")
             layer = f"{expert[1]}.{parts[expert[2]]}"
         yield layer, scale * (b.float() @ a.float())
 
 
 def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterator[Gain]:
-    """Scale alpha / r whatever else is said; q, k, v and gate, up are stacked, r rows of A each."""
+    """Read as SGLang: scale always alpha / r; q, k, v and gate, up are stacked, with r rows of A each."""
     settings = read_adapter_settings(folder)
     rank, scale = settings["r"], settings["lora_alpha"] / settings["r"]
     pairs = {layer: (a, b) for layer, a, b in _pairs(folder)}
@@ -65,9 +65,9 @@ def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterat
     for layer, (a, b) in pairs.items():
         parent, _, own = layer.rpartition(".")
         if own not in targets:
-            raise RuntimeError(f"{layer}: not among target_modules, so that SGLang passes over it")
+            raise RuntimeError(f"{layer}: not in target_modules, so SGLang ignores it")
         if len(a) != rank:
-            raise RuntimeError(f"{layer}: A has {len(a)} rows, and SGLang takes r={rank} of the stack")
+            raise RuntimeError(f"{layer}: A has {len(a)} rows, but SGLang reads r={rank} of the stack")
         group = next((group for group in STACKED if own in group), ())
         for other in (f"{parent}.{name}" for name in group):
             if other not in pairs and f"{other}.weight" in stored:
@@ -79,14 +79,14 @@ def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterat
 
 
 def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
-    """Scale alpha / rows of A; rows of q and k are taken back from pairs to halves where llama.cpp rotates pairs."""
+    """Read as llama.cpp: scale alpha / rows of A; rows of q and k return from pairs to halves if it rotates pairs."""
     from gguf import GGUFReader, get_tensor_name_map
     from gguf.constants import MODEL_ARCH_NAMES
 
     reader = GGUFReader(file)
     fields = {name: reader.fields[name].contents() for name in reader.fields}
     if (fields["general.type"], fields["adapter.type"]) != ("adapter", "lora"):
-        raise RuntimeError(f"{file}: is no LoRA adapter by its own words")
+        raise RuntimeError(f"{file}: is not marked as a LoRA adapter")
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == fields["general.architecture"])
     names = get_tensor_name_map(kind, config.num_hidden_layers)
     layers = {names.get_name(name, try_suffixes=(".weight",)): name.removesuffix(".weight") for name in stored}
@@ -103,9 +103,9 @@ def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterat
 
 
 def add_gains(stored: dict[str, Tensor], gains: Iterator[Gain], model_type: str) -> int:
-    """Add them to the tensors of the base's checkpoint, by name; returns how many. RuntimeError for a name of none.
+    """Add updates to the base checkpoint's tensors by name; return their number. Raises RuntimeError if one is unknown.
 
-    No two names are equal here: what a server calls otherwise than the checkpoint, its reader translates.
+    Readers have already translated the server's names to the checkpoint's.
     """
     count = 0
     for layer, gain in gains:
@@ -118,7 +118,7 @@ def add_gains(stored: dict[str, Tensor], gains: Iterator[Gain], model_type: str)
 
 
 def _add_to_fused(stored: dict[str, Tensor], layer: str, gain: Tensor, model_type: str) -> None:
-    """To one part of one expert where all experts are one tensor."""
+    """Add the update of one part of one expert to a tensor of all experts."""
     experts, _, number = (layer.rpartition(".")[0]).rpartition(".")
     part = layer.rpartition(".")[2]
     wanted = () if part not in PARTS else ("down_proj",) if part == "down_proj" else ("gate_up_proj", part)
@@ -137,7 +137,7 @@ def _add_to_fused(stored: dict[str, Tensor], layer: str, gain: Tensor, model_typ
 
 
 def _pairs(folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Layer, A, B of each pair of PEFT's file; every tensor must be half of one."""
+    """Yield layer, A and B of each pair in PEFT's file; raises RuntimeError for any other tensor."""
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, a in tensors.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)

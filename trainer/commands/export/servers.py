@@ -1,12 +1,12 @@
-"""An adapter as vLLM and SGLang load it: matrices of single layers under the checkpoint's names, and one scale for all.
+"""Export for vLLM and SGLang: one pair of matrices per layer, the checkpoint's names, one scale for all.
 
-Both read PEFT's two files, but apply less than PEFT can: no DoRA, no weights trained in full, one rank and one alpha.
-What PEFT has of its own kind, experts in one tensor, a rank or a scale of some layers, is said in their terms here:
+Both read PEFT's two files but support less than PEFT: no DoRA, no fully trained weights, one rank and one alpha.
+Features of PEFT are translated:
 
-    scale of every layer      lora_alpha / r, into which rsLoRA and patterns are worked (SGLang reads neither)
-    experts                   gate, up and down of each; SGLang has these names where the checkpoint has w1, w3, w2,
-                              and vLLM has w1, w3, w2 for gpt-oss
-    q, k, v and gate, up      SGLang stacks them: all of a group or none, and all of rank r; others' rows are zero
+    scale of every layer      lora_alpha / r, into which rsLoRA and patterns are folded (SGLang reads neither)
+    experts                   gate, up and down of each; SGLang uses these names if the checkpoint has w1, w3, w2, and
+                              vLLM uses w1, w3, w2 for gpt-oss
+    q, k, v and gate, up      SGLang stacks them: all of a group or none, all of rank r; missing rows are zero
 """
 
 import json
@@ -27,14 +27,14 @@ from trainer.model.served_layers import NAMES, train_without, unapplied_layers
 PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 NUMBERED = {name: number for number, name in PLAIN_NAMES.items()}
 NUMBERED_IN_VLLM = ("gpt_oss",)
-"""Model types that store all experts as one tensor, whose parts vLLM calls w1, w2 and w3 in adapters."""
+"""Model types with all experts in one tensor, for which vLLM expects w1, w2 and w3 in adapters."""
 MERGED = "zerolora export --format hf writes the merged model"
 
 
 def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> dict[str, Any]:
-    """Put the adapter in `folder` into the layout of `server`; returns its settings.
+    """Rewrite the adapter in `folder` for `server` and return its settings.
 
-    Raises UserError for what that server does not apply; nothing is written then.
+    Raises UserError, before writing anything, for what the server does not support.
     """
     check_applied(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
@@ -62,17 +62,17 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
 
 
 def common_scale(factors: dict[str, Factors]) -> float:
-    """The scale of all layers, or 1 where they have several, into whose B it is to be worked."""
+    """Return the scale of all layers, or 1 if they differ and have to be folded into B."""
     scales = {found.scale for found in factors.values()}
     return scales.pop() if len(scales) == 1 else 1.0
 
 
 def check_applied(folder: Path, server: str) -> None:
-    """Raise UserError for an adapter that is more than low-rank products of layers that the server knows."""
+    """Raise UserError for an adapter with DoRA or with anything but A and B of linear layers."""
     settings = read_adapter_settings(folder)
     name = NAMES[server]
     if settings.get("use_dora"):
-        raise UserError(f"--format {server}: {name} applies no DoRA; {MERGED}")
+        raise UserError(f"--format {server}: {name} does not support DoRA; {MERGED}")
     others = [
         key.removeprefix(PREFIX)
         for key in load_file(folder / "adapter_model.safetensors")
@@ -80,13 +80,13 @@ def check_applied(folder: Path, server: str) -> None:
     ]
     if others:
         raise UserError(
-            f"--format {server}: {name} applies A and B of linear layers alone, and here is {others[0]} as well (of "
+            f"--format {server}: {name} only supports A and B of linear layers, and the adapter has {others[0]} (from "
             f"lora.modules_to_save, model.added_tokens or an embedding); {MERGED}"
         )
 
 
 def _named(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
-    """Return the factors under the names that the server has for the parts of experts."""
+    """Rename the parts of experts to the server's names."""
     names: dict[str, str] = PLAIN_NAMES if server == "sglang" else {}
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
         names = NUMBERED

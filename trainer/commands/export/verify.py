@@ -1,8 +1,8 @@
-"""`zerolora export --verify`: is what was exported the adapter that was trained? Logits of 16 prompts say.
+"""`zerolora export --verify`: compare the exported adapter with the trained one by the logits of 16 prompts.
 
-Three models in 32 bits on the CPU answer the same prompts: the base, the trained one, and the base with what the
-server makes of the exported files. PEFT and, where its wheel is installed (xllamacpp), llama.cpp are run themselves;
-vLLM and SGLang, which need a GPU, are stood in for by readers of their rules (readers.py).
+Three models run in 32 bits on the CPU: the base, the trained model, and the base with the exported files as the server
+would apply them. PEFT and llama.cpp (if the xllamacpp wheel is installed) are run themselves; vLLM and SGLang, which
+need a GPU, are emulated by readers.py.
 """
 
 import tempfile
@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.finished_run import FinishedRun, put_adapter
+from trainer.checkpoint.finished_run import FinishedRun, attach_adapter
 from trainer.commands.export.gguf import write_gguf
 from trainer.commands.export.readers import add_gains, read_llama_cpp, read_sglang, read_vllm
 from trainer.config import UserError
@@ -33,28 +33,28 @@ PROMPTS = (
     "Der Zug nach Hamburg hat heute", "{\"name\": \"Ada\", \"born\": 1815, \"known for\":", "私は毎朝コーヒーを",
     "Question: how many legs has a spider?\nAnswer:",
 )  # fmt: skip
-LONGEST, LOOKED_AT = 48, 4
-"""Tokens of a prompt, and how many of its last positions are compared."""
+LONGEST, COMPARED = 48, 4
+"""Tokens per prompt, and how many of its last positions are compared."""
 FRACTION, ROUNDING = 1e-3, 1e-4
-"""What may be wrong: of what the adapter changes, and whatever it changes."""
+"""Tolerance relative to the adapter's effect, and absolute."""
 COPIES = 3
 READERS = {"vllm": read_vllm, "sglang": read_sglang, "gguf-lora": read_llama_cpp}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest differences of a logit."""
+    """Largest differences of logits."""
 
     error: float
-    """Between what was exported and what was trained."""
+    """Between the exported and the trained model."""
     effect: float
-    """Between what was trained and the base."""
+    """Between the trained model and the base."""
     by: str
 
     def check(self) -> str:
-        """What to say; RuntimeError where the exported adapter is not the trained one."""
+        """Return a line to print. Raises RuntimeError if the exported adapter is not the trained one."""
         found = f"on {len(PROMPTS)} prompts logits differ by {self.error:.2g} from the trained model's"
-        moved = f"the adapter moves them by up to {self.effect:.2g}"
+        moved = f"the adapter changes them by up to {self.effect:.2g}"
         if not self.effect > 10 * ROUNDING:
             raise RuntimeError(f"not verified: {moved}, too little to see whether it is applied")
         if not self.error <= FRACTION * self.effect + ROUNDING:
@@ -63,43 +63,43 @@ class Comparison:
 
 
 def verify(run: FinishedRun, form: str, exported: Path, tokenizer: Any) -> str:
-    """One line on how near the exported files are to the trained model.
+    """Return a line on how close the exported files are to the trained model.
 
-    Raises RuntimeError where they are not that model, UserError where the host has no memory for the comparison.
+    Raises RuntimeError if they differ, UserError if the host has too little memory for the comparison.
     """
     base = _base(run, tokenizer)
     _check_memory(base)
     prompts = [tokenizer(text).input_ids[:LONGEST] for text in PROMPTS]
     before = logits(base, prompts)
     got, by = _exported(run, form, exported, base, tokenizer, prompts)
-    trained = logits(put_adapter(base, tokenizer, run, in_32_bits=True), prompts)
-    if got.dim() == 2:  # llama.cpp says probabilities, of the next token alone
+    trained = logits(attach_adapter(base, tokenizer, run, in_32_bits=True), prompts)
+    if got.dim() == 2:  # llama.cpp reports probabilities of the next token only
         trained, before = trained[:, -1].log_softmax(-1), before[:, -1].log_softmax(-1)
     return Comparison(_largest(got - trained), _largest(trained - before), by).check()
 
 
 def logits(model: Any, prompts: list[list[int]]) -> Tensor:
-    """Of the last positions [prompts, LOOKED_AT, vocabulary]."""
+    """Return logits of the last positions [prompts, COMPARED, vocabulary]."""
     with torch.no_grad():
         answers = [model(input_ids=torch.tensor([tokens]), use_cache=False).logits for tokens in prompts]
-    return torch.stack([answer[0, -LOOKED_AT:].float() for answer in answers])
+    return torch.stack([answer[0, -COMPARED:].float() for answer in answers])
 
 
 def _exported(
     run: FinishedRun, form: str, exported: Path, base: Any, tokenizer: Any, prompts: list[list[int]]
 ) -> tuple[Tensor, str]:
-    """What the exported files make of the base, and who says so."""
+    """Return logits of the base with the exported files, and what computed them."""
     if form == "peft":
         from peft import PeftModel
 
         return logits(PeftModel.from_pretrained(_base(run, tokenizer), str(exported)).eval(), prompts), "PEFT"
-    if form == "gguf-lora" and (answers := _by_llama_cpp(base, tokenizer, exported, prompts)) is not None:
+    if form == "gguf-lora" and (answers := _run_llama_cpp(base, tokenizer, exported, prompts)) is not None:
         return answers, "llama.cpp"
-    return logits(_as_served(base, form, exported), prompts), f"the rules of {NAMES[form]}"
+    return logits(_emulate_server(base, form, exported), prompts), f"the rules of {NAMES[form]}"
 
 
-def _as_served(base: Any, form: str, exported: Path) -> Any:
-    """The base with what the server adds to the tensors of its checkpoint."""
+def _emulate_server(base: Any, form: str, exported: Path) -> Any:
+    """Return the base with the server's updates of its checkpoint's tensors."""
     from transformers import core_model_loading
 
     revert = require(core_model_loading, "revert_weight_conversion", "transformers")
@@ -111,8 +111,8 @@ def _as_served(base: Any, form: str, exported: Path) -> Any:
     return type(base).from_pretrained(None, config=base.config, state_dict=own, attn_implementation=attention).eval()
 
 
-def _by_llama_cpp(base: Any, tokenizer: Any, adapter: Path, prompts: list[list[int]]) -> Tensor | None:
-    """Logarithms of the next token's probabilities; None without its wheel, or for a base that is not written here."""
+def _run_llama_cpp(base: Any, tokenizer: Any, adapter: Path, prompts: list[list[int]]) -> Tensor | None:
+    """Return log-probabilities of the next token; None without xllamacpp, or for an unsupported base."""
     if not find_spec("xllamacpp"):
         return None
     from trainer.commands.export.llama_cpp import LlamaCpp
@@ -139,7 +139,7 @@ def _base(run: FinishedRun, tokenizer: Any) -> Any:
         attention="eager",
         unpack=True,
     )
-    set_seed(run.config.seed)  # rows for added tokens are drawn
+    set_seed(run.config.seed)  # rows of added tokens are random
     match_vocabulary(base, tokenizer)
     return base.eval()
 
@@ -150,7 +150,7 @@ def _check_memory(base: Any) -> None:
     if (COPIES - 1) * size > free:
         raise UserError(
             f"--verify: keeps {COPIES} copies of the model in 32 bits, {COPIES * size / GIB:.1f} GiB, and this host "
-            f"has {free / GIB:.1f} GiB free beside the first; verify on a larger one"
+            f"has {free / GIB:.1f} GiB free besides the first; verify on a larger host"
         )
 
 

@@ -125,7 +125,7 @@ class ImageTask:
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
         for prompt, picture in zip(prompts, pictures, strict=True):
-            folder.save_picture(prompt, when, step, picture)
+            folder.save_image(prompt, when, step, picture)
         self._say(f"sample images, step {step}: {len(pictures)} in samples/")
 
     def files_beside(self) -> Callable[[Path], None]:

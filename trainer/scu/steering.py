@@ -1,4 +1,4 @@
-"""The Shannon Control Unit of a run: new or as its checkpoint left it, and what it does once training has ended."""
+"""Start the Shannon Control Unit of a run, new or from a checkpoint, and scale the adapter after training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +9,15 @@ from torch import nn
 from trainer.model.adapter import count_parameters
 from trainer.model.adapter_scale import scale_adapter, scaled_adapter
 from trainer.parallel.ranks.progress import phase
-from trainer.scu.base_samples import SteeringInputs, divergence_of
+from trainer.scu.base_samples import SteeringInputs, build_divergence
 from trainer.scu.controller import Steering
 from trainer.scu.fit import fit
 
 
-def begin_steering(given: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path) -> tuple[Steering, list[str]]:
-    """The controller after optimizer step `given.step`, and what to warn of; every rank must call it.
+def start_steering(given: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path) -> tuple[Steering, list[str]]:
+    """Build the controller after optimizer step `given.step`; return it with warnings. A collective call.
 
-    `restored` is its part of the checkpoint, `run_dir` where its records of earlier steps lie. Raises UserError for
+    `restored` is its state in the checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for
     settings that cannot work.
     """
     scu, step = given.config.scu, given.step
@@ -27,7 +27,7 @@ def begin_steering(given: SteeringInputs, restored: dict[str, Any] | None, run_d
         target_tokens=given.prepared.data.stats.target_tokens,
         total_steps=given.total_steps,
         base_parameters=count_parameters(given.engine.module)[1],
-        divergence=divergence_of(given) if scu.measure == "kl" else None,
+        divergence=build_divergence(given) if scu.measure == "kl" else None,
     )
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
@@ -38,22 +38,21 @@ def begin_steering(given: SteeringInputs, restored: dict[str, Any] | None, run_d
 
 @phase("steer")
 def fit_to_target(steering: Steering | None, model: nn.Module, say: Callable[[str], None]) -> float:
-    """Scale a trained adapter to the target of `kl` on text that was kept apart; every rank must call it.
+    """Scale a trained adapter to the target of `kl` on held-out text; a collective call.
 
-    Returns the factor, 1 where nothing was kept apart. The model in memory counts for that much from here on; weights
-    that are written have to be scaled by it.
+    Returns the factor, 1 without held-out text. The model in memory is scaled; written weights still have to be.
     """
     divergence = steering.divergence if steering is not None else None
-    if steering is None or divergence is None or divergence.kept is None:
+    if steering is None or divergence is None or divergence.held_out is None:
         return 1.0
 
     def kl_bits(factor: float) -> float:
         with scaled_adapter(model, factor):
-            return divergence.of_kept()
+            return divergence.measure_held_out()
 
     was_training = model.training
     model.eval()
-    fitted = steering.fitted = fit(kl_bits, steering.law.target, len(divergence.kept.documents))
+    fitted = steering.fitted = fit(kl_bits, steering.law.target, len(divergence.held_out.documents))
     model.train(was_training)
     scale_adapter(model, fitted.factor)
     say(fitted.line(steering.law.target))

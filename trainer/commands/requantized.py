@@ -1,4 +1,4 @@
-"""The merged model of a base whose experts are stored in MXFP4: written in that form again, and what it costs."""
+"""Requantization of a merged model whose base stores experts in MXFP4, with the error it causes."""
 
 import sys
 from typing import Any
@@ -14,10 +14,10 @@ from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 
 
-def in_mxfp4_again(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
-    """What is to be saved of a merged model, and config.json's word on it; None where the base is not in MXFP4.
+def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
+    """Return the merged state dict in MXFP4 and set `quantization_config`; None if the base is not in MXFP4.
 
-    Says what the rounding costs, beside what the adapter had changed: root mean squares over all experts.
+    Prints the rounding error next to the change by the adapter, as root mean squares over all experts.
     """
     stored_config = load_model_config(config.base_model, config.model)
     if not is_mxfp4(stored_config):
@@ -49,8 +49,9 @@ def in_mxfp4_again(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
 
 def _line(changed: float, lost: float, size: float) -> str:
     if not changed:
-        return "experts: as they were, in MXFP4"
+        return "experts: unchanged, in MXFP4"
     return (
-        f"experts: in MXFP4 again, as in the base: rounding moves the merged weights by {(lost / size) ** 0.5:.2%} of "
-        f"their size, the adapter had moved them by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes them unrounded"
+        f"experts: requantized to MXFP4, as in the base: rounding changes the merged weights by "
+        f"{(lost / size) ** 0.5:.2%} of their size, the adapter by {(changed / size) ** 0.5:.2%}; --dtype bf16 writes "
+        "them unrounded"
     )

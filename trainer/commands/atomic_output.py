@@ -1,0 +1,80 @@
+"""Atomic output of models for other programs: written to a temporary folder, renamed when complete."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from trainer.checkpoint.run_record import note_written
+from trainer.config import UserError
+from trainer.contract.folder_lock import living_holder
+from trainer.contract.full_disk import disk_error, disk_of
+from trainer.contract.whole_files import apply_umask
+
+
+def check_output(output: Path) -> None:
+    """Raise UserError unless `output` does not exist or is empty, is writable, and is not in an active run's folder."""
+    if output.name in ("", ".."):
+        raise UserError(f"{output}: not the name of a new folder; give one with --output")
+    try:
+        occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
+        os.lstat(output.with_name(f".writing-{output.name}"))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); use another folder with --output") from None
+    if occupied:
+        raise UserError(f"{output}: already exists; remove it, or use another folder with --output")
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"{output}: cannot be written in {existing}; use another folder with --output")
+    _check_no_run_in(output)
+
+
+def _check_no_run_in(output: Path) -> None:
+    """Raise UserError if a run is training in a parent folder, since it may delete what is written there."""
+    for folder in output.absolute().parents:
+        try:
+            holder = living_holder(folder)
+        except OSError:
+            continue  # this user may not read that parent folder
+        if holder is not None:
+            raise UserError(
+                f"{output}: a run is training in {folder} ({holder}) and may remove what is written there; "
+                "use a folder elsewhere with --output"
+            )
+
+
+@contextmanager
+def temporary_output(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `move_into_place`.
+
+    Both are added to the list of files of the run they lie in. Raises RuntimeError, with the disk's name, if writing
+    fails.
+    """
+    temporary = output.with_name(f".writing-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        note_written(output.parent, [output.name, temporary.name])
+        temporary.mkdir(parents=True)
+        yield temporary
+    except Exception as error:  # tokenizers raises plain Exception
+        reason = disk_error(error) or (str(error) if isinstance(error, OSError | SafetensorError) else None)
+        if reason is None:
+            raise
+        raise RuntimeError(
+            f"{output}: cannot be written ({reason}); {disk_of(output)}; make room, or use another with --output"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def move_into_place(whole: Path, output: Path) -> None:
+    """Rename a finished file or folder to `output`, replacing an empty folder, with permissions by the umask."""
+    apply_umask(whole)
+    if output.is_dir():
+        output.rmdir()
+    os.replace(whole, output)
