@@ -107,7 +107,7 @@ class Metrics:
 
     def picture(self, step: int, name: str, picture: Any) -> None:
         """Show a picture (PIL) in TensorBoard and wandb."""
-        self._files.write_picture(step, f"samples/{name}", picture)
+        self._files.write_image(step, f"samples/{name}", picture)
         if self._wandb is not None:
             wandb = importlib.import_module("wandb")
             self._wandb.log({"step": step, f"samples/{name}": wandb.Image(picture)})
