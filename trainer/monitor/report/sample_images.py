@@ -1,4 +1,4 @@
-"""Sample images of a run, as files: samples/00-before.png, ... which prompt each is of, and as parts of a page."""
+"""Sample images of a run: their files (samples/00-before.png, ...), their prompts, and their thumbnails on a page."""
 
 import base64
 import io
@@ -15,21 +15,21 @@ SAMPLES = "samples"
 INDEX = "prompts.json"
 MOST_SHOWN = 60
 MOST_CHARACTERS = 600_000
-"""Of all pictures of a page together, which has to stay under 1 MB."""
+"""Limit for all images of a page together; the page must stay under 1 MB."""
 SIDES = (448, 320, 224, 160, 112, 80)
 JPEG_QUALITY = 80
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture within a page: when it was drawn, and a `data:` address that holds all of it."""
+    """An image embedded in a page: when it was drawn, and its `data:` URL."""
 
     when: str
     address: str
 
 
 def keep_picture(run_dir: Path, prompt: str, when: str, picture: Any) -> None:
-    """Write one picture; `when` is before, after, or step-N."""
+    """Write one image; `when` is before, after, or step-N."""
     folder = run_dir / SAMPLES
     folder.mkdir(exist_ok=True)
     prompts = read_prompts(run_dir)
@@ -49,7 +49,7 @@ def read_prompts(run_dir: Path) -> list[str]:
 
 
 def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
-    """(prompt, its pictures): before training, during it in the order of steps, after it."""
+    """Return (prompt, image files) pairs; files are in the order before, step-N, after."""
     found = []
     for index, prompt in enumerate(read_prompts(run_dir)):
         files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
@@ -58,9 +58,9 @@ def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
 
 
 def shown_in_page(run_dir: Path) -> list[tuple[str, list[Shown]]]:
-    """`pictures_of` as JPEGs within the page, as large as all of them together may be; damaged ones are left out.
+    """Return the sample images as embedded JPEGs, as large as `MOST_CHARACTERS` allows; unreadable files are skipped.
 
-    Of a long run each prompt keeps its first picture, its last and some between them, evenly spaced.
+    For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
     """
     rows = pictures_of(run_dir)[: MOST_SHOWN // 2]
     each = max(2, MOST_SHOWN // max(1, len(rows)))
