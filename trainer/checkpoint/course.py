@@ -19,7 +19,7 @@ from trainer.checkpoint.position import Position
 from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
-from trainer.monitor.metrics import close_earlier_course
+from trainer.monitor.metrics import archive_previous_attempt
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
@@ -141,7 +141,7 @@ class Course:
     def _is_under_way(self, aside: list[Path]) -> None:
         """This course now has a checkpoint of its own: however the run ends, its records are the valid ones."""
         if not self._saved:
-            close_earlier_course(self._run_dir, keep=bool(aside))
+            archive_previous_attempt(self._run_dir, keep=bool(aside))
         self._saved = True
 
     def wait_for_save(self, seconds: float) -> None:

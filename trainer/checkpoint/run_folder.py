@@ -118,7 +118,7 @@ class RunFolder:
             with self.while_there_is_room(SAMPLES):
                 keep_picture(self.path, prompt, when, picture)
             if self._metrics is not None:
-                self._metrics.picture(step, prompt, picture)
+                self._metrics.log_image(step, prompt, picture)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""

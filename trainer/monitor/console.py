@@ -63,7 +63,7 @@ class _Screen:
 def open_console(
     run_dir: Path, rank: int, console_path: str | None, *, width: int | None = None, terminal: bool = False
 ) -> Console:
-    """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for zerolora's output.
+    """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for our output.
 
     Rank 0 writes to the original stdout, or to the FIFO or file `console_path`, which counts as a terminal of `width`
     columns if `terminal` is set; other ranks write to their log. Call it once, before importing torch.

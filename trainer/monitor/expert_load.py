@@ -26,7 +26,7 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
-        """Return None for a model without experts or a compiled one, where a hook would break the graph at every layer."""
+        """Return None without experts, or if compiled: a hook would break the graph at every layer."""
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class ExpertLoad:
         return found
 
     def _without_token(self) -> int | None:
-        """Count the experts whose B is still zero, that is, without a gradient so far; None if stage 3 partitions it."""
+        """Count the experts with B still zero, that is, without a gradient so far; None if stage 3 partitions it."""
         factors = [each.weight for each in self._adapters]
         if any(is_partitioned(factor) for factor in factors):
             return None

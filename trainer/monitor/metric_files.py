@@ -47,7 +47,7 @@ class AppendedFile:
             while written < len(self._unwritten):
                 written += os.write(self._descriptor, self._unwritten[written:])
         except OSError:
-            os.ftruncate(self._descriptor, end)  # half a piece would be read as damage
+            os.ftruncate(self._descriptor, end)  # a partial piece would make the file invalid
             raise
         self._unwritten.clear()
 

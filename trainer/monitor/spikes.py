@@ -14,7 +14,7 @@ MAD_TO_STD = 1.4826
 
 
 class SpikeWatch:
-    """Detects losses above the median of the last steps by more than 8 standard deviations and a fifth of the median."""
+    """Detects losses that exceed the median of the last steps by 8 standard deviations and a fifth of the median."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
