@@ -14,7 +14,7 @@ from tests.pipelines import make_pipeline, write_pictures
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
 from trainer.setup.preflight import prepare
 from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, by_size, image_evaluation
-from trainer.tasks.images.encoding import as_pixels
+from trainer.tasks.images.encoding import image_to_tensor
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.pictures import read_pictures
 from trainer.tasks.images.sizes import bucket_sizes, fit
@@ -133,7 +133,7 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
     pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(root / "sdxl", dtype=torch.float32)
     pictures, _ = read_pictures(SourceSection(path=str(root / "pictures")), "dataset", None)
     entry, picture = samples[1], pictures[1]
-    pixels = as_pixels(fit(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open()))
+    pixels = image_to_tensor(fit(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open()))
     with torch.no_grad():
         seen = pipeline.vae.encode(pixels[None]).latent_dist
         mirrored = pipeline.vae.encode(pixels[None].flip(-1)).latent_dist

@@ -230,7 +230,7 @@ class RunFolder:
                 factor=factor,
             )
         if is_main:
-            self._task.files_beside()(folder)
+            self._task.companion_files()(folder)
 
     def _adapter_form(self, engine: Engine) -> AdapterForm | None:
         """How PEFT stores this run's adapter, if there is one; of use on rank 0."""
@@ -241,7 +241,7 @@ class RunFolder:
     def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:
         """What writes copied weights, with what they need beside them."""
         model, whole = engine.module, self._config.adapter == "none"
-        save_beside = self._task.files_beside() if self._ranks.is_main else None
+        save_beside = self._task.companion_files() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 
         def write(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Latents and conditions made once, by the VAE and the text encoders, in a cache that content and settings name.
+"""A cache of latents and conditions, encoded once by the VAE and text encoders and keyed by content and settings.
 
-What the VAE says of a picture is a mean and a standard deviation; training draws from them again each time.
+The VAE encodes an image to a mean and a standard deviation, from which training samples each time.
 """
 
 import json
@@ -33,7 +33,7 @@ CACHE_FORMAT = 4
 
 @dataclass(frozen=True)
 class ImageStats:
-    """Figures of the data, for the console."""
+    """Statistics of the data, for the console."""
 
     records: int
     captions: int
@@ -43,20 +43,17 @@ class ImageStats:
     notes: tuple[str, ...] = ()
     prompt_text: None = None
     skipped: dict[str, int] = field(default_factory=dict)
-    """Nothing: there is no text to read."""
+    """Always empty for images."""
 
     @property
     def documents(self) -> int:
-        """Pictures to train on."""
         return self.records
 
     @property
     def target_tokens(self) -> int:
-        """Nothing is counted in tokens here."""
         return 0
 
     def lines(self) -> list[str]:
-        """For the console."""
         common = sorted(self.sizes.items(), key=lambda each: -each[1])[:6]
         sizes = ", ".join(f"{count} of {size}" for size, count in common)
         held_out = f", {self.held_out} held out" if self.held_out else ""
@@ -70,22 +67,22 @@ class ImageStats:
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture in the cache."""
+    """An image in the cache."""
 
     name: str
-    """Where it came from, for people."""
+    """Its origin, for messages."""
     number: int
     caption: int
     width: int
     height: int
     original: tuple[int, int]
-    """Width and height before it was brought to its size."""
+    """Width and height before resizing."""
     crop: tuple[int, int]
-    """Left and top."""
+    """Left and top of the crop."""
 
 
 class ImageSamples:
-    """Pictures as training reads them, from a finished cache folder; the same one may be there several times."""
+    """The images of a split in a complete cache folder; an image may occur several times."""
 
     def __init__(self, store: "Store", entries: Sequence[Entry]) -> None:
         self.store = store
@@ -105,26 +102,26 @@ class ImageSamples:
 
 @dataclass
 class Store:
-    """The tensors of a finished cache folder; files are opened when something is read of them."""
+    """The tensors of a complete cache folder; files are opened on demand."""
 
     folder: Path
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
 
     def latents(self, number: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, H, W] of what the VAE sees in a picture, fp32."""
+        """Return mean and standard deviation [C, H, W] of an image's latent, fp32."""
         name = f"{number}.flipped" if flipped else str(number)
         file = self._file(f"latents-{number // PICTURES_A_FILE:04d}.safetensors")
         return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
 
     def conditions(self, caption: int) -> Conditions:
-        """What the text encoders made of a caption."""
+        """Return the conditions of a caption."""
         file = self._file(f"captions-{caption // PICTURES_A_FILE:04d}.safetensors")
         names = [name for name in file.keys() if name.startswith(f"{caption}.")]
         return {name.partition(".")[2]: file.get_tensor(name) for name in names}
 
-    def number_of(self, caption: str) -> int:
-        """Of a caption, or of a sample prompt."""
+    def caption_number(self, caption: str) -> int:
+        """Return the number of a caption or sample prompt."""
         return self.captions.index(caption)
 
     def _file(self, name: str) -> Any:
@@ -135,7 +132,7 @@ class Store:
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """Training and held-out pictures, those of the class, and a name for exactly this data."""
+    """Training, held-out and class images, and a fingerprint of the data."""
 
     train: ImageSamples
     evaluation: ImageSamples | None
@@ -147,21 +144,21 @@ class PreparedImages:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which pictures there are and what is made of them."""
+    """The images of a run and how they are encoded."""
 
     pictures: list[Picture]
     parts: dict[str, list[int]]
-    """train, evaluation, prior -> numbers of pictures, in order."""
+    """{train, evaluation or prior: indices of images in order}."""
     fits: list[Fit]
     captions: list[str]
     skipped: list[str]
-    """A line for each kind of file that is not used."""
+    """A line for each kind of skipped file."""
 
 
 def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda line: None) -> PreparedImages:
-    """Read the pictures and encode them and their captions, or find that done in dataset.cache_dir.
+    """Read and encode images and captions, or reuse the cache in dataset.cache_dir.
 
-    Any number of processes may call this at once: one encodes. Raises UserError for whatever is wrong with the data.
+    Several processes may call this at once; one encodes. Raises UserError for invalid data.
     """
     plan = _plan(config)
     content = _digest([[picture.digest, picture.caption] for picture in plan.pictures])
@@ -238,18 +235,18 @@ def _plan(config: RunConfig) -> _Plan:
 
 
 def _warnings(plan: _Plan) -> list[str]:
-    """Return what is shown differently from the files, and what is allowed but seldom meant."""
+    """Return warnings about converted images, and about data that is allowed but rarely intended."""
     total = len(plan.pictures)
     changes = Counter(chain.from_iterable(picture.changes for picture in plan.pictures))
     found = [f"{count:,} of {total:,} pictures {text}" for text, count in changes.items()]
     empty = sum(not picture.caption for picture in plan.pictures)
     if empty:
-        found.append(f"{empty:,} of {total:,} pictures have an empty caption; image.caption_dropout shows them without")
+        found.append(
+            f"{empty:,} of {total:,} pictures have an empty caption; image.caption_dropout drops captions at random"
+        )
     enlarged = sum(fitted.scaled[0] > picture.width for picture, fitted in zip(plan.pictures, plan.fits, strict=True))
     if enlarged:
-        found.append(
-            f"{enlarged:,} of {total:,} pictures are smaller than their size, and are blurred by enlarging them"
-        )
+        found.append(f"{enlarged:,} of {total:,} pictures are smaller than their training size; enlarging blurs them")
     return found
 
 

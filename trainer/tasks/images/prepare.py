@@ -1,4 +1,4 @@
-"""All checks and data of a run on pictures, before a weight of the denoiser is loaded."""
+"""All checks and data of a run on images, before a weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def refuse_image_settings(config: RunConfig) -> None:
 
 
 def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
-    """Yield the settings that were changed although a model of this kind does not read them."""
+    """Yield the changed settings that this kind of model does not use."""
     for setting in unread_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
@@ -40,7 +40,7 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
     pipeline.training_scheduler(config.image)
-    with pipeline.said_of(f"{pipeline.family.denoiser}/config.json"):
+    with pipeline.reading(f"{pipeline.family.denoiser}/config.json"):
         model = ImageModel(pipeline)
     check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
@@ -51,14 +51,14 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
 
 
 def _check_encoders(model: Any, config: RunConfig) -> None:
-    """Raise UserError where text encoders were to be trained and nothing of them is."""
+    """Raise UserError if text encoders should be trained but none of their layers are adapted."""
     said = "image.train_text_encoders=true"
     if not config.image.train_text_encoders:
         return
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
     adapted = targets_of(model, config.lora)
-    if adapted is None:  # lora.adapter_path says it
+    if adapted is None:  # determined by lora.adapter_path
         return
     for name in model.text_encoders:
         if not any(path.startswith(f"{name}.") for path in adapted.modules):
@@ -69,7 +69,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
 
 
 def _mistakes(config: RunConfig) -> Iterator[str]:
-    """A line for each setting that means nothing to an image model."""
+    """Yield a line for each setting that image models do not support."""
     training, image = config.training, config.image
     if config.scu.enabled:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
