@@ -16,7 +16,7 @@ from PIL import Image
 from tests.pipelines import make_pipeline
 from trainer.config import ImageSection, ModelSection, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import SIZES, seeded_generator, image_evaluation, size_conditions
+from trainer.tasks.images.batches import SIZES, image_evaluation, seeded_generator, size_conditions
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.pipeline import read_pipeline
 from trainer.tasks.images.sizes import fit

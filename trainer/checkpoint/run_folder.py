@@ -39,7 +39,7 @@ from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import TIMES, keep_times
-from trainer.monitor.report.sample_images import SAMPLES, keep_picture
+from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, keep_answer, write_report
 from trainer.monitor.summary import end_summary
 from trainer.parallel.engine.flat_adapter import trained_parameters
@@ -111,12 +111,12 @@ class RunFolder:
             with self.while_there_is_room(ANSWERS):
                 keep_answer(self.path, prompt, when, answer)
 
-    def save_picture(self, prompt: str, when: str, step: int, picture: Any) -> None:
+    def save_image(self, prompt: str, when: str, step: int, picture: Any) -> None:
         """Keep what an image model made of a sample prompt, for the report and TensorBoard."""
         if self._ranks.is_main:
             self.check()
             with self.while_there_is_room(SAMPLES):
-                keep_picture(self.path, prompt, when, picture)
+                save_sample_image(self.path, prompt, when, picture)
             if self._metrics is not None:
                 self._metrics.log_image(step, prompt, picture)
 

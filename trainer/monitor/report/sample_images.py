@@ -28,7 +28,7 @@ class Shown:
     address: str
 
 
-def keep_picture(run_dir: Path, prompt: str, when: str, picture: Any) -> None:
+def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None:
     """Write one image; `when` is before, after, or step-N."""
     folder = run_dir / SAMPLES
     folder.mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ def keep_picture(run_dir: Path, prompt: str, when: str, picture: Any) -> None:
     if prompt not in prompts:
         prompts.append(prompt)
         write_json(folder / INDEX, prompts)
-    picture.save(folder / f"{prompts.index(prompt):02d}-{when}.png")
+    image.save(folder / f"{prompts.index(prompt):02d}-{when}.png")
 
 
 def read_prompts(run_dir: Path) -> list[str]:
@@ -48,7 +48,7 @@ def read_prompts(run_dir: Path) -> list[str]:
     return prompts
 
 
-def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
+def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
     """Return (prompt, image files) pairs; files are in the order before, step-N, after."""
     found = []
     for index, prompt in enumerate(read_prompts(run_dir)):
@@ -57,18 +57,18 @@ def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
     return found
 
 
-def shown_in_page(run_dir: Path) -> list[tuple[str, list[Shown]]]:
+def embed_sample_images(run_dir: Path) -> list[tuple[str, list[Shown]]]:
     """Return the sample images as embedded JPEGs, as large as `MOST_CHARACTERS` allows; unreadable files are skipped.
 
     For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
     """
-    rows = pictures_of(run_dir)[: MOST_SHOWN // 2]
+    rows = find_sample_images(run_dir)[: MOST_SHOWN // 2]
     each = max(2, MOST_SHOWN // max(1, len(rows)))
     chosen = [(prompt, _spread(files, each)) for prompt, files in rows]
     shown: list[tuple[str, list[Shown]]] = []
     for side in SIDES:
         shown = [(prompt, _embedded(files, side)) for prompt, files in chosen]
-        if sum(len(picture.address) for _, row in shown for picture in row) <= MOST_CHARACTERS:
+        if sum(len(image.address) for _, row in shown for image in row) <= MOST_CHARACTERS:
             break
     return [(prompt, row) for prompt, row in shown if row]
 
@@ -86,8 +86,8 @@ def _embedded(files: Sequence[Path], side: int) -> list[Shown]:
     for file in files:
         out = io.BytesIO()
         try:
-            with Image.open(file) as picture:
-                small = picture.convert("RGB")
+            with Image.open(file) as image:
+                small = image.convert("RGB")
         except OSError:
             continue
         small.thumbnail((side, side))

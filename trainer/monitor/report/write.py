@@ -18,7 +18,7 @@ from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import TOKENS, Counted, HeldOut, counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
 from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
-from trainer.monitor.report.sample_images import shown_in_page
+from trainer.monitor.report.sample_images import embed_sample_images
 
 PAGE = "report.html"
 ANSWERS = "answers.json"
@@ -66,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
         summary_rows(records, config, run) + _restart_rows(run_dir),
         [draw(chart) for chart in shown],
         answers=answers,
-        pictures=shown_in_page(run_dir),
+        pictures=embed_sample_images(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
         times=read_times(run_dir),

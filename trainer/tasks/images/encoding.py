@@ -13,11 +13,11 @@ from torch.nn.functional import pixel_unshuffle
 
 from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.families import Conditions
-from trainer.tasks.images.pictures import Picture
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import Fit
+from trainer.tasks.images.source_images import SourceImage
 
-PICTURES_A_FILE = 512
+IMAGES_PER_FILE = 512
 CAPTIONS_AT_ONCE = 4
 TOLD_EVERY = 100
 
@@ -25,7 +25,7 @@ TOLD_EVERY = 100
 @torch.no_grad()
 def encode(
     pipeline: Pipeline,
-    pictures: Sequence[Picture],
+    images: Sequence[SourceImage],
     fits: Sequence[Fit],
     captions: Sequence[str],
     folder: Path,
@@ -40,7 +40,7 @@ def encode(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _write(folder, "captions", _conditions(pipeline, captions, device))
-    _write(folder, "latents", _latents(pipeline, pictures, fits, device, flip=flip, tell=tell))
+    _write(folder, "latents", _latents(pipeline, images, fits, device, flip=flip, tell=tell))
     apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -50,9 +50,9 @@ def _write(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tenso
     held: dict[str, Tensor] = {}
     number = 0
     for index, found in tensors:
-        if index // PICTURES_A_FILE != number:
+        if index // IMAGES_PER_FILE != number:
             save_file(held, folder / f"{name}-{number:04d}.safetensors")
-            held, number = {}, index // PICTURES_A_FILE
+            held, number = {}, index // IMAGES_PER_FILE
         held |= {f"{index}.{key}": value.cpu().contiguous().clone() for key, value in found.items()}
     save_file(held, folder / f"{name}-{number:04d}.safetensors")
 
@@ -76,7 +76,7 @@ def _conditions(pipeline: Pipeline, captions: Sequence[str], device: torch.devic
 
 def _latents(
     pipeline: Pipeline,
-    pictures: Sequence[Picture],
+    images: Sequence[SourceImage],
     fits: Sequence[Fit],
     device: torch.device,
     *,
@@ -84,14 +84,14 @@ def _latents(
     tell: Callable[[str], None],
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     vae = None if pipeline.folder is None else load_vae(pipeline, device)
-    for index, (picture, fitted) in enumerate(zip(pictures, fits, strict=True)):
-        pixels = image_to_tensor(fitted.apply(picture.open()))
+    for index, (image, fitted) in enumerate(zip(images, fits, strict=True)):
+        pixels = image_to_tensor(fitted.apply(image.open()))
         found: dict[str, Tensor] = {}
         for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
             mean, std = _random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
             found |= {f"{name}mean": mean, f"{name}std": std}
         if (index + 1) % TOLD_EVERY == 0:
-            tell(f"{index + 1:,} of {len(pictures):,} pictures encoded")
+            tell(f"{index + 1:,} of {len(images):,} images encoded")
         yield index, found
 
 

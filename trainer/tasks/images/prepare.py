@@ -30,8 +30,8 @@ def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
             yield setting
 
 
-def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
-    """Check the pipeline and the settings, encode pictures and captions. Raises UserError."""
+def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
+    """Check the pipeline and the settings, encode images and captions. Raises UserError."""
     for mistake in _mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
@@ -46,7 +46,7 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
     check_targets(model, config.lora)
     _check_encoders(model, config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    tell(f"encoding the pictures of {', '.join(map(str, paths))}, or finding that done")
+    tell(f"encoding the images of {', '.join(map(str, paths))}, or finding that done")
     return Prepared(None, pipeline, prepare_images(config, pipeline, tell))
 
 
@@ -90,7 +90,7 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:
-        yield "image.prior.path: missing; name a folder of pictures of the class"
+        yield "image.prior.path: missing; name a folder of images of the class"
 
 
 def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:

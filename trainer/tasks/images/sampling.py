@@ -31,7 +31,7 @@ def draw_samples(
     was_training = engine.module.training
     engine.eval()
     drawn = pipeline_around(model.denoiser, pipeline, device)
-    pictures = []
+    images = []
     for index, prompt in enumerate(prompts):
         given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
         arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(given, negative=empty))
@@ -45,10 +45,10 @@ def draw_samples(
             generator=torch.Generator().manual_seed(seed + index),
             output_type="latent",
         ).images
-        pictures.append(_decoded(drawn, found, image.resolution))
+        images.append(_decoded(drawn, found, image.resolution))
     drawn.vae.to("cpu")
     engine.train(was_training)
-    return pictures
+    return images
 
 
 def pipeline_around(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:

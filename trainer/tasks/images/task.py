@@ -117,12 +117,12 @@ class ImageTask:
             return
         store = self._data.train.store
         captions = {each: store.conditions(store.caption_number(each)) for each in (*prompts, "")}
-        pictures = draw_samples(
+        images = draw_samples(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
-        for prompt, picture in zip(prompts, pictures, strict=True):
-            folder.save_picture(prompt, when, step, picture)
-        self._say(f"sample images, step {step}: {len(pictures)} in samples/")
+        for prompt, image in zip(prompts, images, strict=True):
+            folder.save_image(prompt, when, step, image)
+        self._say(f"sample images, step {step}: {len(images)} in samples/")
 
     def companion_files(self) -> Callable[[Path], None]:
         """Return a writer of the adapter in diffusers' format."""

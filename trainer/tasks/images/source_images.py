@@ -29,7 +29,7 @@ SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
-class Picture:
+class SourceImage:
     """An image, read on demand."""
 
     name: str
@@ -57,7 +57,7 @@ class Picture:
             raise _broken(self.name, error) from None
 
 
-def read_pictures(source: SourceSection, label: str, caption: str | None) -> tuple[list[Picture], list[str]]:
+def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
     """Return the images of a source in a fixed order, and a line for each kind of skipped file.
 
     `caption` is for images without one. Raises UserError for a damaged image, or one without a caption.
@@ -65,18 +65,18 @@ def read_pictures(source: SourceSection, label: str, caption: str | None) -> tup
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     said, path = f"{label}.path={source.path}", Path(source.path).expanduser()
     if path.is_file() and path.suffix.lower() != ".parquet":
-        raise UserError(f"{said}: is a file; name the folder that holds the pictures")
+        raise UserError(f"{said}: is a file; name the folder that holds the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
-        pictures = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
+        images = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
         skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
     else:
-        pictures = list(_of_rows(read_source(source, label), source, said, label, caption))
-    if not pictures:
+        images = list(_of_rows(read_source(source, label), source, said, label, caption))
+    if not images:
         found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
         raise UserError(f"{said}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
-    return pictures, skipped
+    return images, skipped
 
 
 def _visible_entries(folder: Path) -> list[Path]:
@@ -98,7 +98,7 @@ def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
         yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
-def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[Picture]:
+def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
@@ -110,7 +110,7 @@ def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption
             f"{without[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
         )
     for path, text in found.items():
-        yield _picture(str(path), caption if text is None else text, path)
+        yield _describe(str(path), caption if text is None else text, path)
 
 
 def _caption_beside(file: Path, listed: str | None) -> str | None:
@@ -138,14 +138,14 @@ def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str,
     return captions
 
 
-def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[Picture]:
+def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     import datasets
 
     columns = rows.column_names
     image = source.fields.get("image") or next((name for name in IMAGE_FIELDS if name in columns), None)
     text = source.fields.get("caption") or next((name for name in CAPTION_FIELDS if name in columns), None)
     if image not in columns or (text not in columns and (caption is None or text is not None)):
-        what = "pictures" if image not in columns else "captions"
+        what = "images" if image not in columns else "captions"
         raise UserError(
             f"{said}: no column of {what} (there are {', '.join(columns)}); name them with {label}.fields: "
             "{image: ..., caption: ...}"
@@ -153,17 +153,17 @@ def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: s
     try:
         rows = rows.cast_column(image, datasets.Image(decode=False))
     except Exception as error:  # pyarrow raises many kinds
-        raise UserError(f"{said}: column {image} holds no pictures ({error}); name another in {label}.fields") from None
+        raise UserError(f"{said}: column {image} holds no images ({error}); name another in {label}.fields") from None
     for index, found in enumerate(rows[text] if text else [None] * len(rows)):
         name, shown = f"{source.path}, record {index + 1}", caption if found is None else found
         if not isinstance(shown, str):
             raise UserError(
                 f"{name}: has no text in column {text}; write a caption, or set image.caption for all of them"
             )
-        yield _picture(name, shown, (rows, index, image))
+        yield _describe(name, shown, (rows, index, image))
 
 
-def _picture(name: str, caption: str | None, source: Any) -> Picture:
+def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
     try:
         data = _bytes_of(source, name)
         with Image.open(io.BytesIO(data)) as image:
@@ -179,9 +179,9 @@ def _picture(name: str, caption: str | None, source: Any) -> Picture:
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _broken(name, error) from None
-    assert caption is not None, f"{name}: a picture without caption was not refused"
+    assert caption is not None, f"{name}: an image without caption was not refused"
     changes = tuple(text for text, is_so in happens.items() if is_so)
-    return Picture(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
+    return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 
 
 def _bytes_of(source: Any, name: str) -> bytes:
@@ -190,7 +190,7 @@ def _bytes_of(source: Any, name: str) -> bytes:
     rows, index, column = source
     entry = rows[index][column]
     if entry is None:
-        raise UserError(f"{name}: has no picture in column {column}; remove it")
+        raise UserError(f"{name}: has no image in column {column}; remove the record")
     return entry["bytes"] if entry["bytes"] is not None else _bytes_of(Path(entry["path"]), name)
 
 
