@@ -61,7 +61,7 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 # What the estimate of memory knows of a model: it makes an empty one for each, a quarter of a tiny image run's time.
 _KNOWN = [
     (trainer.memory.preflight, "read_shapes", _once(read_shapes)),
-    (trainer.memory.image_models, "picture_shapes", _once(trainer.memory.image_models.picture_shapes)),
+    (trainer.memory.image_models, "image_shapes", _once(trainer.memory.image_models.image_shapes)),
     (trainer.memory.image_models, "see", _once(trainer.memory.image_models.see)),
 ]
 

@@ -269,7 +269,7 @@ class Loop:
             values |= parts.steering.metrics()
         if parts.spikes is not None:
             loss = values["train/loss"]
-            position.spikes += parts.spikes.look(position.latest_losses, step, loss, result.grad_norm)
+            position.spikes += parts.spikes.check(position.latest_losses, step, loss, result.grad_norm)
             values["train/spikes"] = float(position.spikes)
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0

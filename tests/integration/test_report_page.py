@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.unit.test_report import make_two
 from trainer.monitor.report.recorded import keep_times
-from trainer.monitor.report.sample_images import keep_picture
+from trainer.monitor.report.sample_images import save_sample_image
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import write_report
 
@@ -74,7 +74,7 @@ def test_sample_images_are_embedded_however_many_there_are(tmp_path: Path) -> No
     for prompt in range(9):
         for when in whens:
             noise = random.integers(0, 255, (320, 480, 3), dtype=np.uint8)
-            keep_picture(run, f"<picture> {prompt}", when, Image.fromarray(noise))
+            save_sample_image(run, f"<picture> {prompt}", when, Image.fromarray(noise))
     (run / "samples" / "00-after.png").write_bytes(b"damaged")
     text = write_report(run).read_text()
     parser = Loaded()

@@ -45,7 +45,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path, calm: Path)
     restarts = [(restart.step, restart.checkpoint, restart.ranks) for restart in read_restarts(workplace / "killed")]
     assert restarts == [(6, "checkpoint-4", 2), (10, "checkpoint-8", 2)]
     assert all(record["train/spikes"] == 0.0 for record in records(workplace / "killed"))
-    assert "went on from checkpoint-8" in (workplace / "killed" / "report.html").read_text()
+    assert "resumed from checkpoint-8" in (workplace / "killed" / "report.html").read_text()
 
 
 def test_a_rank_killed_before_the_first_checkpoint_costs_nothing_of_an_earlier_run(workplace: Path, calm: Path) -> None:

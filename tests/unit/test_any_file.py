@@ -41,7 +41,7 @@ from trainer.contract.restart_record import last_note, read_restarts
 from trainer.contract.sweep_record import read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
-from trainer.monitor.report.sample_images import pictures_of
+from trainer.monitor.report.sample_images import find_sample_images
 from trainer.monitor.report.write import write_report
 from trainer.setup.early_checks import check_early
 
@@ -190,7 +190,7 @@ def read_everything(run: Path, name: str) -> None:
         readers += [
             lambda: write_report(run),
             lambda: model_card(config, run, [RECORD], name="n"),
-            lambda: pictures_of(run),
+            lambda: find_sample_images(run),
         ]
     for reader in readers:
         or_refused(reader)

@@ -1,6 +1,7 @@
 """Masks: what is trained, decoded, for chat templates of every kind; and that it never is anything else."""
 
 import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,20 @@ def test_a_loop_without_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pyt
         found = queue.get()
     assert all("takes more than 0.2 s" in problem for problem in found)
     assert found[0].startswith("dataset.chat_template: ") and found[2].startswith("record 1: the chat template refuses")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_time_limit_holds_though_python_ignores_an_error_in_a_finalizer() -> None:
+    class Slow:
+        def __del__(self) -> None:
+            end = time.process_time() + 0.5
+            while time.process_time() < end:
+                pass
+
+    with pytest.raises(TimeoutError), render._time_limit(0.1):
+        Slow()
+        while True:
+            pass
 
 
 def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from tests.pipelines import make_pipeline, write_images
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
 from trainer.setup.preflight import prepare
 from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, by_size, image_evaluation
-from trainer.tasks.images.encoding import as_pixels
+from trainer.tasks.images.encoding import image_to_tensor
 from trainer.tasks.images.objective import Objective
-from trainer.tasks.images.pictures import read_pictures
 from trainer.tasks.images.sizes import bucket_sizes, fit
+from trainer.tasks.images.source_images import read_images
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +66,13 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     folder = write_images(tmp_path / "a", 3)
     (folder / "000.txt").unlink()
     with pytest.raises(UserError, match=r"no caption for 000\.png \(1 of 3 have none\).*image\.caption"):
-        read_pictures(SourceSection(path=str(folder)), "dataset", None)
-    assert read_pictures(SourceSection(path=str(folder)), "dataset", "a thing")[0][0].caption == "a thing"
+        read_images(SourceSection(path=str(folder)), "dataset", None)
+    assert read_images(SourceSection(path=str(folder)), "dataset", "a thing")[0][0].caption == "a thing"
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
-    assert read_pictures(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
+    assert read_images(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
     with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: must have file_name and, as text,"):
-        read_pictures(SourceSection(path=str(folder)), "dataset", None)
+        read_images(SourceSection(path=str(folder)), "dataset", None)
 
 
 def test_an_image_set_of_datasets_is_read(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_an_image_set_of_datasets_is_read(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "a", 2)
     rows = {"image": [str(folder / "000.png"), str(folder / "001.png")], "text": ["one", "two"]}
     datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "set")
-    found, _ = read_pictures(SourceSection(path=str(tmp_path / "set")), "dataset", None)
+    found, _ = read_images(SourceSection(path=str(tmp_path / "set")), "dataset", None)
     assert [picture.caption for picture in found] == ["one", "two"]
     assert found[0].open().tobytes() == Image.open(folder / "000.png").tobytes()
 
@@ -91,17 +91,17 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
     data = (folder / "001.png").read_bytes()
     (folder / "001.png").write_bytes(data[: len(data) // 2])
     config = run_config(root, f"dataset.path={folder}", f"dataset.cache_dir={tmp_path / 'cache'}")
-    assert "001.png: is no picture that can be read" in refused(config)
+    assert "001.png: cannot be read as an image" in refused(config)
     (folder / "001.png").write_bytes(b"nothing")
-    assert "001.png: is no picture that can be read" in refused(config)
+    assert "001.png: cannot be read as an image" in refused(config)
     assert not list((tmp_path / "cache").glob("*/latents*"))
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("image.resolution=33", "image.resolution=33: this model takes sides that are multiples of 2"),
-        ("image.bucket_step=9", "image.bucket_step=9: this model takes sides"),
+        ("image.resolution=33", "image.resolution=33: sides must be multiples of 2"),
+        ("image.bucket_step=9", "image.bucket_step=9: sides must be multiples"),
         ("scu.enabled=true", "scu.enabled=true: steers by bits a token, and a loss on noise has none"),
         ("adapter=none", "adapter=none: of image models only adapters are trained"),
         ("training.qat=int8", "training.qat=int8: is for language models; remove it"),
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_one_line(root: Path, override: str, line: str) -> N
 def test_an_unknown_pipeline_is_refused_with_those_that_are_known(root: Path, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
     line = refused(run_config(root, f"base_model={tmp_path}"))
-    assert "names WanPipeline, which is not trained here; there are StableDiffusionPipeline" in line
+    assert "names WanPipeline, which is not supported; choose from StableDiffusionPipeline" in line
 
 
 def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path) -> None:
@@ -131,9 +131,9 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
     prepared = prepare(run_config(root, "image.flip=true"))
     samples = prepared.data.train
     pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(root / "sdxl", dtype=torch.float32)
-    pictures, _ = read_pictures(SourceSection(path=str(root / "pictures")), "dataset", None)
+    pictures, _ = read_images(SourceSection(path=str(root / "pictures")), "dataset", None)
     entry, picture = samples[1], pictures[1]
-    pixels = as_pixels(fit(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open()))
+    pixels = image_to_tensor(fit(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open()))
     with torch.no_grad():
         seen = pipeline.vae.encode(pixels[None]).latent_dist
         mirrored = pipeline.vae.encode(pixels[None].flip(-1)).latent_dist
@@ -181,7 +181,7 @@ def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.C
     first, second, figures = capsys.readouterr().out.splitlines()
     assert first.endswith("pictures/000.png: 64 x 64 as 32 x 32: 'a yellow square'")
     assert "001.png: 96 x 64 as 40 x 24, cut by 1 above and below" in second
-    assert figures.startswith("train: 6 pictures, ")
+    assert figures.startswith("train: 6 images, ")
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=4)
     assert main([str(root / "run.yaml"), "--step", "2", "--ranks", "2", "seed=3"]) == 0

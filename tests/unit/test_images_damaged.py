@@ -15,14 +15,14 @@ from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
 from trainer.tasks.images.encoding import load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
-from trainer.tasks.images.pictures import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, Picture, read_pictures
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.prepare import refuse_image_settings
+from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, SourceImage, read_images
 from trainer.tasks.images.text import cut_captions
 
 
-def read(folder: Path, caption: str | None = None) -> list[Picture]:
-    return read_pictures(SourceSection(path=str(folder)), "dataset", caption)[0]
+def read(folder: Path, caption: str | None = None) -> list[SourceImage]:
+    return read_images(SourceSection(path=str(folder)), "dataset", caption)[0]
 
 
 def refused(folder: Path) -> str:
@@ -38,7 +38,7 @@ def refused(folder: Path) -> str:
     [
         (
             {"file_name": "nope.png", "text": "x"},
-            "metadata.jsonl, record 1: there is no picture nope.png in the folder",
+            "metadata.jsonl, record 1: the folder has no image nope.png",
         ),
         (
             {"file_name": "000.png", "text": ["x", "y"]},
@@ -71,7 +71,7 @@ def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_lef
     Image.new("I;16", (64, 64), 40_000).save(folder / "000.png")
     assert "000.png: has more than 8 bits a colour (mode I;16)" in refused(folder)
     (folder / "000.png").write_bytes(b"")
-    assert "000.png: is no picture that can be read (of no format that is known)" in refused(folder)
+    assert "000.png: cannot be read as an image (unknown format)" in refused(folder)
 
 
 def transparent(mode: str, file: Path) -> None:
@@ -125,7 +125,7 @@ def test_files_that_are_not_used_are_counted_by_kind(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"x")
     (folder / "metadata.jsonl").write_text("")
     (folder / "link.png").symlink_to(tmp_path / "moved.png")
-    _, skipped = read_pictures(SourceSection(path=str(folder)), "dataset", None)
+    _, skipped = read_images(SourceSection(path=str(folder)), "dataset", None)
     assert len(skipped) == 2
     assert "without a target" in skipped[0] and "1 (first: link.png" in skipped[0]
     assert all(part in skipped[1] for part in ("2 with .heic", "1 with .mp4", "1 with .txt")), skipped[1]
@@ -157,18 +157,18 @@ def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> N
 
     file = str(write_images(tmp_path / "a", 1) / "000.png")
     for name, rows, line in (
-        ("picture", {"image": [file, None], "text": ["a", "b"]}, "picture, record 2: has no picture in column image"),
+        ("picture", {"image": [file, None], "text": ["a", "b"]}, "picture, record 2: has no image in column image"),
         ("caption", {"image": [file, file], "text": ["a", None]}, "caption, record 2: has no text in column text"),
     ):
         datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / name)
         assert line in refused(tmp_path / name)
     datasets.Dataset.from_dict({"image": [1], "text": ["a"]}).save_to_disk(tmp_path / "numbers")
-    assert "column image holds no pictures" in refused(tmp_path / "numbers")
+    assert "column image holds no images" in refused(tmp_path / "numbers")
     set_of_one = datasets.Dataset.from_dict({"pic": [file], "words": ["a"]}).cast_column("pic", datasets.Image())
     set_of_one.to_parquet(tmp_path / "one.parquet")
     assert "name them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
     named = SourceSection(path=str(tmp_path / "one.parquet"), fields={"image": "pic", "caption": "words"})
-    assert [picture.caption for picture in read_pictures(named, "dataset", None)[0]] == ["a"]
+    assert [picture.caption for picture in read_images(named, "dataset", None)[0]] == ["a"]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -
     found = prepare(run_config(whole.parent, data)).data
     assert len(found.evaluation) == 1 and len(found.train) == 3, "a part that rounds to nothing holds one out"
     lines = [line for line in found.stats.lines() if line.startswith("warning: ")]
-    said = ("1 with .heic", "1 of 4 pictures have an alpha channel", "an empty caption", "smaller than", "77 tokens")
+    said = ("1 with .heic", "1 of 4 images have an alpha channel", "an empty caption", "smaller than", "77 tokens")
     assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * 5, lines
 
 
@@ -219,7 +219,7 @@ def lose_a_tensor(folder: Path) -> str:
 @pytest.mark.parametrize("part", ["vae", "text_encoder_2", "tokenizer", "scheduler"])
 def test_a_part_that_a_pipeline_lacks_is_named(copied: Path, part: str) -> None:
     shutil.rmtree(copied / part)
-    with pytest.raises(UserError, match=f"sdxl: {part}, which model_index.json names, is not there; copy"):
+    with pytest.raises(UserError, match=f"sdxl: {part}, which model_index.json names, is missing; copy"):
         pipeline_of(copied)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.pipelines import make_pipeline
 from trainer.config import ImageSection, ModelSection, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import SIZES, generator_of, image_evaluation, sizes_of
+from trainer.tasks.images.batches import SIZES, image_evaluation, seeded_generator, size_conditions
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.pipeline import read_pipeline
 from trainer.tasks.images.sizes import fit
@@ -51,7 +51,7 @@ def test_size_and_crop_are_those_of_sdxls_own_pipeline(tmp_path: Path) -> None:
         assert max(left, top) == 2, "nothing was cut off that could be told wrongly"
         given = ((picture.height, picture.width), (top, left), (seen.height, seen.width))
         expected += pipeline._get_add_time_ids(*given, torch.float32, width_of_text)
-        assert torch.equal(sizes_of(entry), expected[-1])
+        assert torch.equal(size_conditions(entry), expected[-1])
     [batch, *_] = image_evaluation(samples, batch_size=8, rank=0, world_size=1)
     found = torch.cat([group.conditions[SIZES] for group in batch.groups])
     assert torch.equal(found.unique(dim=0), torch.stack(expected).unique(dim=0))
@@ -65,8 +65,8 @@ def test_times_of_flow_matching_are_drawn_as_diffusers_draws_them(
     objective = Objective(
         read_pipeline(f"random:{shape}", ModelSection()), ImageSection(logit_mean=mean, logit_std=std)
     )
-    ours = [objective.draw_time(generator_of(seed)) for seed in range(DRAWS)]
-    drawn = [torch.randn((), generator=generator_of(seed), dtype=torch.float64) for seed in range(DRAWS)]
+    ours = [objective.draw_time(seeded_generator(seed)) for seed in range(DRAWS)]
+    drawn = [torch.randn((), generator=seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
     monkeypatch.setattr(torch, "normal", lambda mean, std, size, **_: mean + std * torch.stack(drawn).view(size))
     expected = compute_density_for_timestep_sampling("logit_normal", DRAWS, logit_mean=mean, logit_std=std)
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected)
@@ -77,8 +77,8 @@ def test_uniform_times_are_drawn_as_diffusers_draws_them(
     shape: str, times: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = Objective(read_pipeline(f"random:{shape}", ModelSection()), ImageSection(times=times))
-    ours = [objective.draw_time(generator_of(seed)) for seed in range(DRAWS)]
-    drawn = [torch.rand((), generator=generator_of(seed), dtype=torch.float64) for seed in range(DRAWS)]
+    ours = [objective.draw_time(seeded_generator(seed)) for seed in range(DRAWS)]
+    drawn = [torch.rand((), generator=seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.stack(drawn).view(size))
     assert ours == compute_density_for_timestep_sampling("none", DRAWS).tolist()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.pipelines import vae
 from trainer.config import ModelSection, UserError
 from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
-from trainer.tasks.images.kohya import as_kohya
+from trainer.tasks.images.kohya import convert_to_kohya
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 
@@ -69,7 +69,7 @@ def test_diffusers_reads_what_is_written(tmp_path: Path, shape: str, only: tuple
 
     pipeline, updates = adapter(tmp_path, shape, only=only)
     reader = getattr(diffusers, pipeline.family.pipeline)
-    read = reader.lora_state_dict(as_kohya(tmp_path, pipeline))
+    read = reader.lora_state_dict(convert_to_kohya(tmp_path, pipeline))
     read = read[0] if isinstance(read, tuple) else read
     for path, update in updates.items():
         down, up = (read[f"transformer.{path}.lora_{side}.weight"] for side in "AB")
@@ -90,7 +90,7 @@ def test_flux_draws_the_same_picture_with_either_file(tmp_path: Path) -> None:
 
     pipeline, _ = adapter(tmp_path, "flux-dev")
     write_for_diffusers(tmp_path, pipeline)
-    save_file(as_kohya(tmp_path, pipeline), tmp_path / "kohya.safetensors")
+    save_file(convert_to_kohya(tmp_path, pipeline), tmp_path / "kohya.safetensors")
     flux, pictures = _flux(pipeline), {}
     for name in (None, DIFFUSERS, "kohya.safetensors"):
         if name is not None:
@@ -129,7 +129,7 @@ def _flux(pipeline: Pipeline) -> Any:
 
 def test_a_reader_of_the_names_of_sd3_finds_every_update(tmp_path: Path) -> None:
     pipeline, updates = adapter(tmp_path, "sd3.5-medium")
-    written = as_kohya(tmp_path, pipeline)
+    written = convert_to_kohya(tmp_path, pipeline)
     found = {}
     for number in range(2):
         for name, layers in SPLITS["sd3.5-medium"]:
@@ -150,7 +150,7 @@ def test_magnitudes_of_dora_are_refused(tmp_path: Path) -> None:
     pipeline, _ = adapter(tmp_path, "flux-dev", only=("to_q",))
     (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS | {"use_dora": True}))
     with pytest.raises(UserError, match=r"^lora\.dora=true: .*--format peft"):
-        as_kohya(tmp_path, pipeline)
+        convert_to_kohya(tmp_path, pipeline)
 
 
 def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:
@@ -158,4 +158,4 @@ def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:
     names = {f"base_model.model.transformer.x_embedder.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
     save_file(names, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"^x_embedder: an adapted layer without a name in kohya's format"):
-        as_kohya(tmp_path, pipeline)
+        convert_to_kohya(tmp_path, pipeline)

@@ -206,14 +206,32 @@ def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
         writer.log(6, {"train/loss": 6.0})
         writer.close()
     said = shown.getvalue().splitlines()
-    again = "metrics are written again, with those that waited"
+    again = "metrics are written again; metrics.jsonl lacks none"
     assert [line.partition(":")[0] for line in said] == ["warning", again, "warning", "warning"]
-    assert "training goes on: File too large (the disk at /" in said[0] and "GiB free" in said[0]
+    assert "training continues: File too large (the disk at /" in said[0] and "GiB free" in said[0]
     assert "the last metrics of this run are not written" in said[3]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     reader = EventAccumulator(str(events.parent))
     reader.Reload()
-    assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in reader.Scalars("train/loss")] == [1, 5], "what was logged while there was room"
+
+
+def test_tensorboard_continues_in_a_new_file_after_a_full_disk(tmp_path: Path) -> None:
+    shown = StringIO()
+    section, settings = LoggingSection(report_to=("tensorboard",), progress="off"), {"base_model": "m" * 9999}
+    writer = Metrics(tmp_path, section, Console(file=shown), first_step=0, total_steps=4, settings=settings)
+    writer.log(1, {"train/loss": 1.0})
+    with full_disk(9999, tmp_path / "metrics.jsonl"):  # room for the records, but not for the larger event file
+        writer.log(2, {"train/loss": 2.0})
+    # The writer's thread may fail after `flush` has returned; the next record then reports it.
+    writer.log(3, {"train/loss": 3.0})
+    writer.log(4, {"train/loss": 4.0})
+    writer.close()
+    assert "training continues: File too large" in shown.getvalue() and "written again" in shown.getvalue()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    reader = EventAccumulator(str(next((tmp_path / "tensorboard").iterdir())))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] in ([1, 4], [1, 3, 4])
 
 
 def test_tensorboard_opens_on_the_loss_and_has_the_configuration(tmp_path: Path) -> None:

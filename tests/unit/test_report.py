@@ -223,7 +223,7 @@ def test_runs_on_pictures_have_their_own_words(tmp_path: Path) -> None:
     both = write_page_of_runs(runs, tmp_path / "both.html").read_text()
     assert "<td>101.00 images/s</td>" in both and "mean squared error" in both and "nats" not in both
     words = write_report(runs[0]).read_text()
-    assert "images/s per rank" in words and "<th>pictures</th>" in words and "nats" not in words
+    assert "images/s per rank" in words and "<th>images</th>" in words and "nats" not in words
 
 
 def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +237,7 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
         return said
 
     assert "the same run is named twice" in line(runs[0], runs[0], "--output", str(output))
-    assert "9 runs, and 8 can be told apart" in line(*[runs[0]] * 9, "--output", str(output))
+    assert "9 runs, but at most 8 fit on a page" in line(*[runs[0]] * 9, "--output", str(output))
     assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
     assert "--output" in line(runs[0], "--output", str(output))
     (tmp_path / "deep" / "one").mkdir(parents=True)

@@ -19,7 +19,7 @@ from trainer.checkpoint.position import Position
 from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
-from trainer.monitor.metrics import close_earlier_course
+from trainer.monitor.metrics import archive_previous_attempt
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
@@ -138,7 +138,7 @@ class CheckpointManager:
     def _close_earlier_run(self, aside: list[Path]) -> None:
         """Drop or set aside the earlier run's metrics once this run has a checkpoint of its own."""
         if not self._saved:
-            close_earlier_course(self._run_dir, keep=bool(aside))
+            archive_previous_attempt(self._run_dir, keep=bool(aside))
         self._saved = True
 
     def wait_for_save(self, seconds: float) -> None:

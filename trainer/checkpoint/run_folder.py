@@ -47,7 +47,7 @@ from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import TIMES, keep_times
-from trainer.monitor.report.sample_images import SAMPLES, keep_picture
+from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, keep_answer, write_report
 from trainer.monitor.summary import end_summary
 from trainer.parallel.engine.flat_adapter import trained_parameters
@@ -125,14 +125,14 @@ class RunFolder:
             with self.tolerating_full_disk(ANSWERS):
                 keep_answer(self.path, prompt, when, answer)
 
-    def save_image(self, prompt: str, when: str, step: int, picture: Any) -> None:
+    def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
         if self._ranks.is_main:
             self.check()
             with self.tolerating_full_disk(SAMPLES):
-                keep_picture(self.path, prompt, when, picture)
+                save_sample_image(self.path, prompt, when, image)
             if self._metrics is not None:
-                self._metrics.picture(step, prompt, picture)
+                self._metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""
@@ -243,7 +243,7 @@ class RunFolder:
                 factor=factor,
             )
         if is_main:
-            self._task.files_beside()(folder)
+            self._task.companion_files()(folder)
 
     def _adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""
@@ -254,7 +254,7 @@ class RunFolder:
     def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:
         """Return a function that writes the copied weights and their tokenizer files."""
         model, whole = engine.module, self._config.adapter == "none"
-        save_beside = self._task.files_beside() if self._ranks.is_main else None
+        save_beside = self._task.companion_files() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 
         def write(folder: Path) -> None:

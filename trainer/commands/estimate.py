@@ -26,7 +26,7 @@ from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
 from trainer.memory.decisions import Machine
-from trainer.memory.image_models import picture_planner
+from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
@@ -270,7 +270,7 @@ def build_planner(config: RunConfig, world_size: int) -> tuple[Planner, list[str
     if is_pipeline(config):
         pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
         where = f"every image counts as {config.image.resolution} x {config.image.resolution}"
-        return picture_planner(config, pipeline, machine), [where]
+        return build_image_planner(config, pipeline, machine), [where]
     model_config, note = read_model_config(config)
     lengths, vocabulary, where = read_lengths(config)
     shapes = read_shapes(

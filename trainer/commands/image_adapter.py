@@ -17,7 +17,7 @@ from trainer.monitor.report.sample_images import SAMPLES
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.tasks.images.card import image_card
 from trainer.tasks.images.files import DIFFUSERS
-from trainer.tasks.images.kohya import as_kohya
+from trainer.tasks.images.kohya import convert_to_kohya
 from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
 
@@ -54,7 +54,7 @@ def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
         refuse_images(run, f"--format {form} is for language models")
     with temporary_output(output) as folder:
         if form == "kohya":
-            save_file(as_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
+            save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
         else:
             for name in (*ADAPTER, DIFFUSERS):
                 shutil.copyfile(run.folder / name, folder / name)

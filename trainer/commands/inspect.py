@@ -31,7 +31,7 @@ from trainer.data.step_count import global_batch, steps_per_epoch, with_global_b
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.tasks.images.batches import order_of
 from trainer.tasks.images.pipeline import is_pipeline
-from trainer.tasks.images.prepare import prepare_pictures
+from trainer.tasks.images.prepare import prepare_image_run
 
 # Documents shown per pack.
 SHOWN_DOCUMENTS = 2
@@ -96,7 +96,7 @@ def _training_of(config: RunConfig, samples: int, ranks: int) -> TrainingSection
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
     """Print a line for each of the first images and statistics, or for each image of a step (from 1)."""
-    data = prepare_pictures(config, lambda line: None).data
+    data = prepare_image_run(config, lambda line: None).data
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:

@@ -48,7 +48,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"one conversation takes more than {seconds:g} s; is there a loop without end?")
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    # Again every second: Python ignores what is raised while a finalizer or a callback of its collector runs.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield
     finally:

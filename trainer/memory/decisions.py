@@ -140,7 +140,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
     )
 
 
-def decide_for_pictures(config: RunConfig, machine: Machine) -> Decisions:
+def decide_for_images(config: RunConfig, machine: Machine) -> Decisions:
     """The record of a run on an image model: adapters and ZeRO as for language, the rest as diffusers has it."""
     theirs = Decided[Kernels]("model", "an image model")
     return replace(

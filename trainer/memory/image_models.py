@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.config import LoraSection, RunConfig
 from trainer.memory.bytes import Estimate, Seen, estimate
-from trainer.memory.decisions import Decisions, Machine, decide_for_pictures
+from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import weights_of
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
@@ -34,8 +34,8 @@ GRADIENTS = 2
 
 
 @dataclass(frozen=True)
-class PicturePlanner(Planner):
-    """Estimates for variations of a run on an image model; `lengths` count a picture as one token."""
+class ImagePlanner(Planner):
+    """Estimates for variations of a run on an image model; `lengths` count an image as one token."""
 
     pipeline: Pipeline
     text: Text
@@ -65,19 +65,19 @@ class PicturePlanner(Planner):
         return resolved
 
     def sample_text(self, config: RunConfig) -> str:
-        """The size of a picture."""
+        """The size of an image."""
         return f"{config.image.resolution} x {config.image.resolution} pixels"
 
     def decisions(self, config: RunConfig) -> Decisions:
         """As the run will make them."""
-        return decide_for_pictures(config, self.machine)
+        return decide_for_images(config, self.machine)
 
     @cached_property
     def _seen(self) -> Callable[..., Seen]:
         return cache(partial(see, self.pipeline, self.text))
 
 
-def picture_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
+def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
     """The weights of the adapted model, block by block; its layers have no widths."""
     model = _twin(pipeline, lora)
     base = model.get_base_model()
@@ -123,7 +123,7 @@ def see(pipeline: Pipeline, text: Text, side: int, lora: str, element: int, *, r
 
 
 def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """One picture of noise and a caption, on the meta device."""
+    """One image of noise and a caption, on the meta device."""
     conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
@@ -202,12 +202,12 @@ def _flash_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = own
 
 
-def picture_planner(
+def build_image_planner(
     config: RunConfig, pipeline: Pipeline, machine: Machine, samples: Any | None = None
-) -> PicturePlanner:
-    """A planner for a run on these pictures, or on some that are not known."""
+) -> ImagePlanner:
+    """A planner for a run on these images, or on some that are not known."""
     count = None if samples is None else len(samples)
     text = text_of(pipeline)
     if samples is not None:
         text = {name: tuple(value.shape) for name, value in samples.store.conditions(samples[0].caption).items()}
-    return PicturePlanner(picture_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
+    return ImagePlanner(image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)

@@ -17,8 +17,8 @@ from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import with_global_batch, with_looks_in_steps
 from trainer.memory.advice import does_not_fit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
-from trainer.memory.decisions import Decisions, Machine, decide, decide_for_pictures
-from trainer.memory.image_models import picture_planner
+from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
+from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
@@ -86,8 +86,8 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
         if config.training.gradient_checkpointing == "auto":
             config = with_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = with_looks_in_steps(config, samples_of(prepared), machine.world_size)
-        pictures = isinstance(prepared.model_config, Pipeline)
-        unread = decide_for_pictures(config, machine) if pictures else decide(config, machine, None)
+        images = isinstance(prepared.model_config, Pipeline)
+        unread = decide_for_images(config, machine) if images else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
     layers, there = config.training.gradient_checkpointing_layers, len(planner.shapes.layers)
     if layers is not None and layers > there:
@@ -113,7 +113,7 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
 
 def _planner(machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
     if isinstance(prepared.model_config, Pipeline):
-        return picture_planner(config, prepared.model_config, machine, prepared.data.train)
+        return build_image_planner(config, prepared.model_config, machine, prepared.data.train)
     shapes = read_shapes(
         prepared.model_config,
         config.model,

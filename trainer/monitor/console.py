@@ -1,8 +1,8 @@
-"""What the user sees, kept apart from what the libraries say.
+"""The console for zerolora's own output, separate from the output of libraries.
 
-A rank's file descriptors 1 and 2 are pointed at `logs/rank-N.log` before anything heavy is imported, so that prints,
-warnings, log records and the messages of C++ and NCCL end there without asking each library. Only the Console that
-`open_console` returns still reaches the terminal, and only on rank 0.
+A rank's file descriptors 1 and 2 are redirected to `logs/rank-N.log` before anything heavy is imported, so that all
+prints, warnings, log records and messages of C++ and NCCL end there. Only the Console that `open_console` returns
+still reaches the terminal, and only on rank 0.
 """
 
 import errno
@@ -27,9 +27,9 @@ READER_PATIENCE_S = 10.0
 
 
 class _Screen:
-    """A text stream on the terminal that turns into one on the log when the terminal goes away.
+    """A text stream to the terminal that switches to the log once the terminal cannot be written.
 
-    A closed terminal, an ended `zerolora train` or a full disk under `> out.txt` must not end a run of many hours.
+    A closed terminal, an ended `zerolora train` or a full disk under `> out.txt` must not stop a run of many hours.
     """
 
     encoding = "utf-8"
@@ -51,7 +51,7 @@ class _Screen:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back: a line is on the screen once `write` returns."""
+        """Do nothing: `write` is unbuffered."""
 
     def fileno(self) -> int:
         return self._fd
@@ -63,10 +63,10 @@ class _Screen:
 def open_console(
     run_dir: Path, rank: int, console_path: str | None, *, width: int | None = None, terminal: bool = False
 ) -> Console:
-    """Send this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console of zerolora's own lines.
+    """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for our output.
 
-    Rank 0 gets the process's original stdout, or the FIFO or file `console_path`, which then counts as a terminal of
-    `width` columns if `terminal` is set; the other ranks get their log. Call it once, before importing torch.
+    Rank 0 writes to the original stdout, or to the FIFO or file `console_path`, which counts as a terminal of `width`
+    columns if `terminal` is set; other ranks write to their log. Call it once, before importing torch.
 
     Raises OSError if the log or `console_path` cannot be opened.
     """
@@ -81,18 +81,18 @@ def open_console(
         return _console(_Screen(1, terminal=False), LOG_WIDTH)
     is_terminal = os.isatty(screen_fd) if console_path is None else terminal
     if width is None:
-        # Asked of the terminal itself: rich would ask descriptors 0 to 2, and two of them are the log by now.
+        # Query the terminal itself: rich would query descriptors 0 to 2, and two of them are the log by now.
         width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
     return _console(_Screen(screen_fd, terminal=is_terminal), width)
 
 
 def warn(console: Console, message: str) -> None:
-    """Show one of zerolora's own warnings; it is not wrapped, so that it can be searched for in a log."""
+    """Print a warning, unwrapped so that it can be searched for in a log."""
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
 def tell_torchrun(error: Exception) -> None:
-    """Under torchrun, leave the error where its last lines take the failed rank's traceback from."""
+    """Under torchrun, record the error in the file from which torchrun prints the failed rank's traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -100,7 +100,7 @@ def tell_torchrun(error: Exception) -> None:
 
 
 def _console(screen: _Screen, width: int) -> Console:
-    # A terminal that does not tell its size answers 0.
+    # A terminal of unknown size reports 0 columns.
     return Console(
         file=cast(TextIO, screen),
         width=width or LOG_WIDTH,
@@ -112,7 +112,7 @@ def _console(screen: _Screen, width: int) -> Console:
 
 
 def _open_screen(console_path: str | None) -> int | None:
-    """The descriptor that zerolora's lines go to, or None for a pipe that nobody reads: they go to the log then."""
+    """Return the descriptor for zerolora's output, or None (use the log) for a FIFO without a reader."""
     if console_path is None:
         return os.dup(1)
     if not os.path.exists(console_path) or not stat.S_ISFIFO(os.stat(console_path).st_mode):
@@ -134,7 +134,7 @@ def _open_screen(console_path: str | None) -> int | None:
 
 
 def append_output_to(log: Path) -> None:
-    """From now on what this process prints goes to the end of a file."""
+    """Redirect this process's stdout and stderr to the end of a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -145,14 +145,14 @@ def append_output_to(log: Path) -> None:
 
 def _redirect_output(log_path: Path) -> None:
     append_output_to(log_path)
-    # Streams of their own on 1 and 2, line by line: the old ones buffer blocks when they were opened on a pipe.
+    # New line-buffered streams on 1 and 2: the old ones buffer blocks if they were opened on a pipe.
     sys.stdout = forgiving_stream(1)
     sys.stderr = forgiving_stream(2, "backslashreplace")
     faulthandler.enable(file=sys.stderr)
 
 
 def _log_uncaught(rank: int) -> None:
-    """Uncaught exceptions, of threads too, end in the log under a line that says when and where."""
+    """Log uncaught exceptions, also of threads, with time and rank."""
 
     def write(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}: uncaught {kind.__name__}", file=sys.stderr)

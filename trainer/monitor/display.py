@@ -1,4 +1,4 @@
-"""Where a run stands, on the console: a bar on a terminal, aligned lines elsewhere."""
+"""Progress of a run on the console: a bar on a terminal, aligned lines elsewhere."""
 
 import math
 import time
@@ -29,7 +29,7 @@ LINE_WORDS = {
 
 
 class Display:
-    """The bar, or lines where there is no terminal; `off` shows nothing."""
+    """Shows the progress of a run as a bar or lines; mode `auto` chooses, `off` shows nothing."""
 
     def __init__(self, console: Console, mode: str, *, total_steps: int) -> None:
         if mode == "auto":
@@ -37,7 +37,7 @@ class Display:
         self._console = console
         self._mode = mode
         self._total = total_steps
-        # Counted from the end of the first step, which builds and warms up.
+        # From the end of the first step, which compiles and warms up.
         self._seen: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
         self._progress: Progress | None = None
         self._bar = BarColumn(complete_style="cyan", finished_style="green")
@@ -61,7 +61,7 @@ class Display:
         if self._progress is None:
             self._progress = self._start_bar()
         head, left = f"{step}/{self._total}", f"{self._time_left()} left"
-        # What does not fit beside the shortest bar is left out, the last words first; the bar takes what remains.
+        # Words that do not fit next to the shortest bar are dropped, last first; the bar takes the remaining width.
         room = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
         text = ""
         for word in step_words(values, detailed=False):
@@ -80,8 +80,8 @@ class Display:
         self._mode = "off"
 
     def _start_bar(self) -> Progress:
-        # No refresh thread: the loop refreshes, and a process that forks workers is better off without threads.
-        # Redirection is off because sys.stdout is the log: prints of libraries must stay there.
+        # No refresh thread, because the loop refreshes. No redirection, because sys.stdout is the log, where prints of
+        # libraries must stay.
         progress = Progress(
             TextColumn("{task.fields[head]}"),
             self._bar,
@@ -102,7 +102,7 @@ class Display:
             self._seen.append((time.monotonic(), step))
 
     def _time_left(self) -> str:
-        """Steps to go x mean time of the last steps, pauses for evaluation included."""
+        """Format the remaining steps x the mean time of the last steps, evaluations included."""
         if not self._seen or self._seen[-1][1] <= self._seen[0][1]:
             return "-:--:--"
         (time_then, step_then), (time_now, step_now) = self._seen[0], self._seen[-1]
@@ -114,8 +114,8 @@ class Display:
 
 
 def step_words(values: Mapping[str, float], *, detailed: bool) -> list[str]:
-    """One step in words, the most telling first: `detailed` in fixed widths for a line, else short for the bar."""
-    # The rate of the whole job is what a user plans with; that of one GPU stands in where only it is known.
+    """Format the metrics of a step, most important first: in fixed widths for a line if `detailed`, else short."""
+    # The throughput of the whole job if it is known, that of one GPU otherwise.
     rate_of_gpu = "perf/tokens_per_second" not in values
     words = [
         text.format(values[name])
@@ -133,7 +133,7 @@ def step_words(values: Mapping[str, float], *, detailed: bool) -> list[str]:
 
 
 def evaluation_text(values: Mapping[str, float]) -> str:
-    """A held-out evaluation in words: loss in nats per token, bits per token, perplexity."""
+    """Format a held-out evaluation: loss in nats per token, bits per token, perplexity."""
     parts = [f"loss {values['eval/loss']:7.4f}"]
     if "eval/bpt" in values:
         parts.append(f"{values['eval/bpt']:.4f} bits/token")

@@ -1,4 +1,4 @@
-"""How evenly the router spreads tokens over experts, and how many experts' adapters have had no token yet."""
+"""Load balance of MoE experts, and the number of expert adapters that received no token."""
 
 import math
 from functools import partial
@@ -14,10 +14,7 @@ from trainer.parallel.ranks.group import sum_over_ranks
 
 
 class ExpertLoad:
-    """Counts, on the device, the visits of training tokens to each expert since the last reading.
-
-    Each rank has one and counts its own; a reading sums them over all ranks.
-    """
+    """Counts, on the device, the training tokens that each expert receives between two calls of `values`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
@@ -29,11 +26,11 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
-        """None for a model without experts, or that is compiled: a hook would break the graph at every layer."""
+        """Return None without experts, or if compiled: a hook would break the graph at every layer."""
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A recomputed layer counts twice, as all others then do: fractions are the same."""
+        # Recomputed layers count twice, which does not change the fractions.
         if not (experts.training and torch.is_grad_enabled()):
             return
         index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
@@ -45,9 +42,9 @@ class ExpertLoad:
         visits.scatter_add_(0, flat, torch.ones_like(flat))
 
     def values(self) -> dict[str, float]:
-        """Shares of the busiest and the idlest expert of a layer, and the entropy (1: all alike), means over layers.
+        """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), averaged over layers.
 
-        Every rank must call it, for the visits are summed over the ranks in one all-reduce.
+        Every rank must call it: the counts are summed over the ranks in one all-reduce.
         """
         found: dict[str, float] = {}
         if self._visits:
@@ -70,7 +67,7 @@ class ExpertLoad:
         return found
 
     def _without_token(self) -> int | None:
-        """Experts whose B is zero as it began: a gradient comes with the first token. None where stage 3 has shares."""
+        """Count the experts with B still zero, that is, without a gradient so far; None if stage 3 partitions it."""
         factors = [each.weight for each in self._adapters]
         if any(is_partitioned(factor) for factor in factors):
             return None

@@ -1,6 +1,6 @@
-"""What the driver says of this rank's GPU: utilisation, power, memory of all its processes (NVML, nvidia-ml-py).
+"""Utilization, power and memory (all processes) of this rank's GPU, from NVML (nvidia-ml-py).
 
-A thread asks every few seconds and the training loop reads the last answer: a query takes up to some milliseconds.
+A query can take several milliseconds, so a thread polls and the training loop reads the latest values.
 """
 
 import threading
@@ -21,8 +21,8 @@ class GpuMetrics:
 
     @classmethod
     def open(cls) -> Self | None:
-        """For torch's current GPU; None where there is no GPU, no NVIDIA driver, or no nvidia-ml-py."""
-        import torch  # the readers of metrics.jsonl import this file and need no torch
+        """Monitor torch's current GPU; return None without a GPU, NVIDIA driver or nvidia-ml-py."""
+        import torch  # readers of metrics.jsonl import this module and need no torch
 
         if not torch.cuda.is_available():
             return None
@@ -32,18 +32,18 @@ class GpuMetrics:
             return None
         try:
             pynvml.nvmlInit()
-            # By identity, not by number: CUDA_VISIBLE_DEVICES renumbers torch's GPUs and leaves NVML's as they are.
+            # By UUID, not by index: CUDA_VISIBLE_DEVICES renumbers torch's GPUs, but not NVML's.
             identity = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}"))
         except pynvml.NVMLError:
-            return None  # a slice of a GPU, or a container without the driver's library
+            return None  # a MIG slice, or a container without the driver's library
 
     def values(self) -> dict[str, float]:
-        """gpu/utilization (percent of the time), gpu/power_watts, gpu/memory_gib; what the card does not tell lacks."""
+        """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib, as far as the GPU reports them."""
         return dict(self._values)
 
     def close(self) -> None:
-        """End the thread; may be called twice."""
+        """Stop the thread; may be called twice."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join()
@@ -64,5 +64,5 @@ class GpuMetrics:
             try:
                 values[name] = float(read())
             except nvml.NVMLError:
-                continue  # some cards and virtual machines report no power or no utilisation
+                continue  # some GPUs and virtual machines report no power or no utilization
         return values

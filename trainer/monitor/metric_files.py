@@ -1,12 +1,11 @@
 """metrics.jsonl and TensorBoard's events of a run, on a disk that may be full for a while.
 
-What the disk refuses ends no training: it is kept in memory, with one line that names the disk, and written when there
-is room again.
+A full disk does not stop training: a warning names the disk, and records are kept in memory until there is room again.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ MOST_KEPT_BYTES = 2**28
 
 
 class AppendedFile:
-    """A file that pieces are added to, each whole or not at all; a new one where it was moved away."""
+    """A file to append pieces to, each whole or not at all; it is created again if it was moved."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,12 +31,12 @@ class AppendedFile:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def add(self, piece: bytes) -> None:
-        """Keep a piece for the next `settle`, while there is memory for it."""
+        """Queue a piece for the next `settle`, or drop it if too many bytes wait."""
         if len(self._unwritten) + len(piece) <= MOST_KEPT_BYTES:
             self._unwritten += piece
 
     def settle(self) -> None:
-        """Write what is not written yet. Raises OSError, with the file as it was."""
+        """Write the queued pieces. Raises OSError and leaves the file as it was."""
         if self._descriptor is None or not self._unwritten:
             return
         if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
@@ -48,19 +47,19 @@ class AppendedFile:
             while written < len(self._unwritten):
                 written += os.write(self._descriptor, self._unwritten[written:])
         except OSError:
-            os.ftruncate(self._descriptor, end)  # half a piece would be read as damage
+            os.ftruncate(self._descriptor, end)  # a partial piece would make the file invalid
             raise
         self._unwritten.clear()
 
     def close(self) -> None:
-        """Write no more; may be called twice."""
+        """Close the file; may be called twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class MetricFiles:
-    """Appends records to `run_dir/metrics.jsonl` and, if wanted, scalars to an event file."""
+    """Appends records to `run_dir/metrics.jsonl` and, if wanted, scalars and images to TensorBoard's events."""
 
     def __init__(
         self,
@@ -72,52 +71,50 @@ class MetricFiles:
         tensorboard: bool,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`first_step` optimizer steps are done already; `settings` are shown in TensorBoard beside the curves."""
+        """`first_step` optimizer steps are done already; `settings` are shown in TensorBoard next to the curves."""
         self._run_dir, self._console = run_dir, console
         self._paused = self._closed = False
-        self._files = [AppendedFile(run_dir / METRICS_FILE)]
+        self._records = AppendedFile(run_dir / METRICS_FILE)
         self._events = None
         if tensorboard:
             from trainer.monitor.tensorboard_events import Events  # costs a second, and other ranks never need it
 
-            self._events = Events(run_dir, name, first_step=first_step, settings=settings)
-            self._files.append(self._events.file)
-        self._settle()
+            self._events = events = Events(run_dir, name, settings)
+            self._write(lambda: events.open(first_step + 1))
 
     def write(self, record: Mapping[str, float | None], numbers: Mapping[str, float]) -> None:
         """Add one record: `record` to the file, `numbers` (NaN and infinity included) to the events."""
-        self._files[0].add(json.dumps(record).encode() + b"\n")
-        if self._events is not None:
-            self._events.add(int(record["step"] or 0), numbers)
-        self._settle()
+        self._records.add(json.dumps(record).encode() + b"\n")
+        if (events := self._events) is not None:
+            self._write(lambda: events.add_scalars(int(record["step"] or 0), numbers))
 
-    def write_picture(self, step: int, tag: str, picture: Any) -> None:
-        """Add a picture (PIL) to the events."""
-        if self._events is not None:
-            self._events.add_picture(step, tag, picture)
-            self._settle()
+    def write_image(self, step: int, tag: str, image: Any) -> None:
+        """Add an image (PIL) to the events."""
+        if (events := self._events) is not None:
+            self._write(lambda: events.add_image(step, tag, image))
 
     def close(self) -> None:
-        """Write what there still is to write; what the disk still refuses is told. May be called twice."""
+        """Write all records that remain, and warn if the disk still refuses them. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        if failure := self._write_files():
-            warn(self._console, f"the last metrics of this run are not written: {failure}")
-        for file in self._files:
-            file.close()
-
-    def _settle(self) -> None:
-        failure = self._write_files()
-        if failure and not self._paused:
-            warn(self._console, f"metrics wait for room on the disk, training goes on: {failure}")
-        elif self._paused and not failure:
-            self._console.print("metrics are written again, with those that waited", soft_wrap=True)
-        self._paused = failure is not None
-
-    def _write_files(self) -> str | None:
         failures: list[str] = []
-        for file in self._files:
-            with disk_errors_into(failures, self._run_dir):
-                file.settle()
-        return failures[0] if failures else None
+        with disk_errors_into(failures, self._run_dir):
+            self._records.settle()
+        if failures:
+            warn(self._console, f"the last metrics of this run are not written: {failures[0]}")
+        self._records.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _write(self, to_events: Callable[[], object]) -> None:
+        """Write the records that wait, then to the events; TensorBoard lacks what is logged while the disk is full."""
+        failures: list[str] = []
+        with disk_errors_into(failures, self._run_dir):
+            self._records.settle()
+            to_events()
+        if failures and not self._paused:
+            warn(self._console, f"metrics wait for room on the disk, training continues: {failures[0]}")
+        elif self._paused and not failures:
+            self._console.print(f"metrics are written again; {METRICS_FILE} lacks none", soft_wrap=True)
+        self._paused = bool(failures)

@@ -1,4 +1,4 @@
-"""The measurements of a run: to its files, to wandb, and to the console. Rank 0 only."""
+"""The metrics of a run, written to its files, wandb and the console. Rank 0 only."""
 
 import importlib
 import importlib.util
@@ -21,13 +21,13 @@ from trainer.monitor.display import Display
 from trainer.monitor.gpu import GpuMetrics
 from trainer.monitor.metric_files import METRICS_FILE, MetricFiles
 
-# Records after the step that a run goes on from, until its first checkpoint is whole; and their name after that.
+# Records after the step that a run resumes from, until its first checkpoint is complete; and their name after that.
 LATER_FILE = "metrics.later.jsonl"
 ABANDONED_FILE = "abandoned-metrics.jsonl"
 
 
 def check_reporters(logging: LoggingSection) -> None:
-    """Raise UserError if a package that `logging.report_to` names is not installed; imports nothing heavy."""
+    """Raise UserError if a package named by `logging.report_to` is not installed. Imports nothing heavy."""
     for name in logging.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
@@ -36,9 +36,9 @@ def check_reporters(logging: LoggingSection) -> None:
 
 
 def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
-    """Return the records of `run_dir/metrics.jsonl` in the order written, without a last line cut short by a kill.
+    """Return the records of `run_dir/metrics.jsonl` in file order, without a last line truncated by a kill.
 
-    Raises UserError if there is no such file or a line in its middle is no record of numbers.
+    Raises UserError if the file is missing or any other line is invalid.
     """
     path = run_dir / name
     try:
@@ -57,10 +57,10 @@ def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
 
 
 class Metrics:
-    """Writes what a run measures, under one name everywhere, and shows where it stands.
+    """Writes the metrics of a run and shows its progress.
 
-    `first_step` optimizer steps are done already (0: a fresh run). On resume, what an interrupted run recorded after
-    that step is removed from metrics.jsonl and hidden in TensorBoard, so that every step is there once.
+    `first_step` optimizer steps are done already (0: a fresh run). On resume, records of the interrupted run after
+    that step are removed from metrics.jsonl and hidden in TensorBoard, so that every step appears once.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Metrics:
         before_writing: Callable[[], None] = lambda: None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`before_writing` raises if the folder is no longer this run's; `settings` are its configuration."""
+        """`before_writing` raises if the folder no longer belongs to this run; `settings` are its configuration."""
         check_reporters(logging)
         self._before_writing = before_writing
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -93,11 +93,11 @@ class Metrics:
         self._gpu = GpuMetrics.open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step; a held-out loss, or without a bar any training loss, is shown as a line."""
+        """Record the values of a step; print a line for a held-out loss, or without a bar for any training loss."""
         numbers = {key: float(value) for key, value in values.items()}
         if self._gpu is not None and "train/loss" in numbers:
             numbers |= self._gpu.values()
-        # NaN is not JSON: other readers of the file would stop at it.
+        # NaN is not valid JSON, and other readers would reject the file.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._before_writing()
         self._files.write({"step": step, "time": round(time.time(), 3), **finite}, numbers)
@@ -105,19 +105,19 @@ class Metrics:
             self._wandb.log({"step": step, **numbers})
         self._display.line(step, numbers)
 
-    def picture(self, step: int, name: str, picture: Any) -> None:
-        """Show a picture (PIL) in TensorBoard and wandb."""
-        self._files.write_picture(step, f"samples/{name}", picture)
+    def log_image(self, step: int, name: str, image: Any) -> None:
+        """Show an image (PIL) in TensorBoard and wandb."""
+        self._files.write_image(step, f"samples/{name}", image)
         if self._wandb is not None:
             wandb = importlib.import_module("wandb")
-            self._wandb.log({"step": step, f"samples/{name}": wandb.Image(picture)})
+            self._wandb.log({"step": step, f"samples/{name}": wandb.Image(image)})
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
-        """Move the bar; `values` may lack any name. Cheap enough for every step."""
+        """Update the progress bar; `values` may lack any name. Cheap enough for every step."""
         self._display.move(step, values)
 
     def close(self) -> None:
-        """Stop the bar and finish all files; may be called twice."""
+        """Stop the bar and close all files; may be called twice."""
         self._display.stop()
         self._files.close()
         if self._wandb is not None:
@@ -127,8 +127,8 @@ class Metrics:
         self._wandb = None
 
 
-def close_earlier_course(run_dir: Path, *, keep: bool) -> None:
-    """The run has a checkpoint of its own: what was recorded after its beginning before is over, and kept if asked."""
+def archive_previous_attempt(run_dir: Path, *, keep: bool) -> None:
+    """Drop the metrics of the previous attempt once this one has a checkpoint; with `keep`, archive them first."""
     later = run_dir / LATER_FILE
     if keep and later.is_file():
         with (run_dir / ABANDONED_FILE).open("ab") as file:
@@ -137,7 +137,7 @@ def close_earlier_course(run_dir: Path, *, keep: bool) -> None:
 
 
 def _cut_back(run_dir: Path, first_step: int) -> None:
-    """Keep the records up to the resumed step, and the others beside them; a fresh run (0) starts an empty file."""
+    """Keep the records up to the resumed step and move later ones to `LATER_FILE`; a fresh run (0) starts empty."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         return
@@ -147,7 +147,7 @@ def _cut_back(run_dir: Path, first_step: int) -> None:
         return
     records = read_metrics(run_dir)
     if later := read_metrics(run_dir, LATER_FILE) if (run_dir / LATER_FILE).is_file() else []:
-        # The start that wrote it came to no checkpoint, so that nothing can go on from its own records.
+        # The attempt that wrote it reached no checkpoint, so nothing can resume from its own records.
         begun = later[0]["step"] or 0
         records = [record for record in records if (record["step"] or 0) < begun] + later
     after = [record for record in records if (record["step"] or 0) > first_step]
@@ -163,12 +163,12 @@ def _rewrite(path: Path, records: list[Record]) -> None:
 
 
 def _open_wandb(run_dir: Path, name: str, project: str) -> Any:
-    """A wandb run that a resumed training continues: its identity is kept in the run's folder."""
+    """Open a wandb run; its id is stored in the run's folder, so that a resumed training continues it."""
     wandb = importlib.import_module("wandb")
     identity = run_dir / "wandb-id.txt"
     if not identity.is_file():
         write_whole(identity, secrets.token_hex(4) + "\n")
-    # console=off: wandb would otherwise put itself between this process and its log.
+    # console=off: wandb would otherwise intercept the output to the log.
     run = wandb.init(
         project=project,
         name=name,
@@ -177,6 +177,6 @@ def _open_wandb(run_dir: Path, name: str, project: str) -> Any:
         dir=str(run_dir),
         settings=wandb.Settings(console="off"),
     )
-    # A step axis of our own, since wandb refuses to go back behind its internal one after a resume.
+    # An explicit step axis: wandb's internal step cannot go back after a resume.
     run.define_metric("*", step_metric="step")
     return run

@@ -1,11 +1,11 @@
-"""Model FLOPs of a step over what the card could do: MFU.
+"""Model FLOPs utilization (MFU): the FLOPs of a step over the peak of the GPU.
 
 F = T (4 P + 6 Q) + K (4 or 6) H + 6 sum over attention layers and documents of L^2 D
 
 T tokens, P frozen and Q trained weights of the linear layers (2 each forward, 2 for the gradient of the input, 2 for
 that of the weight), K tokens with loss, H weights of the output head, L tokens of a document, D = heads x head size
-(causal: half of the square forward, twice that backward). What recomputation does again is not counted, nor are
-norms, activations, the scan of state-space layers and the optimizer; of experts those that a token visits.
+(causal: half of the square forward, twice that backward). Recomputation, norms, activation functions, the scan of
+state-space layers and the optimizer are not counted; of an MoE layer only the experts that a token visits are.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from trainer.model.expert_layers import (
 from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
-# Dense 16-bit tensor-core TFLOP/s of the makers' data sheets (bf16; fp16 where the card has no bf16). The first name
-# that is found in the card's name counts.
+# Dense 16-bit tensor-core TFLOP/s from the vendors' data sheets (bf16; fp16 where the GPU has no bf16). The first name
+# that occurs in the GPU's name counts.
 PEAKS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0),
     ("GH200", 989.4),
@@ -58,14 +58,14 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(card: str, precision: str) -> float | None:
-    """Dense FLOP/s of a card by its name in 16 bits; None for an unknown card and for 32 bits."""
+    """Return the dense 16-bit FLOP/s of a GPU by name; None for an unknown GPU or 32-bit precision."""
     if precision not in ("bf16", "fp16"):
         return None
     return next((tera * TERA for name, tera in PEAKS if name in card), None)
 
 
 class StepFlops:
-    """Counts the FLOPs of this rank's micro-batches; the model is looked at once, its weights may be anywhere."""
+    """Counts the FLOPs of this rank's micro-batches. The model is inspected once; its weights may be partitioned."""
 
     def __init__(self, model: nn.Module) -> None:
         from peft import PeftModel
@@ -75,7 +75,7 @@ class StepFlops:
         config = inner.config.get_text_config()
         self.per_token = self.per_target = 0.0
         self.attention: dict[int | None, int] = {}
-        """Window, or None, -> sum of heads x head size over the layers that look so far back."""
+        """{sliding window or None: sum of heads x head size over the layers with that window}."""
         for name, module in inner.named_modules():
             if is_attention(module):
                 window = _window(module, config)
@@ -88,14 +88,14 @@ class StepFlops:
                 self.per_token += flops
 
     def of(self, batches: Sequence[MicroBatch]) -> float:
-        """FLOPs of an optimizer step's micro-batches."""
+        """Return the FLOPs of an optimizer step's micro-batches."""
         total = 0.0
         for batch in batches:
-            # The place of each token in its document; a token looks at all places before it and at itself.
+            # The position of each token in its document; a token attends to all earlier positions and to itself.
             if batch.attention_mask is not None:
                 positions, weights = batch.attention_mask.cumsum(1) - 1, batch.attention_mask
             else:
-                assert batch.position_ids is not None  # of packs
+                assert batch.position_ids is not None  # packed sequences have them
                 positions, weights = batch.position_ids, torch.ones_like(batch.position_ids)
             total += self.per_token * int(weights.sum())
             total += self.per_target * batch.target_count
@@ -106,7 +106,7 @@ class StepFlops:
 
 
 def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
-    """FLOPs a token of one module's own weights, if it is a linear layer or a bank of experts."""
+    """Return the FLOPs per token of a module's own weights, if it is a linear layer or a stack of experts."""
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
     elif holds_experts(module):
@@ -117,13 +117,13 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
         size, parameters = whole_size(module.weight) * visited_experts(config) / module.experts, [module.weight]
     else:
         return 0.0
-    # The factors of a flat adapter are views that are not marked as trained themselves.
+    # The factors of a flat adapter are views without requires_grad.
     trained = "lora_" in name or any(parameter.requires_grad for parameter in parameters)
     return (6.0 if trained else 4.0) * size
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True for the attention of a layer, whatever the architecture calls it."""
+    """Return whether a module is the attention of a layer, whatever the architecture calls it."""
     return type(module).__name__.endswith("Attention") and hasattr(module, "head_dim")
 
 
@@ -133,7 +133,7 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 
 class MfuMeter:
-    """`perf/mfu` of this rank's steps; the steps may still be under way while the next ones are counted."""
+    """`perf/mfu` of this rank's steps; steps may still be running while the next ones are counted."""
 
     def __init__(self, flops: StepFlops, peak: float) -> None:
         self._flops = flops
@@ -142,14 +142,14 @@ class MfuMeter:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, precision: str) -> "MfuMeter | None":
-        """A meter for this card, or None if its peak is not known."""
+        """Return a meter for this GPU, or None if its peak is unknown."""
         peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
     def count(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """A step begins with these micro-batches."""
+        """Count the FLOPs of a step that begins with these micro-batches."""
         self._under_way[step] = self._flops.of(batches)
 
     def values(self, step: int, seconds: float) -> dict[str, float]:
-        """The metric of a step that took so long."""
+        """Return the metric of a step, given its duration."""
         return {"perf/mfu": self._under_way.pop(step, 0.0) / seconds / self._peak}

@@ -1,6 +1,6 @@
-"""The last steps of a run under torch.profiler: a trace for every rank, with our own ranges on it.
+"""Profile the last steps of a run with torch.profiler: one trace per rank, with named ranges.
 
-Traces lie in profile/rank-N.json.gz and open in Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
+Traces are profile/rank-N.json.gz, for Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolo
 
 
 class StepProfiler:
-    """Records every step from `first_step` (counted from 1) until `finish`; does nothing before."""
+    """Profiles every step from `first_step` (counted from 1) until `finish`."""
 
     def __init__(self, run_dir: Path, rank: int, first_step: int, engine: object, steering: object | None) -> None:
         self._file = run_dir / FOLDER / f"rank-{rank}.json.gz"
@@ -33,13 +33,13 @@ class StepProfiler:
     def of_run(
         cls, config: RunConfig, rank: int, total_steps: int, engine: object, steering: object | None
     ) -> "StepProfiler | None":
-        """For the last `logging.profile_steps` of a run; None if there are to be none."""
+        """Return a profiler of the last `logging.profile_steps` steps of a run; None if that is 0."""
         steps = config.logging.profile_steps
         first_step = max(1, total_steps - steps + 1)
         return cls(Path(config.output_dir), rank, first_step, engine, steering) if steps else None
 
     def before_step(self, step: int) -> None:
-        """A step begins, and with it a range of its own."""
+        """Begin the range of a step."""
         if step < self._first_step:
             return
         if self._profile is None:
@@ -49,7 +49,7 @@ class StepProfiler:
         self._range.__enter__()
 
     def finish(self) -> None:
-        """Wait for the device, stop, and write the trace; nothing if the first step never came."""
+        """Stop and write the trace; do nothing if `first_step` was not reached."""
         if self._profile is None:
             return
         self._leave_range()
@@ -65,7 +65,7 @@ class StepProfiler:
         self._profile = None
 
     def _start(self) -> None:
-        # A method may be a replacement itself (trainer/patches/deepspeed_workarounds.py): what was there is put back.
+        # A method may be patched on the instance already (trainer/patches/deepspeed_workarounds.py): restore that one.
         self._replaced = [(owner, name, vars(owner).get(name)) for owner, name, _ in self._named]
         for owner, name, label in self._named:
             setattr(owner, name, _in_range(getattr(owner, name), label))
@@ -73,7 +73,7 @@ class StepProfiler:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         _wait()
-        # Shapes tell a frozen product from one of an adapter.
+        # Shapes distinguish the matrix products of frozen weights from those of adapters.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 

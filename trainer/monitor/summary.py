@@ -1,4 +1,4 @@
-"""What a run says of itself on the console at its start and its end."""
+"""The summaries that a run prints at its start and end."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.monitor.report.write import next_commands
 
 
 def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: str) -> list[Any]:
-    """The adapted layers by name and shape, and what fraction of the parameters is trained."""
+    """Return a table of the adapted layers, and a line on trained parameters, precision, ZeRO stage and devices."""
     lines: list[Any] = []
     if config.adapter != "none":
         table = Table(box=None, pad_edge=False)
@@ -30,7 +30,7 @@ def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: 
 def end_summary(
     run_dir: Path, config: RunConfig, report: Path | None, before: float | None, after: float | None
 ) -> list[str]:
-    """What training changed, where its results lie, and the commands that come next."""
+    """Return the change of the held-out loss, the output paths, and commands to run next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")

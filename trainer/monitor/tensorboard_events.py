@@ -1,25 +1,15 @@
-"""TensorBoard's event file of a run: its curves, its configuration as text, and its row under HPARAMS.
+"""TensorBoard events of a run: its curves, its configuration as text, and its row under HPARAMS."""
 
-The events are those of torch's SummaryWriter, but without its thread: what a full disk refuses is known at once, and
-nothing of it is lost.
-"""
-
-import io
-import os
 import re
-import socket
-import time
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import summary
-
-from trainer.monitor.metric_files import AppendedFile
+from torch.utils.tensorboard import SummaryWriter, summary
 
 TENSORBOARD_FOLDER = "tensorboard"
 # TensorBoard's page sorts groups by name, capitals first: it opens on these, and not on eval/bpt.
@@ -39,49 +29,58 @@ COMPARED = (
 
 
 class Events:
-    """Events for `file`, which writes them."""
+    """A `SummaryWriter` in the folder of a run that survives a full disk: it then continues in a new event file."""
 
-    def __init__(self, run_dir: Path, name: str, *, first_step: int, settings: Mapping[str, Any] | None) -> None:
-        """After a resume TensorBoard shows no more what an earlier start recorded after `first_step`."""
-        folder = run_dir / TENSORBOARD_FOLDER / (re.sub(r"[^\w.-]+", "-", name).lstrip(".") or "run")
-        beginning = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.file = AppendedFile(folder / beginning)
-        self._record(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if first_step:
-            self._record(
-                Event(wall_time=time.time(), step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
-            )
-        for part in (summary.custom_scalars(CHARTS), *(_of_settings(settings) if settings else ())):
-            self._record(Event(wall_time=time.time(), step=first_step, summary=part))
+    def __init__(self, run_dir: Path, name: str, settings: Mapping[str, Any] | None) -> None:
+        self._folder = run_dir / TENSORBOARD_FOLDER / (re.sub(r"[^\w.-]+", "-", name).lstrip(".") or "run")
+        self._settings = settings
+        self._writer: SummaryWriter | None = None
 
-    def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The scalars of a step."""
+    def open(self, step: int) -> SummaryWriter:
+        """Start an event file; TensorBoard hides what earlier files have from `step` on. Raises OSError."""
+        writer = SummaryWriter(str(self._folder), purge_step=step)
+        writer.add_custom_scalars(CHARTS)
+        if self._settings:
+            text = yaml.safe_dump(dict(self._settings), sort_keys=False, allow_unicode=True)
+            writer.add_text("configuration", textwrap.indent(text, "    "), step)  # in Markdown, four spaces make code
+            values = {name: _find_value(self._settings, name) for name in COMPARED}
+            compared = {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
+            # `add_hparams` would show them as a run of their own, in a folder below.
+            for part in summary.hparams(compared, {"eval/loss": 0.0, "train/loss": 0.0}):
+                writer.file_writer.add_summary(part, step)  # type: ignore[attr-defined]  # torch declares it as None
+        writer.flush()
+        self._writer = writer
+        return writer
+
+    def add_scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the scalars of a step; raises OSError."""
         shown = {**numbers, **{ON_TOP[name]: number for name, number in numbers.items() if name in ON_TOP}}
-        for tag, number in shown.items():
-            self._record(Event(wall_time=time.time(), step=step, summary=summary.scalar(tag, number)))
+        with self._flushed(step) as writer:
+            for tag, number in shown.items():
+                writer.add_scalar(tag, number, step)
 
-    def add_picture(self, step: int, tag: str, picture: Any) -> None:
-        """A picture (PIL) of a step."""
-        pixels = np.asarray(picture.convert("RGB"))
-        self._record(Event(wall_time=time.time(), step=step, summary=summary.image(tag, pixels, dataformats="HWC")))
+    def add_image(self, step: int, tag: str, image: Any) -> None:
+        """Write an image (PIL) of a step; raises OSError."""
+        with self._flushed(step) as writer:
+            writer.add_image(tag, np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
-    def _record(self, event: Any) -> None:
-        framed = io.BytesIO()
-        RecordWriter(framed).write(event.SerializeToString())
-        self.file.add(framed.getvalue())
+    def close(self) -> None:
+        """Stop the writer's thread; all events are flushed already."""
+        if self._writer is not None:
+            self._writer.close()
+
+    @contextmanager
+    def _flushed(self, step: int) -> Iterator[SummaryWriter]:
+        writer = self._writer if self._folder.is_dir() else None
+        # The thread of a writer dies of its first OSError, which every later call raises again.
+        self._writer = None
+        writer = writer or self.open(step)
+        yield writer
+        writer.flush()
+        self._writer = writer
 
 
-def _of_settings(settings: Mapping[str, Any]) -> list[Any]:
-    """The configuration as text, and its main settings for the comparison of runs by their last losses."""
-    text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-    # Markdown: four spaces in front make it code.
-    shown = summary.text("configuration", "\n".join(f"    {line}" for line in text.splitlines()))
-    values = {name: _value(settings, name) for name in COMPARED}
-    compared = {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
-    return [shown, *summary.hparams(compared, {"eval/loss": 0.0, "train/loss": 0.0})]
-
-
-def _value(settings: Mapping[str, Any], name: str) -> Any:
+def _find_value(settings: Mapping[str, Any], name: str) -> Any:
     value: Any = settings
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -42,7 +42,7 @@ from trainer.patches.mamba import check_packable
 from trainer.patches.packed_attention import check_supported
 from trainer.scu.law_settings import build_law
 from trainer.tasks.images.pipeline import is_pipeline
-from trainer.tasks.images.prepare import prepare_pictures, refuse_image_settings
+from trainer.tasks.images.prepare import prepare_image_run, refuse_image_settings
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prepare(
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
     if is_pipeline(config):
-        prepared = prepare_pictures(config, tell)
+        prepared = prepare_image_run(config, tell)
     else:
         prepared = _prepare_text(config, tell, model_files)
     # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.

@@ -1,4 +1,4 @@
-"""Causal language models as a task: tokens in, the next token's loss out."""
+"""Causal language modeling."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 class LanguageTask:
-    """See trainer/tasks/task.py."""
+    """Implements `trainer.tasks.task.Task`."""
 
     counted = "tokens"
     peft_type = "CAUSAL_LM"
@@ -37,19 +37,19 @@ class LanguageTask:
     def __init__(
         self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
-        """`config` is without `auto`."""
+        """`config` must have every `auto` resolved."""
         self._config, self._prepared, self._ranks = config, prepared, ranks
         self._device, self._precision, self._say = device, precision, say
         self._tokenizer_files: dict[str, bytes] | None = None
         self.flat_packs = False
-        """Packs are one row without padding."""
+        """Whether packed sequences are one row without padding."""
 
     @property
     def _any_token(self) -> int:
         return int(self._prepared.tokenizer.pad_token_id)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
-        """Folder or hub name, in 4 bits for `adapter: qlora`; the embedding grown for added tokens."""
+        """Load the base model, quantized for `adapter: qlora`, and resize its embedding for added tokens."""
         config = self._config
         model = load_base_model(
             config.base_model,
@@ -65,26 +65,22 @@ class LanguageTask:
         return model
 
     def keep_embeddings(self) -> bool:
-        """They are resized, or rows of them trained."""
         config, tokenizer = self._config, self._prepared.tokenizer
         return bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer)
 
     def added_tokens(self) -> list[int]:
-        """The ids of model.added_tokens."""
         ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
         return ids
 
     def small_pass(self, model: Any) -> object:
-        """Eight tokens."""
         few = torch.full((1, 8), self._any_token, device=self._device)
         return model(input_ids=few, use_cache=False)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
-        """-log p of the targets."""
         return TokenLoss(model, fused=fused_head, say=self._say, balance=self._config.training.router_aux_loss)
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """No token may see a later one, no document of a pack another."""
+        """Check that no token sees a later one, and no document of a packed sequence another."""
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
         self.flat_packs = config.dataset.packing and keep_documents_apart(loss, engine.module, self._any_token, device)
@@ -92,7 +88,6 @@ class LanguageTask:
             self._say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
 
     def batches(self) -> Batches | StreamBatches:
-        """Token sequences, in an order of their own for every epoch or as a stream has them."""
         training, samples = self._config.training, self._prepared.data.train
         common: dict[str, Any] = {
             "batch_size": training.batch_size,
@@ -109,7 +104,6 @@ class LanguageTask:
         return StreamBatches(samples, **common)
 
     def evaluation(self) -> Iterable[MicroBatch]:
-        """What is held out, in order."""
         training, samples = self._config.training, self._prepared.data.evaluation
         assert samples is not None
         return evaluation_batches(
@@ -122,11 +116,9 @@ class LanguageTask:
         )
 
     def meter(self, model: Any) -> MfuMeter | None:
-        """By the shapes of layers and documents."""
         return MfuMeter.of(model, self._device, self._precision)
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        """Answer the sample prompts."""
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), as_text(asked)
@@ -134,12 +126,11 @@ class LanguageTask:
             self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
             folder.save_answer(prompt, when, answer.strip())
 
-    def files_beside(self) -> Callable[[Path], None]:
-        """The tokenizer's files, made once here: the thread that writes them may not use the tokenizer."""
+    def companion_files(self) -> Callable[[Path], None]:
+        """Return a writer of the tokenizer's files, built here because another thread may not use the tokenizer."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
 
     def card(self, run_dir: Path, name: str) -> str:
-        """How to load it with transformers and PEFT."""
         return model_card(self._config, run_dir, read_metrics(run_dir), name=name)

@@ -1,7 +1,6 @@
-"""What a run asks of the kind of model that it trains; all else is the same for every kind.
+"""The interface between a run and the kind of model that it trains.
 
-A language model reads tokens and predicts the next one (language.py); an image model reads noisy latents and predicts
-the noise (images/task.py).
+Language models predict the next token (language.py); image models predict the noise in latents (images/task.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,32 +14,32 @@ from trainer.parallel.engine.protocol import Engine
 
 
 class Batch(Protocol):
-    """What one rank computes in one forward pass."""
+    """The input of one forward pass on one rank."""
 
     @property
     def tokens(self) -> int:
-        """Its size, in the unit that the task counts."""
+        """Size of the batch in the unit of `Task.counted`."""
         ...
 
     @property
     def target_count(self) -> int:
-        """What the sum of its losses is divided by."""
+        """Divisor of the summed loss."""
         ...
 
 
 class BatchSource(Protocol):
-    """What a run draws from, on one rank; the size of micro-batches may be changed between two steps."""
+    """The training batches of one rank; `batch_size` and `accumulation` may be changed between steps."""
 
     batch_size: int
     accumulation: int
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Over all ranks; None for a stream, which is one epoch without end."""
+        """Samples of all ranks; None for a stream, which is one endless epoch."""
         ...
 
     def step(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
-        """This rank's micro-batches `offset` samples into the epoch, and how many samples all ranks take."""
+        """Return this rank's micro-batches `offset` samples into the epoch, and the number of samples of all ranks."""
         ...
 
 
@@ -49,18 +48,18 @@ class StepLoss(Protocol):
 
     @property
     def balancing(self) -> torch.Tensor | float:
-        """Added to it in training only."""
+        """The balancing loss of the router, to be added in training."""
         ...
 
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
 
 
 class Task(Protocol):
-    """One kind of model, of one run on one rank."""
+    """A kind of model, in one run on one rank."""
 
     @property
     def counted(self) -> str:
-        """What a batch is counted in: tokens or images."""
+        """Unit in which batches are counted: tokens or images."""
         ...
 
     @property
@@ -69,55 +68,55 @@ class Task(Protocol):
         ...
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
-        """The frozen model on the device, partitioned while it is read where stage 3 asks for it."""
+        """Load the frozen model onto the device, partitioned on the fly at stage 3."""
         ...
 
     def keep_embeddings(self) -> bool:
-        """Whether layer gather leaves embedding and head whole."""
+        """Return whether the per-layer all-gather must leave embedding and head whole."""
         ...
 
     def added_tokens(self) -> list[int]:
-        """Rows of the embedding that are trained with the adapter."""
+        """Return the ids of embedding rows that are trained with the adapter."""
         ...
 
     def small_pass(self, model: Any) -> object:
-        """A forward pass over as little as the model takes."""
+        """Run a forward pass on the smallest input that the model takes."""
         ...
 
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
-        """The loss of this model, before the engine starts."""
+        """Build the loss of this model, before the engine starts."""
         ...
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
-        """What must be seen on the running model, before the first step. Raises UserError."""
+        """Check the running model before the first step. Raises UserError."""
         ...
 
     def batches(self) -> BatchSource:
-        """This rank's micro-batches of every step."""
+        """Return this rank's training batches."""
         ...
 
     def evaluation(self) -> Iterable[Any]:
-        """This rank's batches of what is held out; every rank has as many."""
+        """Return this rank's batches of held-out data; every rank has the same number."""
         ...
 
     def meter(self, model: Any) -> Any:
-        """Counts the model's FLOPs; None where they or the card's peak are not known."""
+        """Return a meter of the model's FLOPs, or None if they or the GPU's peak are unknown."""
         ...
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        """What the model makes of the sample prompts, kept in the run's `folder`; every rank must call it.
+        """Generate samples for the sample prompts and save them in the run's `folder`; every rank must call it.
 
         `when` is before, after, or step-N.
         """
         ...
 
-    def files_beside(self) -> Callable[[Path], None]:
-        """What writes into a folder of saved weights what they need in order to be used; rank 0.
+    def companion_files(self) -> Callable[[Path], None]:
+        """Return a function that writes the files that saved weights need into their folder; rank 0 only.
 
-        A thread may call what it returns while training goes on, but not this method.
+        The function may be called from a thread while training continues, this method may not.
         """
         ...
 
     def card(self, run_dir: Path, name: str) -> str:
-        """The model card of the finished run."""
+        """Return the model card of the finished run."""
         ...

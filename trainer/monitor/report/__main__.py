@@ -1,4 +1,4 @@
-"""`python -m trainer.monitor.report RUN [RUN ...] [--open]`: the page and plots of a run, or one page of several."""
+"""`zerolora report RUN [RUN ...] [--open]`: the page and plots of a run, or one page of several."""
 
 import sys
 import webbrowser
@@ -10,7 +10,7 @@ from trainer.monitor.report.write import write_report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Run the command; return 0, or 2 after an error message on stderr."""
     parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run, or one of several.")
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several: over each other"

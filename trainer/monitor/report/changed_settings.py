@@ -1,4 +1,4 @@
-"""Which settings of a run are not at their defaults."""
+"""The settings of a run that differ from their defaults."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from trainer.monitor.report.page import Changed, Settings
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings | None:
-    """Of every setting as training_config.json has it, `auto` resolved; None where it was not recorded."""
+    """Return the settings for the report, given training_config.json (`auto` resolved); None if it is empty."""
     if not config:
         return None
     given, defaults = flat(config), _defaults(config)
@@ -23,7 +23,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings | None:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value."""
+    """Flatten nested settings into {dotted name: value}."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
@@ -31,12 +31,12 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """As one types it on a command line."""
+    """Format a value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of everything that has one; the law of the SCU decides some of its own."""
+    # The SCU's law and measure determine some of the other defaults.
     scu = {name: config["scu"][name] for name in ("law", "measure") if name in config.get("scu", {})}
     least = {"base_model": "", "output_dir": "", "dataset": {"path": "x"}, "scu": scu}
     defaults = flat(RunConfig.model_validate(least).model_dump(mode="json"))

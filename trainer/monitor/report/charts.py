@@ -1,7 +1,7 @@
-"""The charts of a run: what each shows, and each as SVG and text that a browser lays out, sharp at every width.
+"""The charts of a run, and their rendering as SVG for the page.
 
-Lines are drawn in a square of 1000 x 1000 that is stretched to the chart, in strokes that are not; labels are text of
-the page beside it. Colours are the page's, light or dark.
+Lines are drawn in a square of 1000 x 1000 that is stretched to the chart while stroke widths are not; labels are HTML
+text next to it. Colours are CSS variables of the page, so that charts follow its light or dark mode.
 """
 
 import math
@@ -29,7 +29,7 @@ TICKS = 5
 
 @dataclass(frozen=True)
 class Curve:
-    """`kind` is line, pale, dashed or dots; `colour` a name of the style sheet; without a label not in the legend."""
+    """A series and its style: `kind` is line, pale, dashed or dots, `colour` a CSS class; no label, no legend entry."""
 
     line: Series
     kind: str
@@ -39,9 +39,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps; `low` and `high` are bounds that the axis must take in.
+    """Curves over the steps; the axis includes `low` and `high`, and `low=0` also allows a logarithmic axis.
 
-    `name` is that of its file as an image; `low=0` also allows powers of ten, where values spread far.
+    `name` is the name of the PNG file.
     """
 
     title: str
@@ -55,13 +55,13 @@ class Chart:
 
     @property
     def logarithmic(self) -> bool:
-        """Whether values above zero spread over more than a factor of 50."""
+        """Whether all values are positive and spread over more than a factor of `SPREAD_FOR_LOG_SCALE`."""
         values = np.concatenate([curve.line.finite().values for curve in self.curves])
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
 
 def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
-    """A chart for every metric that the records have values for, in reading order."""
+    """Return a chart for every metric that has values, in reading order."""
     training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
     loss = with_mean(training, "blue", "training")
     if len(held_out):
@@ -99,7 +99,7 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
         Chart("SCU: K, adapter from base", "bits per token of reference text", of_k, low=0.0, name="scu_kl"),
         Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0, name="scu_lambda"),
         Chart("SCU: DataBPT, information in the data", "bits per token", data, name="scu_data_bpt"),
-        # Apart from DataBPT: at an S of 1 or 2 % it would be a line along the bottom of a common axis.
+        # Not in one chart with DataBPT: at an S of 1 or 2 % it would be a line along the bottom of the axis.
         Chart(
             "SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0,
             name="scu_param_bpt",
@@ -108,7 +108,6 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
 
 
 def _steered(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:
-    """What the SCU steers, beside its target."""
     return (
         Curve(measured, "pale", "blue", f"{name} of the step"),
         Curve(smoothed, "line", "blue", f"{name} smoothed"),
@@ -121,7 +120,7 @@ def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
 
 
 def with_mean(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
-    """The values as they are, pale, and their running mean; alone where they are few."""
+    """Return pale curves of the raw values and their running mean, or only the values if they are few."""
     window = window_for(len(line))
     if window is None:
         return (Curve(line, "line", colour, label),)
@@ -131,7 +130,7 @@ def with_mean(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
 
 
 def draw(chart: Chart) -> str:
-    """The chart as HTML."""
+    """Render the chart as HTML."""
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
     values = np.concatenate([curve.line.finite().values for curve in chart.curves])
     low, high = float(values.min()), float(values.max())
@@ -154,7 +153,7 @@ def draw(chart: Chart) -> str:
     parts = [f'<line class="grid" x1="0" x2="{SIDE:g}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in
              (SIDE * down(mark) for mark in marks)]  # fmt: skip
     if chart.band:
-        # Powers of ten do not reach down to a band that begins at 0 or below.
+        # A logarithmic axis does not reach down to a band that begins at 0 or below.
         upper, lower = (SIDE * down(min(max(value, bottom), top)) for value in reversed(chart.band))
         parts.append(f'<rect class="band" x="0" width="{SIDE:g}" y="{upper:.1f}" height="{lower - upper:.1f}"/>')
     for curve in chart.curves:
@@ -166,8 +165,11 @@ def draw(chart: Chart) -> str:
     step_marks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
     labels = [f'<span class="y" style="top:{100 * down(mark):.2f}%">{number(mark)}</span>' for mark in marks]
     labels += [f'<span class="x" style="left:{100 * across(mark):.2f}%">{mark:,.0f}</span>' for mark in step_marks]
-    told = [curve for curve in chart.curves if curve.label]
-    legend = "".join(f'<span class="{curve.colour} {curve.kind}">{escape(curve.label)}</span>' for curve in told)
+    legend = "".join(
+        f'<span class="{curve.colour} {curve.kind}">{escape(curve.label)}</span>'
+        for curve in chart.curves
+        if curve.label
+    )
     words = f"{chart.unit}, by optimizer step" if chart.wide else chart.unit
     unit = f" <small>{escape(words)}</small>" if words else ""
     return (
@@ -182,7 +184,7 @@ Point = tuple[float, float, float, float] | None
 
 
 def _lines(points: Sequence[Point], curve: Curve) -> list[str]:
-    """A path that is broken where a value is not finite; a point alone is a dot."""
+    """Return a path with gaps at values that are not finite; an isolated point becomes a dot."""
     words, pen_down = [], False
     for point in points:
         if point is not None:
@@ -202,7 +204,7 @@ def _dots(points: Sequence[Point], curve: Curve) -> list[str]:
 
 
 def _thinned(line: Series) -> tuple[list[float], list[float]]:
-    """The curve in so many points that a screen can show; of each stretch the lowest and the highest stay."""
+    """Reduce the curve to about `MOST_POINTS` points, keeping the lowest and highest of each stretch."""
     if len(line) <= MOST_POINTS:
         return line.steps.tolist(), line.values.tolist()
     kept: set[int] = {0, len(line) - 1}
@@ -217,7 +219,7 @@ def _thinned(line: Series) -> tuple[list[float], list[float]]:
 
 
 def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round numbers, one at or below `low`, one at or above `high`."""
+    """Return round numbers from at or below `low` to at or above `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -233,7 +235,7 @@ def _powers(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Short, for an axis: 1,500, 0.25, 2e-4."""
+    """Format a number for an axis: 1,500, 0.25, 2e-4."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:

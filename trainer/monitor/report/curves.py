@@ -1,4 +1,4 @@
-"""What a plot is made of: a metric over the steps, and its running mean."""
+"""Metrics as series over the steps, their running means, and the held-out losses of a run."""
 
 import math
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counted:
-    """What a task counts its batches in (trainer/tasks/task.py), and the words for what it measures."""
+    """The unit in which a task (trainer/tasks/task.py) counts its batches, and its labels."""
 
     name: str
     samples: str
     loss: str
     digits: int
-    """Of what is computed in a second."""
+    """Decimals of the throughput."""
 
     @property
     def rate(self) -> str:
-        """The metric of a rank's speed."""
+        """Name of the metric with the throughput of a rank."""
         return f"perf/{self.name}_per_second_per_gpu"
 
 
 TOKENS = Counted("tokens", "sequences", "nats per token", 0)
-IMAGES = Counted("images", "pictures", "mean squared error", 2)
+IMAGES = Counted("images", "images", "mean squared error", 2)
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Series:
         return len(self.steps)
 
     def finite(self) -> "Series":
-        """The same without the steps whose value is NaN."""
+        """Return the series without the steps where it is NaN."""
         kept = np.isfinite(self.values)
         return Series(self.steps[kept], self.values[kept])
 
 
 def series(records: list[Record], name: str) -> Series:
-    """Values of one metric by step; of several records of a step the last one counts."""
+    """Return the values of a metric by step; the last record of a step counts."""
     by_step = {record["step"]: record[name] for record in records if name in record}
     ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
     pairs = np.array(ordered, dtype=np.float64).reshape(-1, 2)
@@ -60,7 +60,7 @@ def series(records: list[Record], name: str) -> Series:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out losses of a run. `after` is that of the weights that were saved, at `kept_step`."""
+    """The held-out losses of a run. `after` is the loss of the saved weights, which are from step `kept_step`."""
 
     before: float
     after: float
@@ -70,7 +70,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, records: list[Record]) -> "HeldOut | None":
-        """Return None if fewer than two evaluations are finite: nothing can be compared."""
+        """Return the losses, or None if fewer than two evaluations are finite."""
         line = series(records, "eval/loss").finite()
         if len(line) < 2:
             return None
@@ -82,12 +82,12 @@ class HeldOut:
 
 
 def counted_in(records: list[Record]) -> Counted:
-    """What the run counted its batches in: tokens, or images."""
+    """Return the unit of a run's batches, tokens or images."""
     return IMAGES if any("train/images" in record for record in records) else TOKENS
 
 
 def running_mean(values: Values, window: int) -> Values:
-    """Mean over `window` neighbours, fewer at both ends, NaN left out; centred, so that it does not lag."""
+    """Return the centered mean over `window` values (fewer at both ends), ignoring NaN."""
     known = np.isfinite(values)
     kernel = np.ones(min(window, len(values)) | 1)
     half = len(kernel) // 2
@@ -97,12 +97,12 @@ def running_mean(values: Values, window: int) -> Values:
 
 
 def window_for(count: int) -> int | None:
-    """Records that a mean is taken over, odd, so that it is centred on its step; None for too few records."""
+    """Return the odd window of the running mean for a number of records; None if they are too few."""
     return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
 
 
 def held_out_label(records: list[Record]) -> str:
-    """Return the legend of the held-out losses, with the numbers of `HeldOut`."""
+    """Return the legend of the held-out losses, with the losses before and after training."""
     held_out = HeldOut.of(records)
     if held_out is None:
         return f"held out, {series(records, 'eval/loss').finite().values[0]:.3f}"

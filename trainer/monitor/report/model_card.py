@@ -1,7 +1,7 @@
 """The model card of an adapter, written at the end of training and by `zerolora push`.
 
-No card names a folder outside of the directory that training was started in, because cards are uploaded: of other
-local models and data it has the last part of the path. The code of a card in a run's folder runs as it is.
+Cards are uploaded, so no card names a folder outside of the directory in which training was started: other local
+models and data appear with the last part of their path. The code of a card in a run's folder runs as is.
 """
 
 import re
@@ -24,7 +24,7 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".ar
 
 
 def is_own_card(card: Path) -> bool:
-    """Whether a person wrote it: neither zerolora nor PEFT, which leaves a form to fill in."""
+    """Return whether a user wrote the card, rather than zerolora or PEFT, which leaves a form to fill in."""
     if not card.is_file():
         return False
     text = card.read_text(encoding="utf-8", errors="replace")
@@ -32,7 +32,7 @@ def is_own_card(card: Path) -> bool:
 
 
 def public_name(name: str) -> str:
-    """The hub's name of a model or data set, also from a folder of the hub's cache; of other paths the last part."""
+    """Return the hub name of a model or dataset, also for a folder in the hub's cache, or the last part of a path."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     if cached:
         return f"{cached[1]}/{cached[2]}"
@@ -40,16 +40,16 @@ def public_name(name: str) -> str:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name can only be one of the hub: owner/name, and nothing of the kind on this machine."""
+    """Return whether a name can only be on the hub: it has the form owner/name, and no such path exists locally."""
     is_file_name = name.lower().endswith(DATA_FILES)
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
 def python_path(name: str, *, uploaded: bool = False) -> str:
-    """Return the Python expression by which `from_pretrained` finds a model or adapter.
+    """Return the Python expression to pass to `from_pretrained` for a model or adapter.
 
-    A path below the working directory or the home directory is written relative to it. Others, and every path in a card
-    that is uploaded, become a placeholder.
+    Paths below the working directory or the home directory are written relative to it. Other paths, and every path in
+    an uploaded card, become a placeholder.
     """
     if is_on_hub(public_name(name)):
         return f'"{public_name(name)}"'
@@ -62,15 +62,15 @@ def python_path(name: str, *, uploaded: bool = False) -> str:
 
 
 def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name: str) -> str:
-    """Return the card: what the adapter was trained from, how, its results, and how to load it.
+    """Return the text of the card: base model, data, training settings, results, and how to load the adapter.
 
-    `name` is the adapter's repository, owner/name, or the absolute path of its folder.
+    `name` is the adapter's repository (owner/name) or the absolute path of its folder.
     """
     base = public_name(config.base_model)
     groups = dict(summary_rows(records, config.model_dump(mode="json"), read_run(run_dir))) if records else {}
     sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
     held_out = config.dataset.evaluation.path if config.dataset.evaluation else None
-    # Rows with a path, or a command line, are written here or not at all.
+    # Rows that contain a path or a command line are rewritten here or left out.
     about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
     about += [("data", ", ".join(map(public_name, sources)))]
     about += [("held out", public_name(held_out))] if held_out else []
@@ -93,7 +93,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
 
 def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) -> str:
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation"}
-    # The hub refuses a card that names a model which cannot be one of its own.
+    # The hub rejects a card whose base model cannot be on the hub.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [public_name(source) for source in sources if is_on_hub(source)]

@@ -1,4 +1,4 @@
-"""The HTML of a report: one file that needs no other, readable in a browser, a mail or a printout."""
+"""The HTML of a report: one self-contained file for a browser, an email or a printout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,12 +101,12 @@ summary { cursor: pointer; color: var(--soft); }
 
 
 SHORT_PHASE = 0.01
-"""Phases of a smaller fraction of the time are shown as one."""
+"""Phases below this fraction of the time are shown as one."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number in large type, what it is, and a word on it."""
+    """A number in large type with a label and a note."""
 
     label: str
     value: str
@@ -115,7 +115,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Answer:
-    """A sample prompt, and what was said to it, by who said it: before and after training, or a run each."""
+    """A sample prompt and its answers, by column: before and after training, or one per run."""
 
     prompt: str
     said: Mapping[str, str]
@@ -123,7 +123,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Changed:
-    """A setting that is not at its default."""
+    """A setting that differs from its default."""
 
     name: str
     value: str
@@ -132,7 +132,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run: those that are not at their defaults, and all of them."""
+    """The settings of a run: those that differ from their defaults, and all of them as YAML."""
 
     changed: Sequence[Changed]
     whole: str
@@ -153,9 +153,9 @@ def render_page(
     settings: Settings | None = None,
     wide: Sequence[str] = (),
 ) -> str:
-    """The page as text; `figures` and `wide` are HTML, all else is escaped. `files` lie beside the page.
+    """Return the page; `figures` and `wide` are HTML, all else is escaped.
 
-    `times` are seconds by phase.
+    `files` are in the folder of the page; `times` are seconds by phase.
     """
     tables = [_table(name, rows) for name, rows in groups]
     if times:
@@ -197,7 +197,7 @@ def _answer(answer: Answer) -> str:
 
 
 def _times(times: Mapping[str, float]) -> str:
-    """A bar of the phases that took longest to shortest, and their seconds."""
+    """Render a bar of the phases, longest first, and a table of their seconds."""
     whole = sum(times.values()) or 1.0
     short = {name for name, seconds in times.items() if seconds < SHORT_PHASE * whole}
     shown = {name: seconds for name, seconds in times.items() if name not in short}
@@ -224,13 +224,13 @@ def _settings(settings: Settings) -> str:
 
 
 MOST_ON_A_PHONE = 3
-"""Columns that are cut into lines there; more of them are pushed aside by a finger."""
+"""Tables of up to this many columns wrap on a phone; wider ones scroll."""
 
 
 def wide_table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = False, runs: bool = False
 ) -> str:
-    """A table over the whole width; `code` sets all cells but the first as such, with `runs` each row is a run's."""
+    """Render a table of full width; `code` formats all cells but the first as code, `runs` marks each row as a run."""
     mark = ("<code>", "</code>") if code else ("", "")
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     lines = "".join(

@@ -1,4 +1,4 @@
-"""The charts of a run as PNGs, drawn with matplotlib: raw values pale, their running mean strong."""
+"""The charts of a run as PNG files, drawn with matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ STROKES: dict[str, dict[str, Any]] = {
     "dashed": {"linewidth": 1.4, "linestyle": "--"},
     "dots": {"linestyle": "none", "marker": "o", "markersize": 7, "zorder": 5},
 }
-"""How each kind of curve (trainer/monitor/report/charts.py) is drawn."""
+"""Line style of each kind of curve (trainer/monitor/report/charts.py)."""
 
 
 def draw_plots(charts: Sequence[Chart], folder: Path) -> None:
@@ -51,14 +51,14 @@ def draw_plots(charts: Sequence[Chart], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for chart in charts:
         with matplotlib.rc_context(STYLE):
-            # A Figure of its own needs no pyplot, hence no display and no global state.
+            # A Figure without pyplot needs no display and no global state.
             figure = Figure(figsize=WIDE_INCHES if chart.wide else SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
             draw_chart(figure.add_subplot(), chart)
             figure.savefig(folder / f"{chart.name}.png")
 
 
 def draw_chart(axes: Any, chart: Chart) -> None:
-    """The chart's curves, band, axes and legend."""
+    """Draw the curves, band, axes and legend of a chart."""
     axes.set_title(chart.title)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(chart.unit)
@@ -75,7 +75,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
         axes.set_ylim(bottom=chart.low)
     if axes.get_legend_handles_labels()[1]:
-        # In the line of the title, where it covers no data.
+        # Next to the title, where it covers no data.
         axes.legend(
             loc="lower right", bbox_to_anchor=(1.01, 0.99), ncols=4, fontsize=9.5, handlelength=1.6, columnspacing=1.4
         )

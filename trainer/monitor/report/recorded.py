@@ -1,4 +1,4 @@
-"""What a report reads of a run's own records: each file in the shape it was written in, or a line that names it."""
+"""Readers of the files that a run has recorded about itself; each raises a UserError that names an invalid file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer.contract.whole_files import write_json
 
 
 class RunRecord(BaseModel):
-    """Of run.json what the page shows."""
+    """The fields of run.json that the page shows."""
 
     started: str
     command: list[str]
@@ -20,7 +20,7 @@ class RunRecord(BaseModel):
     device: str
     device_name: str
     precision: str | None = None
-    """What `auto` came to; older versions did not write it."""
+    """The value that `auto` was resolved to."""
     python: str
     packages: dict[str, str]
     commit: str | None
@@ -30,29 +30,29 @@ TIMES = "time_by_phase.json"
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Every setting of training_config.json; nothing if there is no such file. Raises UserError."""
+    """Return the settings of training_config.json, or an empty dict if the file does not exist."""
     config: RunConfig | None = _read(run_dir / "training_config.json", RunConfig)
     return config.model_dump(mode="json") if config else {}
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """What run.json says the run ran on; nothing if there is no such file. Raises UserError."""
+    """Return the content of run.json, or an empty dict if the file does not exist."""
     record: RunRecord | None = _read(run_dir / "run.json", RunRecord)
     return record.model_dump() if record else {}
 
 
 def read_answers(path: Path) -> dict[str, dict[str, str]]:
-    """Prompt -> before, after -> answer; nothing if there is no such file. Raises UserError."""
+    """Return {prompt: {before or after: answer}}, or an empty dict if the file does not exist."""
     return _read(path, dict[str, dict[str, str]]) or {}
 
 
 def read_times(run_dir: Path) -> dict[str, float]:
-    """Phase -> seconds of rank 0; nothing if there is no such file. Raises UserError."""
+    """Return {phase: seconds of rank 0}, or an empty dict if the file does not exist."""
     return _read(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
 def keep_times(run_dir: Path, seconds: Mapping[str, float], *, goes_on: bool) -> None:
-    """Note the seconds of each phase; those of the starts before are added where the run `goes_on`."""
+    """Record the seconds of each phase, added to those of earlier starts if the run `goes_on`."""
     before = read_times(run_dir) if goes_on else {}
     names = list(dict.fromkeys([*before, *seconds]))
     write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
@@ -62,6 +62,6 @@ def _read(path: Path, shape: Any) -> Any:
     try:
         return read_json(path, shape)
     except FileNotFoundError:
-        return None  # the metrics alone make a report
+        return None  # a report needs only the metrics
     except UnreadableFile as error:
-        raise UserError(f"{path}: {error.problem}; put back what the run wrote, or remove it") from None
+        raise UserError(f"{path}: {error.problem}; restore the file that the run wrote, or delete it") from None

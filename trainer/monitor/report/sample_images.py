@@ -1,4 +1,4 @@
-"""Sample images of a run, as files: samples/00-before.png, ... which prompt each is of, and as parts of a page."""
+"""Sample images of a run: their files (samples/00-before.png, ...), their prompts, and their thumbnails on a page."""
 
 import base64
 import io
@@ -15,28 +15,28 @@ SAMPLES = "samples"
 INDEX = "prompts.json"
 MOST_SHOWN = 60
 MOST_CHARACTERS = 600_000
-"""Of all pictures of a page together, which has to stay under 1 MB."""
+"""Limit for all images of a page together; the page must stay under 1 MB."""
 SIDES = (448, 320, 224, 160, 112, 80)
 JPEG_QUALITY = 80
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture within a page: when it was drawn, and a `data:` address that holds all of it."""
+    """An image embedded in a page: when it was drawn, and its `data:` URL."""
 
     when: str
     address: str
 
 
-def keep_picture(run_dir: Path, prompt: str, when: str, picture: Any) -> None:
-    """Write one picture; `when` is before, after, or step-N."""
+def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None:
+    """Write one image; `when` is before, after, or step-N."""
     folder = run_dir / SAMPLES
     folder.mkdir(exist_ok=True)
     prompts = read_prompts(run_dir)
     if prompt not in prompts:
         prompts.append(prompt)
         write_json(folder / INDEX, prompts)
-    picture.save(folder / f"{prompts.index(prompt):02d}-{when}.png")
+    image.save(folder / f"{prompts.index(prompt):02d}-{when}.png")
 
 
 def read_prompts(run_dir: Path) -> list[str]:
@@ -48,8 +48,8 @@ def read_prompts(run_dir: Path) -> list[str]:
     return prompts
 
 
-def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
-    """(prompt, its pictures): before training, during it in the order of steps, after it."""
+def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
+    """Return (prompt, image files) pairs; files are in the order before, step-N, after."""
     found = []
     for index, prompt in enumerate(read_prompts(run_dir)):
         files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
@@ -57,18 +57,18 @@ def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
     return found
 
 
-def shown_in_page(run_dir: Path) -> list[tuple[str, list[Shown]]]:
-    """`pictures_of` as JPEGs within the page, as large as all of them together may be; damaged ones are left out.
+def embed_sample_images(run_dir: Path) -> list[tuple[str, list[Shown]]]:
+    """Return the sample images as embedded JPEGs, as large as `MOST_CHARACTERS` allows; unreadable files are skipped.
 
-    Of a long run each prompt keeps its first picture, its last and some between them, evenly spaced.
+    For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
     """
-    rows = pictures_of(run_dir)[: MOST_SHOWN // 2]
+    rows = find_sample_images(run_dir)[: MOST_SHOWN // 2]
     each = max(2, MOST_SHOWN // max(1, len(rows)))
     chosen = [(prompt, _spread(files, each)) for prompt, files in rows]
     shown: list[tuple[str, list[Shown]]] = []
     for side in SIDES:
         shown = [(prompt, _embedded(files, side)) for prompt, files in chosen]
-        if sum(len(picture.address) for _, row in shown for picture in row) <= MOST_CHARACTERS:
+        if sum(len(image.address) for _, row in shown for image in row) <= MOST_CHARACTERS:
             break
     return [(prompt, row) for prompt, row in shown if row]
 
@@ -86,8 +86,8 @@ def _embedded(files: Sequence[Path], side: int) -> list[Shown]:
     for file in files:
         out = io.BytesIO()
         try:
-            with Image.open(file) as picture:
-                small = picture.convert("RGB")
+            with Image.open(file) as image:
+                small = image.convert("RGB")
         except OSError:
             continue
         small.thumbnail((side, side))

@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves over each other, their results, and the settings in which they differ."""
+"""A page that compares several runs: overlaid curves, results, and differing settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from trainer.monitor.report.write import ANSWERS, duration, rate_of, training_se
 
 PAGE = "runs.html"
 MOST = 8
-"""As many as there are colours that can be told apart."""
+"""Number of distinguishable colours."""
 CHARTS = (
     ("Loss", "nats per token", "train/loss", None),
     ("Held-out loss", "nats per token", "eval/loss", None),
@@ -34,7 +34,7 @@ NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one run has left of itself."""
+    """The records of one run."""
 
     name: str
     records: list[Record]
@@ -43,9 +43,9 @@ class Recorded:
 
 
 def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
-    """Write a page of several runs to `page`; returns it. Raises UserError for a folder that has no metrics."""
+    """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MOST:
-        raise UserError(f"zerolora report: {len(folders)} runs, and {MOST} can be told apart; name fewer")
+        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MOST} fit on a page; name fewer")
     runs = [_read(folder) for folder in folders]
     names = _names(folders)
     runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
@@ -72,7 +72,7 @@ def _read(folder: Path) -> Recorded:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Folders by their last part, or by more of them where that is the same."""
+    """Name folders by their last part, or by as many as make the names unique."""
     whole = [folder.resolve().parts for folder in folders]
     depth = next(
         (
@@ -88,15 +88,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def overlaid(runs: Sequence[Recorded]) -> list[Chart]:
-    """A chart for every metric that a run has values for, a line for each run: means where there are many values."""
+    """Return a chart for every metric that has values, with a curve per run: running means of long series."""
     found = []
     for title, unit, metric, low in CHARTS:
         curves = tuple(curve for at, run in enumerate(runs) for curve in _curves(run, metric, f"run{at}"))
-        wide = metric in ("train/loss", "eval/loss")  # whose legend says which run has which colour
-        told = curves if wide else tuple(replace(curve, label="") for curve in curves)
+        wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
+        shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
         if any(len(curve.line.finite()) for curve in curves):
             squares = wide and IMAGES in [counted_in(run.records) for run in runs]
-            found.append(Chart(title, IMAGES.loss if squares else unit, told, low=low, wide=wide))
+            found.append(Chart(title, IMAGES.loss if squares else unit, shown, low=low, wide=wide))
     return found
 
 
@@ -136,7 +136,6 @@ def _outcome(run: Recorded) -> list[str]:
 
 
 def _differences(runs: Sequence[Recorded]) -> list[str]:
-    """The settings that are not the same in all runs."""
     settings = [flat(run.settings) for run in runs]
     names = list(dict.fromkeys(name for found in settings for name in found))
     rows = []
@@ -148,7 +147,7 @@ def _differences(runs: Sequence[Recorded]) -> list[str]:
 
 
 def _answers(runs: Sequence[Recorded]) -> list[Answer]:
-    """What each run says after training, beside the base, which has said the same before all of them."""
+    """Return the answers of each run after training, and of the base if all runs recorded the same ones."""
     prompts = dict.fromkeys(prompt for run in runs for prompt in run.answers)
     found = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""A run at a glance: the page RUN/report.html and its plots as PNGs."""
+"""The report of a run: the page RUN/report.html, and its plots as PNG files."""
 
 import math
 import shlex
@@ -18,11 +18,11 @@ from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import TOKENS, Counted, HeldOut, counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
 from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
-from trainer.monitor.report.sample_images import shown_in_page
+from trainer.monitor.report.sample_images import embed_sample_images
 
 PAGE = "report.html"
 ANSWERS = "answers.json"
-"""Prompt -> before, after -> answer."""
+"""{prompt: {before or after: answer}}."""
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 FILES = (
     DIFFUSERS,
@@ -39,7 +39,7 @@ PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` (its charts drawn in it) and `run_dir/plots/*.png`; returns the page's path.
+    """Write `run_dir/report.html` (with its charts) and `run_dir/plots/*.png`; return the page's path.
 
     Raises UserError if the run has no metrics.
     """
@@ -66,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
         summary_rows(records, config, run) + _restart_rows(run_dir),
         [draw(chart) for chart in shown],
         answers=answers,
-        pictures=shown_in_page(run_dir),
+        pictures=embed_sample_images(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
         times=read_times(run_dir),
@@ -77,7 +77,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What one does with a run that has ended, as commands."""
+    """Return (label, command) pairs to run after training."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
@@ -93,29 +93,29 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def keep_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
-    """Note an answer to a sample prompt for the page; `when` is before or after."""
+    """Record an answer to a sample prompt for the page; `when` is before or after."""
     path = run_dir / ANSWERS
     said = read_answers(path)
     write_json(path, said | {prompt: said.get(prompt, {}) | {when: answer}})
 
 
 def _answers(run_dir: Path) -> list[Answer]:
-    """Answers to the sample prompts that were given both before and after training."""
+    """Return the answers to prompts that were answered both before and after training."""
     said = read_answers(run_dir / ANSWERS)
     both = {prompt: at for prompt, at in said.items() if {"before", "after"} <= set(at)}
     return [Answer(prompt, {when: at[when] for when in ("before", "after")}) for prompt, at in both.items()]
 
 
 def values_of(records: list[Record], name: str) -> list[float]:
-    """Finite values of one metric in the order of the steps; of several records of a step the last one counts."""
+    """Return the finite values of a metric in the order of the steps; the last record of a step counts."""
     by_step = {record["step"] or 0: record[name] for record in records if name in record}
     return [value for _, value in sorted(by_step.items()) if value is not None]
 
 
 def training_seconds(records: list[Record]) -> float:
-    """Return the seconds from the first record to the last, without pauses between an interruption and a resumption.
+    """Return the seconds from the first record to the last, without pauses between interruption and resumption.
 
-    A gap is a pause if it is ten minutes longer than ten times what its steps take.
+    A gap is a pause if it exceeds ten times the duration of its steps by more than ten minutes.
     """
     seconds = 0.0
     for before, after in pairwise(record for record in records if record.get("time") is not None):
@@ -128,11 +128,11 @@ def training_seconds(records: list[Record]) -> float:
 
 
 def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
-    """Return the few numbers that readers look for first."""
+    """Return the most important numbers: losses, throughput, memory, time."""
     shown = []
     held_out, losses = HeldOut.of(records), values_of(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
-    # Two single batches would tell more of their texts than of the training.
+    # The losses of single batches depend more on their texts than on the training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     of = f", means of {count} records" if count > 1 else ""
@@ -155,7 +155,7 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
 def summary_rows(
     records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The summary table: groups of (name, value); what a run did not record is left out."""
+    """Return the summary tables as (title, rows of name and value), without what the run did not record."""
     groups = [
         ("Model and data", _model_rows(config, counted_in(records))),
         ("Training", _training_rows(records, config, run)),
@@ -262,9 +262,8 @@ def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _restart_rows(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Why the ranks were started again, and from where they went on; no group without a restart."""
     rows = [
-        (f"step {restart.step}", f"{restart.reason}; went on from {restart.checkpoint or 'the start'}")
+        (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
         for restart in read_restarts(run_dir)
     ]
     return [("Restarts", rows)] if rows else []
@@ -281,7 +280,7 @@ def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 
 
 def rate_of(records: list[Record]) -> float | None:
-    """Median tokens or images per second of one rank: the first step, which warms up, does not count for more."""
+    """Return the median tokens or images per second of one rank, which the slow first step does not distort."""
     rates = values_of(records, counted_in(records).rate)
     return statistics.median(rates) if rates else None
 
@@ -291,7 +290,7 @@ def _change(before: float, after: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the two largest units that it has."""
+    """Format a duration in its two largest units."""
     minutes, hours = seconds / 60, seconds / 3600
     if minutes < 1:
         return f"{seconds:.0f} s"

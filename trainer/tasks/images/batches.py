@@ -1,7 +1,7 @@
-"""Micro-batches of pictures: the same global batch, noise and times on any number of ranks.
+"""Micro-batches of images: the same global batch, noise and times on any number of ranks.
 
-What is drawn for a picture (noise, time, mirror image, dropped caption) depends on the seed, the epoch and its place in
-the epoch's order alone, so that a resumed run and one on other ranks draw the same.
+All random choices for an image (noise, time, flip, dropped caption) depend only on the seed, the epoch and its position
+in the epoch, so that a resumed run and a run on a different number of ranks draw the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,39 +19,39 @@ from trainer.tasks.images.families import Conditions
 
 EVALUATION_TIMES = 4
 SIZES = "sizes"
-"""SDXL's conditioning by size and crop, which 16 bits would round."""
+"""Name of SDXL's size and crop conditioning, kept in fp32 because 16 bits would round it."""
 _EVALUATION, _PRIOR, _TRAINING = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures of one size, as tensors on the host, fp32."""
+    """Images of one size as fp32 tensors on the host."""
 
     latents: Tensor
     """[B, C, H, W]."""
     noise: Tensor
     times: Tensor
-    """Between 0 and 1 [B]: the position in the scheduler's range of times."""
+    """Positions [B] between 0 and 1 in the scheduler's range of timesteps."""
     conditions: Conditions
     captions: tuple[str, ...]
     weights: Tensor
-    """Of each picture's loss [B]; 0 for padding."""
+    """Weights [B] of the images' losses; 0 for padding."""
 
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """What one rank computes in one micro-step: most often one group."""
+    """The groups of one micro-step on one rank, usually a single one."""
 
     groups: tuple[Group, ...]
     tokens: int
-    """Pictures."""
+    """Number of images."""
     target_count: int
-    """Number of pictures that the loss is divided by; pictures of the class do not count."""
+    """Number of images that the loss is divided by; class images do not count."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is random about how a picture is shown."""
+    """The random choices made for each image."""
 
     draw_time: Callable[[torch.Generator], float]
     flip: bool
@@ -61,7 +61,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class _Row:
-    """One picture as it is shown once."""
+    """An image with its random choices."""
 
     entry: Entry
     caption: int
@@ -73,10 +73,9 @@ class _Row:
 
 
 class ImageBatches(GlobalBatches):
-    """This rank's part of every global batch of pictures.
+    """This rank's part of every global batch of images.
 
-    A global batch is of one size as far as the epoch's pictures allow it; what is left over of each size comes
-    together in mixed ones.
+    A global batch has images of one size as far as possible; the remaining images of an epoch form mixed batches.
     """
 
     def __init__(
@@ -99,11 +98,10 @@ class ImageBatches(GlobalBatches):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Pictures, over all ranks."""
         return len(self.samples)
 
     def step(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
-        """This rank's micro-batches of the step `offset` pictures into the epoch, and how many all ranks take."""
+        """Return this rank's micro-batches `offset` images into the epoch, and the number of images of all ranks."""
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
         places = np.arange(offset, offset + len(taken))
         parts = self.parts()
@@ -112,7 +110,7 @@ class ImageBatches(GlobalBatches):
         return made, len(taken)
 
     def _passes(self, taken: NDArray[np.int64], places: NDArray[np.int64], first: int) -> int:
-        """Groups of the rank that has most of them in the micro-step that begins at `first`."""
+        """Return the largest number of groups of any rank in the micro-step that begins at `first`."""
         found = []
         for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
             part = slice(start, start + self.batch_size)
@@ -123,7 +121,7 @@ class ImageBatches(GlobalBatches):
         return max(found)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of the pictures."""
+        """Return the permutation of the images in an epoch."""
         size = self.global_batch_size
         if self._order is None or self._order[:2] != (epoch, size):
             order = order_of(self.samples, epoch, together=size, seed=self._seed, shuffle=self._shuffle)
@@ -148,18 +146,18 @@ class ImageBatches(GlobalBatches):
 
     def _row(self, samples: ImageSamples, index: int, epoch: int, place: int, kind: int, weight: float) -> _Row:
         drawing, entry = self._drawing, samples[index]
-        generator = generator_of(self._seed, epoch, place, kind)
+        generator = seeded_generator(self._seed, epoch, place, kind)
         mirrored, dropped = torch.rand(2, generator=generator).tolist()
         mean, std = samples.store.latents(entry.number, flipped=drawing.flip and mirrored < 0.5)
         time = drawing.draw_time(generator)
         latents = mean + std * torch.randn(mean.shape, generator=generator)
         noise = torch.randn(mean.shape, generator=generator)
-        caption = samples.store.number_of("") if dropped < drawing.caption_dropout else entry.caption
+        caption = samples.store.caption_number("") if dropped < drawing.caption_dropout else entry.caption
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 
 def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world_size: int) -> Iterator[ImageBatch]:
-    """Every held-out picture at fixed times with fixed noise, whatever the run's seed; every rank yields as many."""
+    """Yield the held-out images with times and noise that do not depend on the seed; the same number on every rank."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)
@@ -174,18 +172,18 @@ def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
     index, time = divmod(at, EVALUATION_TIMES)
     entry = samples[index]
     mean, _ = samples.store.latents(entry.number, flipped=False)
-    noise = torch.randn(mean.shape, generator=generator_of(0, index, time, _EVALUATION))
+    noise = torch.randn(mean.shape, generator=seeded_generator(0, index, time, _EVALUATION))
     return _Row(entry, entry.caption, mean, noise, (time + 0.5) / EVALUATION_TIMES, weight, samples)
 
 
-def generator_of(*numbers: int) -> torch.Generator:
-    """A generator that these numbers alone decide."""
+def seeded_generator(*numbers: int) -> torch.Generator:
+    """Create a generator seeded by the numbers."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
 
 
 def order_of(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
-    """The permutation of the pictures in an epoch whose global batches are of `together` pictures."""
+    """Return the permutation of the images in an epoch with global batches of `together` images."""
     draw = np.random.default_rng([seed, epoch])
     order = draw.permutation(len(samples)) if shuffle else np.arange(len(samples))
     return by_size(order, samples.sizes, together, draw if shuffle else None)
@@ -194,7 +192,7 @@ def order_of(samples: ImageSamples, epoch: int, *, together: int, seed: int, shu
 def by_size(
     order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """The order rearranged so that runs of `together` pictures have one size, with what is left over at the end."""
+    """Rearrange the order so that runs of `together` images have one size, with the remaining images at the end."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index in order.tolist():
         groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
@@ -211,10 +209,10 @@ def by_size(
 
 
 def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
-    """Rows by size, as tensors; `count` is what the loss is divided by.
+    """Group rows by size and stack them; the loss is divided by `count`.
 
-    There are at least `passes` groups, the last ones without weight: at stage 3 all ranks bring weights together in
-    every forward pass, so that a rank with fewer of them would leave the others waiting.
+    Groups of zero weight are appended up to `passes` groups: at stage 3 all ranks take part in the all-gathers of every
+    forward pass, so a rank with fewer passes would block the others.
     """
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
@@ -227,7 +225,7 @@ def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
 def _group(rows: Sequence[_Row]) -> Group:
     found: list[dict[str, Any]] = []
     for row in rows:
-        found.append(row.samples.store.conditions(row.caption) | {SIZES: sizes_of(row.entry)})
+        found.append(row.samples.store.conditions(row.caption) | {SIZES: size_conditions(row.entry)})
     return Group(
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),
@@ -238,7 +236,7 @@ def _group(rows: Sequence[_Row]) -> Group:
     )
 
 
-def sizes_of(entry: Entry) -> Tensor:
-    """SDXL's conditioning: height and width before, top and left of the crop, height and width of what is seen."""
+def size_conditions(entry: Entry) -> Tensor:
+    """Return SDXL's conditioning: original height and width, top and left of the crop, target height and width."""
     (width, height), (left, top) = entry.original, entry.crop
     return torch.tensor([height, width, top, left, entry.height, entry.width], dtype=torch.float32)

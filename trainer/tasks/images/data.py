@@ -1,6 +1,6 @@
-"""Latents and conditions made once, by the VAE and the text encoders, in a cache that content and settings name.
+"""A cache of latents and conditions, encoded once by the VAE and text encoders and keyed by content and settings.
 
-What the VAE says of a picture is a mean and a standard deviation; training draws from them again each time.
+The VAE encodes an image to a mean and a standard deviation, from which training samples each time.
 """
 
 import json
@@ -21,11 +21,11 @@ from torch import Tensor
 from trainer.config import RunConfig, SourceSection
 from trainer.data.built_folder import built_folder
 from trainer.data.grouping import held_out_count, weighted
-from trainer.tasks.images.encoding import PICTURES_A_FILE, encode
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode
 from trainer.tasks.images.families import Conditions
-from trainer.tasks.images.pictures import Picture, read_pictures
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import Fit, bucket_sizes, fit
+from trainer.tasks.images.source_images import SourceImage, read_images
 from trainer.tasks.images.text import cut_captions
 
 CACHE_FORMAT = 4
@@ -33,7 +33,7 @@ CACHE_FORMAT = 4
 
 @dataclass(frozen=True)
 class ImageStats:
-    """Figures of the data, for the console."""
+    """Statistics of the data, for the console."""
 
     records: int
     captions: int
@@ -43,49 +43,46 @@ class ImageStats:
     notes: tuple[str, ...] = ()
     prompt_text: None = None
     skipped: dict[str, int] = field(default_factory=dict)
-    """Nothing: there is no text to read."""
+    """Always empty for images."""
 
     @property
     def documents(self) -> int:
-        """Pictures to train on."""
         return self.records
 
     @property
     def target_tokens(self) -> int:
-        """Nothing is counted in tokens here."""
         return 0
 
     def lines(self) -> list[str]:
-        """For the console."""
         common = sorted(self.sizes.items(), key=lambda each: -each[1])[:6]
         sizes = ", ".join(f"{count} of {size}" for size, count in common)
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} of the class" if self.priors else ""
-        pictures, captions = (
+        images, captions = (
             f"{count:,} {what}{'s' * (count != 1)}"
-            for count, what in ((self.records, "picture"), (self.captions, "caption"))
+            for count, what in ((self.records, "image"), (self.captions, "caption"))
         )
-        return [*self.notes, f"train: {pictures}{held_out}{priors}, {captions}; {sizes}"]
+        return [*self.notes, f"train: {images}{held_out}{priors}, {captions}; {sizes}"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture in the cache."""
+    """An image in the cache."""
 
     name: str
-    """Where it came from, for people."""
+    """Its origin, for messages."""
     number: int
     caption: int
     width: int
     height: int
     original: tuple[int, int]
-    """Width and height before it was brought to its size."""
+    """Width and height before resizing."""
     crop: tuple[int, int]
-    """Left and top."""
+    """Left and top of the crop."""
 
 
 class ImageSamples:
-    """Pictures as training reads them, from a finished cache folder; the same one may be there several times."""
+    """The images of a split in a complete cache folder; an image may occur several times."""
 
     def __init__(self, store: "Store", entries: Sequence[Entry]) -> None:
         self.store = store
@@ -105,26 +102,26 @@ class ImageSamples:
 
 @dataclass
 class Store:
-    """The tensors of a finished cache folder; files are opened when something is read of them."""
+    """The tensors of a complete cache folder; files are opened on demand."""
 
     folder: Path
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
 
     def latents(self, number: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, H, W] of what the VAE sees in a picture, fp32."""
+        """Return mean and standard deviation [C, H, W] of an image's latent, fp32."""
         name = f"{number}.flipped" if flipped else str(number)
-        file = self._file(f"latents-{number // PICTURES_A_FILE:04d}.safetensors")
+        file = self._file(f"latents-{number // IMAGES_PER_FILE:04d}.safetensors")
         return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
 
     def conditions(self, caption: int) -> Conditions:
-        """What the text encoders made of a caption."""
-        file = self._file(f"captions-{caption // PICTURES_A_FILE:04d}.safetensors")
+        """Return the conditions of a caption."""
+        file = self._file(f"captions-{caption // IMAGES_PER_FILE:04d}.safetensors")
         names = [name for name in file.keys() if name.startswith(f"{caption}.")]
         return {name.partition(".")[2]: file.get_tensor(name) for name in names}
 
-    def number_of(self, caption: str) -> int:
-        """Of a caption, or of a sample prompt."""
+    def caption_number(self, caption: str) -> int:
+        """Return the number of a caption or sample prompt."""
         return self.captions.index(caption)
 
     def _file(self, name: str) -> Any:
@@ -135,7 +132,7 @@ class Store:
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """Training and held-out pictures, those of the class, and a name for exactly this data."""
+    """Training, held-out and class images, and a fingerprint of the data."""
 
     train: ImageSamples
     evaluation: ImageSamples | None
@@ -147,24 +144,24 @@ class PreparedImages:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which pictures there are and what is made of them."""
+    """The images of a run and how they are encoded."""
 
-    pictures: list[Picture]
+    images: list[SourceImage]
     parts: dict[str, list[int]]
-    """train, evaluation, prior -> numbers of pictures, in order."""
+    """{train, evaluation or prior: indices of images in order}."""
     fits: list[Fit]
     captions: list[str]
     skipped: list[str]
-    """A line for each kind of file that is not used."""
+    """A line for each kind of skipped file."""
 
 
 def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda line: None) -> PreparedImages:
-    """Read the pictures and encode them and their captions, or find that done in dataset.cache_dir.
+    """Read and encode images and captions, or reuse the cache in dataset.cache_dir.
 
-    Any number of processes may call this at once: one encodes. Raises UserError for whatever is wrong with the data.
+    Several processes may call this at once; one encodes. Raises UserError for invalid data.
     """
     plan = _plan(config)
-    content = _digest([[picture.digest, picture.caption] for picture in plan.pictures])
+    content = _digest([[image.digest, image.caption] for image in plan.images])
     identity = {
         "format": CACHE_FORMAT,
         "content": content,
@@ -174,20 +171,20 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
         "encoders": pipeline.encoders_digest,
     }
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{_digest(identity)}"
-    build = partial(encode, pipeline, plan.pictures, plan.fits, plan.captions, flip=config.image.flip, tell=tell)
+    build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, tell=tell)
     store, note = built_folder(folder, build, lambda path: Store(path, plan.captions))
-    entries = [_entry(number, plan) for number in range(len(plan.pictures))]
+    entries = [_entry(number, plan) for number in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes: dict[str, int] = {}
     for entry in parts["train"]:
         key = f"{entry.width} x {entry.height}"
         sizes[key] = sizes.get(key, 0) + 1
     held_out, prior = parts["evaluation"], parts["prior"]
-    warnings = [*plan.skipped, *_warnings(plan), *cut_captions(pipeline, [each.caption for each in plan.pictures])]
+    warnings = [*plan.skipped, *_warnings(plan), *cut_captions(pipeline, [each.caption for each in plan.images])]
     notes = ((note,) if note else (), (f"warning: {line}" for line in warnings))
     stats = ImageStats(
         len(parts["train"]),
-        len({picture.caption for picture in plan.pictures}),
+        len({image.caption for image in plan.images}),
         len(held_out),
         len(prior),
         sizes,
@@ -206,19 +203,19 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
 def _plan(config: RunConfig) -> _Plan:
     data, image = config.dataset, config.image
     sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
-    pictures: list[Picture] = []
+    images: list[SourceImage] = []
     skipped: list[str] = []
     parts: dict[str, list[int]] = {"evaluation": [], "prior": []}
     draw = np.random.default_rng([config.seed, 0x1AC])
 
     def read(source: SourceSection, label: str) -> list[int]:
-        found, lines = read_pictures(source, label, image.caption)
-        pictures.extend(found)
+        found, lines = read_images(source, label, image.caption)
+        images.extend(found)
         skipped.extend(lines)
-        return list(range(len(pictures) - len(found), len(pictures)))
+        return list(range(len(images) - len(found), len(images)))
 
     of_sources = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
-    kept = draw.permutation(len(pictures))[: held_out_count(data, len(pictures))]
+    kept = draw.permutation(len(images))[: held_out_count(data, len(images))]
     parts["evaluation"] = np.sort(kept).tolist()
     rest = [numbers[~np.isin(numbers, kept)] for numbers in of_sources]
     if data.mix:
@@ -232,32 +229,32 @@ def _plan(config: RunConfig) -> _Plan:
     if image.prior is not None:
         parts["prior"] = read(image.prior, "image.prior")
     sizes = bucket_sizes(image)
-    fits = [fit(picture.width, picture.height, sizes) for picture in pictures]
-    texts = [picture.caption for picture in pictures] + list(config.logging.sample_prompts) + [""]
-    return _Plan(pictures, parts, fits, list(dict.fromkeys(texts)), skipped)
+    fits = [fit(image.width, image.height, sizes) for image in images]
+    texts = [image.caption for image in images] + list(config.logging.sample_prompts) + [""]
+    return _Plan(images, parts, fits, list(dict.fromkeys(texts)), skipped)
 
 
 def _warnings(plan: _Plan) -> list[str]:
-    """Return what is shown differently from the files, and what is allowed but seldom meant."""
-    total = len(plan.pictures)
-    changes = Counter(chain.from_iterable(picture.changes for picture in plan.pictures))
-    found = [f"{count:,} of {total:,} pictures {text}" for text, count in changes.items()]
-    empty = sum(not picture.caption for picture in plan.pictures)
+    """Return warnings about converted images, and about data that is allowed but rarely intended."""
+    total = len(plan.images)
+    changes = Counter(chain.from_iterable(image.changes for image in plan.images))
+    found = [f"{count:,} of {total:,} images {text}" for text, count in changes.items()]
+    empty = sum(not image.caption for image in plan.images)
     if empty:
-        found.append(f"{empty:,} of {total:,} pictures have an empty caption; image.caption_dropout shows them without")
-    enlarged = sum(fitted.scaled[0] > picture.width for picture, fitted in zip(plan.pictures, plan.fits, strict=True))
-    if enlarged:
         found.append(
-            f"{enlarged:,} of {total:,} pictures are smaller than their size, and are blurred by enlarging them"
+            f"{empty:,} of {total:,} images have an empty caption; image.caption_dropout drops captions at random"
         )
+    enlarged = sum(fitted.scaled[0] > image.width for image, fitted in zip(plan.images, plan.fits, strict=True))
+    if enlarged:
+        found.append(f"{enlarged:,} of {total:,} images are smaller than their training size; enlarging blurs them")
     return found
 
 
 def _entry(number: int, plan: _Plan) -> Entry:
-    picture, fitted = plan.pictures[number], plan.fits[number]
-    caption = plan.captions.index(picture.caption)
-    original = picture.width, picture.height
-    return Entry(picture.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
+    image, fitted = plan.images[number], plan.fits[number]
+    caption = plan.captions.index(image.caption)
+    original = image.width, image.height
+    return Entry(image.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
 
 
 def _digest(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The VAE over pictures and the text encoders over captions: once, into a folder of safetensors."""
+"""Encoding of images by the VAE and of captions by the text encoders, into a folder of safetensors files."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +13,11 @@ from torch.nn.functional import pixel_unshuffle
 
 from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.families import Conditions
-from trainer.tasks.images.pictures import Picture
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import Fit
+from trainer.tasks.images.source_images import SourceImage
 
-PICTURES_A_FILE = 512
+IMAGES_PER_FILE = 512
 CAPTIONS_AT_ONCE = 4
 TOLD_EVERY = 100
 
@@ -25,7 +25,7 @@ TOLD_EVERY = 100
 @torch.no_grad()
 def encode(
     pipeline: Pipeline,
-    pictures: Sequence[Picture],
+    images: Sequence[SourceImage],
     fits: Sequence[Fit],
     captions: Sequence[str],
     folder: Path,
@@ -33,14 +33,14 @@ def encode(
     flip: bool,
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write latents-N.safetensors and captions-N.safetensors; one encoder at a time is in memory.
+    """Write latents-N.safetensors and captions-N.safetensors, with one encoder at a time in memory.
 
-    Tensors: `I.mean`, `I.std` (and `I.flipped.mean` ...) [C, H, W] of picture I, fp32; `I.NAME` of caption I, in what
-    the text encoders compute in: 16 bits on a GPU.
+    Tensors: `I.mean`, `I.std` (and `I.flipped.mean` ...) [C, H, W] of image I, fp32; `I.NAME` of caption I, in the
+    compute dtype of the text encoders (bf16 on a GPU).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _write(folder, "captions", _conditions(pipeline, captions, device))
-    _write(folder, "latents", _latents(pipeline, pictures, fits, device, flip=flip, tell=tell))
+    _write(folder, "latents", _latents(pipeline, images, fits, device, flip=flip, tell=tell))
     apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -50,9 +50,9 @@ def _write(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tenso
     held: dict[str, Tensor] = {}
     number = 0
     for index, found in tensors:
-        if index // PICTURES_A_FILE != number:
+        if index // IMAGES_PER_FILE != number:
             save_file(held, folder / f"{name}-{number:04d}.safetensors")
-            held, number = {}, index // PICTURES_A_FILE
+            held, number = {}, index // IMAGES_PER_FILE
         held |= {f"{index}.{key}": value.cpu().contiguous().clone() for key, value in found.items()}
     save_file(held, folder / f"{name}-{number:04d}.safetensors")
 
@@ -69,14 +69,14 @@ def _conditions(pipeline: Pipeline, captions: Sequence[str], device: torch.devic
         for at, caption in enumerate(part):
             conditions = {name: value[at] for name, value in found.items()}
             if not caption and encoder.config.get("force_zeros_for_empty_prompt"):
-                # SDXL's own pipeline takes zeros as the negative prompt, not an encoded empty one.
+                # SDXL's pipeline uses zeros as the empty negative prompt.
                 conditions = {name: torch.zeros_like(value) for name, value in conditions.items()}
             yield start + at, conditions
 
 
 def _latents(
     pipeline: Pipeline,
-    pictures: Sequence[Picture],
+    images: Sequence[SourceImage],
     fits: Sequence[Fit],
     device: torch.device,
     *,
@@ -84,40 +84,40 @@ def _latents(
     tell: Callable[[str], None],
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     vae = None if pipeline.folder is None else load_vae(pipeline, device)
-    for index, (picture, fitted) in enumerate(zip(pictures, fits, strict=True)):
-        pixels = as_pixels(fitted.apply(picture.open()))
+    for index, (image, fitted) in enumerate(zip(images, fits, strict=True)):
+        pixels = image_to_tensor(fitted.apply(image.open()))
         found: dict[str, Tensor] = {}
         for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
-            mean, std = _random_latent(pipeline, shown) if vae is None else latent_of(vae, shown.to(device))
+            mean, std = _random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
             found |= {f"{name}mean": mean, f"{name}std": std}
         if (index + 1) % TOLD_EVERY == 0:
-            tell(f"{index + 1:,} of {len(pictures):,} pictures encoded")
+            tell(f"{index + 1:,} of {len(images):,} images encoded")
         yield index, found
 
 
 def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
-    """The VAE in 32 bits: SDXL's overflows in 16."""
+    """Load the VAE in fp32; SDXL's overflows in 16 bits."""
     import diffusers
 
     assert pipeline.folder is not None
     folder = pipeline.folder / "vae"
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_class_name", "AutoencoderKL")
-    with pipeline.said_of("its VAE"):
+    with pipeline.reading("its VAE"):
         vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        vae.to("cpu")  # a weight that is in no file has no memory yet
+        vae.to("cpu")  # raises for weights missing from the files, which are still on the meta device
     return vae.to(device).eval()
 
 
-def as_pixels(image: Any) -> Tensor:
-    """A picture as [3, H, W] between -1 and 1."""
+def image_to_tensor(image: Any) -> Tensor:
+    """Return the pixels of an image as [3, H, W] between -1 and 1."""
     values = torch.from_numpy(np.array(image, dtype=np.float32))
     return values.permute(2, 0, 1) / 127.5 - 1.0
 
 
-def latent_of(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [C, H, W] of the latent, in what the denoiser reads: (z - shift) * scale.
+def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation [C, H, W] of the latent, normalized for the denoiser: (z - shift) * scale.
 
-    FLUX.2's VAE has a batch norm instead, over squares of 2 x 2 latents, whose statistics are constants.
+    FLUX.2's VAE has a batch norm over squares of 2 x 2 latents instead, with constant statistics.
     """
     found = vae.encode(pixels[None]).latent_dist
     if hasattr(vae, "bn"):
@@ -130,7 +130,7 @@ def latent_of(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a random pipeline: numbers of the right shape that depend on the picture."""
+    """Return a random latent of the right shape that depends on the image, for a random pipeline."""
     factor = pipeline.downsampling
     small = torch.nn.functional.avg_pool2d(pixels[None], factor)[0].mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)
@@ -139,7 +139,7 @@ def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
-    """Of a random pipeline: numbers of the right shape that depend on the caption."""
+    """Return random conditions of the right shape that depend on the caption, for a random pipeline."""
     import xxhash
 
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))

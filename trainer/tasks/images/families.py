@@ -1,6 +1,6 @@
-"""The pipelines that are trained: what their denoisers take, how captions become what those read.
+"""The supported pipelines: how captions are encoded and how their denoisers are called.
 
-Shapes: B pictures, C channels of latents, H and W their sides, T tokens of a caption.
+Shapes: B images, C channels, H and W height and width of latents, T tokens of a caption.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,44 +12,44 @@ import torch
 from torch import Tensor, nn
 
 Conditions = dict[str, Tensor]
-FLUX_TIMES = 1000.0  # of the scheduler, in one time of the model
+FLUX_TIMES = 1000.0  # scheduler timesteps per unit of the model's time
 
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of pipeline."""
+    """A kind of pipeline."""
 
     name: str
     pipeline: str
-    """Its class in diffusers."""
+    """Class of the pipeline in diffusers."""
     denoiser: str
-    """The component that is trained."""
+    """Name of the component that is trained."""
     model: str
-    """The class of that."""
+    """Class of the denoiser."""
     scheduler: str
-    """The class by which noise is added in training."""
+    """Class of the scheduler that adds noise in training."""
     patch: int
-    """Latents that a side must be a multiple of."""
+    """Sides of latents must be multiples of this."""
     text_encoders: tuple[str, ...]
     guided: bool
-    """Samples are made with a negative prompt."""
+    """Whether samples are drawn with a negative prompt (classifier-free guidance)."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
-    """(pipeline, captions, device) -> what the denoiser reads of them, each [B, ...]."""
+    """(pipeline, captions, device) -> conditions, each [B, ...]."""
     encode_trained: Callable[[Any, Sequence[str], Conditions], Conditions] | None
-    """(pipeline without its frozen encoders, captions, what was cached of them) -> what the trained encoders give; None
-    where none can be trained."""
+    """(pipeline without frozen encoders, captions, cached conditions) -> conditions from the trained encoders; None if
+    no encoder can be trained."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
-    """(denoiser, noisy latents [B, C, H, W], the scheduler's times [B], conditions) -> its prediction [B, C, H, W]."""
+    """(denoiser, noisy latents [B, C, H, W], timesteps of the scheduler [B], conditions) -> prediction [B, C, H, W]."""
     packed: int = 1
-    """Side of the squares of the VAE's latents that make up one latent here, their values as channels."""
+    """Side of the squares of VAE latents that are packed into the channels of one latent."""
 
     @property
     def flow(self) -> bool:
-        """Whether it is trained to predict a velocity between data and noise."""
+        """Whether the model is trained by flow matching."""
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
-    def as_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
-        """What the pipeline is called with instead of prompts."""
+    def pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
+        """Return the arguments that replace prompts in a call of the pipeline."""
         given = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
         if negative is not None and self.guided:
             given |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
@@ -88,14 +88,14 @@ def _trained_sd(pipeline: Any, captions: Sequence[str], cached: Conditions) -> C
 
 def _trained_sd3(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
     found = _encode_sd3(pipeline, captions, cached["text"].device)
-    of_clip = pipeline.tokenizer_max_length  # T5's tokens follow
+    of_clip = pipeline.tokenizer_max_length  # followed by T5's tokens
     text = torch.cat([found["text"][:, :of_clip].to(cached["text"].dtype), cached["text"][:, of_clip:]], dim=1)
     return {"text": text, "pooled": found["pooled"]}
 
 
 def _trained_flux(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
     pooled = pipeline._get_clip_prompt_embeds(list(captions), device=cached["pooled"].device)
-    return {"pooled": pooled}  # the rest is T5's
+    return {"pooled": pooled}  # the text is from T5, which is frozen
 
 
 def _encode_flux2(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
@@ -188,6 +188,6 @@ FAMILIES = (
 )
 
 
-def family_of(pipeline: str) -> Family | None:
-    """The family of a pipeline's class; None of one that is not trained here."""
+def find_family(pipeline: str) -> Family | None:
+    """Return the family of a pipeline class, or None if it is not supported."""
     return next((family for family in FAMILIES if family.pipeline == pipeline), None)

@@ -1,4 +1,4 @@
-"""The adapter as diffusers loads it."""
+"""The adapter in the format that diffusers loads."""
 
 import json
 from pathlib import Path
@@ -12,16 +12,16 @@ from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.pipeline import Pipeline
 
 DIFFUSERS = "pytorch_lora_weights.safetensors"
-"""The name that diffusers' `load_lora_weights` looks for."""
+"""File name that diffusers' `load_lora_weights` expects."""
 PEFT_PREFIX = "base_model.model."
 TEXT_MODEL = "text_model."
 METADATA = "lora_adapter_metadata"
-"""Under which diffusers keeps the settings of PEFT that belong to the weights."""
+"""Metadata key under which diffusers stores PEFT's settings."""
 OF_DIFFUSERS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "target_modules")
 
 
 def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
-    """`pytorch_lora_weights.safetensors` beside PEFT's file: its tensors under the pipeline's names, and settings."""
+    """Write `pytorch_lora_weights.safetensors` next to PEFT's file: tensors under diffusers' names, and settings."""
     tensors = tensors_by_part(folder)
     settings = read_adapter_settings(folder)
     metadata: dict[str, Any] = {}
@@ -34,13 +34,13 @@ def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
 
 
 def tensors_by_part(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors by part of the pipeline and layer."""
+    """Return the adapter's tensors, named by component of the pipeline and layer."""
     found: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
     return {_old_name(name.removeprefix(PEFT_PREFIX)): each for name, each in found.items()}
 
 
 def _old_name(name: str) -> str:
-    """Text encoders with a part `text_model`, which not every version of transformers has, and which readers expect."""
+    """Insert `text_model` into names of text encoders: readers expect it, and not every transformers version has it."""
     part, _, rest = name.partition(".")
     if part.startswith("text_encoder") and not rest.startswith(TEXT_MODEL):
         return f"{part}.{TEXT_MODEL}{rest}"
@@ -48,6 +48,6 @@ def _old_name(name: str) -> str:
 
 
 def _layer_names(tensors: dict[str, Tensor], part: str) -> set[str]:
-    """Without the part that only some versions of transformers have: PEFT compares how paths end."""
+    # Without `text_model`, which only some versions of transformers have: PEFT compares the ends of paths.
     own = [name.removeprefix(f"{part}.") for name in tensors if name.startswith(f"{part}.") and ".lora_A" in name]
     return {name.removeprefix(TEXT_MODEL).partition(".lora_")[0] for name in own}

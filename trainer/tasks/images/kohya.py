@@ -1,12 +1,12 @@
-"""The adapter under the names of kohya's scripts, which ComfyUI and others read.
+"""Export of an adapter in the format of kohya's scripts, which ComfyUI and others read.
 
-A layer is named after its place in the model's first implementation, dots as underscores, with a tensor `alpha` beside
-the factors `lora_down` and `lora_up`; the adapter counts alpha / rank. Where that implementation has one matrix for
-what diffusers has several (queries, keys, values), their factors come together without loss: downs one below the other,
-ups along the diagonal, so that rank and alpha are sums.
+A layer is named after its path in the model's original implementation, with underscores for dots. Next to the factors
+`lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. Where the original has one
+matrix for several of diffusers (queries, keys, values), their factors are combined without loss: downs are stacked,
+ups are placed along the diagonal, and ranks and alphas add up.
 
-Sources: the names of tensors in the checkpoints of SD3.5, FLUX.1 and FLUX.2; kohya-ss/sd-scripts, networks/lora_flux.py
-and lora_sd3.py.
+Sources: tensor names in the checkpoints of SD3.5, FLUX.1 and FLUX.2; kohya-ss/sd-scripts, networks/lora_flux.py and
+lora_sd3.py.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 QKV_2 = ("attn2.to_q", "attn2.to_k", "attn2.to_v")
 ADDED = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 Layers = dict[tuple[str, ...], str]
-"""Layers of a block in diffusers -> the one of the first implementation that holds them in this order."""
+"""{layers of a block in diffusers: the layer of the original implementation that combines them in this order}."""
 
 _STREAMS: Layers = {
     QKV: "img_attn.qkv",
@@ -70,11 +70,11 @@ BLOCKS: dict[str, dict[str, tuple[str, Layers]]] = {
         ),
     },
 }
-"""By family, and by the list of blocks: the list's name there, and its layers. UNets keep diffusers' names."""
+"""{family: {list of blocks: (its original name, its layers)}}. UNets keep diffusers' names."""
 
 
-def as_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
-    """The tensors of the adapter in `folder`. Raises UserError for DoRA, and for a layer that has no such name."""
+def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return the adapter in `folder` as kohya tensors. Raises UserError for DoRA or a layer without a kohya name."""
     settings, factors = read_adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
     if settings.get("use_dora"):
         raise UserError(
@@ -107,7 +107,7 @@ def as_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
 
 
 def _place(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
-    """The layer's name there, its place among those that come together under this name, and all of those."""
+    """Return the layer's kohya name, its index among the layers combined under this name, and all of these."""
     part, _, own = path.partition(".")
     if part.startswith("text_encoder"):
         number = part.removeprefix("text_encoder").lstrip("_") or ("" if pipeline.family.name == "sd" else "1")
@@ -126,7 +126,7 @@ def _place(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
 
 
 def _along_the_diagonal(ups: dict[int, Tensor], together: tuple[str, ...], pipeline: Pipeline) -> Tensor:
-    """One factor [sum of widths, sum of ranks]; layers of the group without adapter are rows of zeros."""
+    """Combine factors into one of [sum of widths, sum of ranks], with zeros for layers without an adapter."""
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
     widths = [4 * inner if name == "proj_mlp" else inner for name in together]

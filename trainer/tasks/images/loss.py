@@ -1,4 +1,4 @@
-"""The sum over pictures of the mean squared error of a prediction."""
+"""The loss of image models."""
 
 from typing import Any
 
@@ -14,12 +14,11 @@ class NoiseLoss:
     """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
 
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
-        """`dtype` is what the model computes in; `guidance` is passed to models that take it."""
+        """`dtype` is the compute dtype of the model; `guidance` is passed to models that take it."""
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
         self.balancing: Tensor | float = 0.0
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
-        """Of the batch, size by size; differentiable."""
         losses = [self._of_group(model, group, device) for group in batch.groups]
         return torch.stack(losses).sum()
 
@@ -31,6 +30,6 @@ class NoiseLoss:
         conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
         predicted = model(noised.noisy.to(self._dtype), noised.times, conditions, group.captions)
         errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
-        if torch.is_grad_enabled():  # held-out losses are compared between runs, so they are not weighted
+        if torch.is_grad_enabled():  # held-out losses are not weighted, so that runs can be compared
             errors = errors * noised.weights
         return (errors * to_device(group.weights, device)).sum()

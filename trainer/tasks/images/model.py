@@ -1,4 +1,4 @@
-"""The denoiser as the rest of the trainer sees a model: read module by module, its usual targets, its layers."""
+"""The denoiser wrapped as a model: loading module by module, default LoRA targets, transformer blocks."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,29 +17,27 @@ from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.text import Captions, EncoderFiles, empty_encoders
 
 ATTENTION = ("attn", "attn1", "self_attn")
-"""Names of the first attention of a transformer block in diffusers and of CLIP's, whichever model it is of."""
+"""Names of the first attention module of a transformer block, in diffusers and in CLIP."""
 
 
 class ModelSettings(SimpleNamespace):
-    """What is asked of any model's configuration."""
+    """The parts of a transformers configuration that other code reads."""
 
     def get_text_config(self) -> "ModelSettings":
-        """Itself: all of the model is trained on."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return dict(vars(self))
 
 
 class ImageModel(nn.Module):
-    """The denoiser under the name that it has in its pipeline, so that saved adapters have diffusers' names."""
+    """The denoiser as a submodule with its name in the pipeline, so that saved adapters have diffusers' names."""
 
     base_model_prefix = ""
-    """Which PEFT asks for where models of transformers are among the parts."""
+    """Read by PEFT if submodules are transformers models."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Without memory for its weights; text encoders are parts of it where they are trained."""
+        """Build the modules without memory for weights; trained text encoders are submodules."""
         super().__init__()
         denoiser, family = pipeline.empty_denoiser(), pipeline.family
         self.family: Family = family
@@ -54,25 +52,23 @@ class ImageModel(nn.Module):
 
     @property
     def denoiser(self) -> Any:
-        """The component that is trained."""
         return getattr(self, self.family.denoiser)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what it computes in."""
         return next(each.dtype for each in self.parameters() if each.is_floating_point())
 
     def conditions(self, captions: Sequence[str], cached: Conditions) -> Conditions:
-        """What the denoiser reads of captions: what is cached, or what trained text encoders now make of them."""
+        """Return the cached conditions of captions, updated by the text encoders if these are trained."""
         return cached if self._captions is None else self._captions.encoded(captions, cached)
 
     def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions, captions: Sequence[str]) -> Tensor:
-        """The prediction [B, C, H, W] for noisy latents at the scheduler's times [B]."""
+        """Return the prediction [B, C, H, W] for noisy latents at the scheduler's timesteps [B]."""
         conditions = self.conditions(captions, conditions)
         return self.family.predict(self.denoiser, noisy, times, conditions)
 
     def usual_targets(self) -> list[str]:
-        """Attention and feed-forward: the linear layers of every transformer block but those of its norms."""
+        """Return the paths of all linear layers of transformer blocks, except those of adaptive norms."""
         return [
             path
             for block in transformer_blocks(self)
@@ -83,37 +79,36 @@ class ImageModel(nn.Module):
         ]
 
     def gathered_blocks(self) -> list[str]:
-        """What stage 3 gathers at once: transformer blocks, and the convolutions around them."""
+        """Return the paths of the shard units at stage 3: transformer blocks and residual convolution blocks."""
         blocks = transformer_blocks(self)
         residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]
         return [path for path, _ in self.named_modules() if path in {*blocks, *residual}]
 
     def never_read(self) -> list[str]:
-        """Layers without effect: SDXL reads its first text encoder before the last layer, and nothing else of it."""
+        """Return the layers without effect: SDXL uses the first text encoder's output before its last layer."""
         if self.family.name != "sdxl" or "text_encoder" not in self.text_encoders:
             return []
         return [path for path in transformer_blocks(self) if path.startswith("text_encoder.")][-1:]
 
     def get_output_embeddings(self) -> None:
-        """It has none."""
+        """Return None: there is no language-model head."""
 
     def get_input_embeddings(self) -> None:
-        """It has none."""
+        """Return None: there are no token embeddings."""
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether blocks are computed again in the backward pass."""
         return bool(self.denoiser.is_gradient_checkpointing)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
-        """transformers' name for it; what runs a block again is set by trainer/patches/recompute.py."""
+        """Enable recomputation; trainer/patches/recompute.py sets the function that recomputes a block."""
         self.denoiser.enable_gradient_checkpointing()
         encoder: Any
         for encoder in self.text_encoders.values():
             encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """The opposite."""
+        """Disable recomputation."""
         self.denoiser.disable_gradient_checkpointing()
         encoder: Any
         for encoder in self.text_encoders.values():
@@ -121,7 +116,7 @@ class ImageModel(nn.Module):
 
 
 def transformer_blocks(model: nn.Module) -> list[str]:
-    """Paths of the modules that hold an attention beside what belongs to it, innermost ones."""
+    """Return the paths of the innermost modules that contain an attention and its companions."""
     found = []
     for path, module in model.named_modules():
         children = dict(module.named_children())
@@ -132,7 +127,7 @@ def transformer_blocks(model: nn.Module) -> list[str]:
 
 
 def check_weights(model: ImageModel, pipeline: Pipeline, section: ModelSection) -> None:
-    """Raise UserError where the files of an empty model's weights are not there, damaged, or of another shape."""
+    """Raise UserError if weight files are missing or damaged, or have other shapes than the model."""
     if pipeline.folder is not None:
         files = DenoiserFiles(pipeline, section, EncoderFiles(pipeline, model.text_encoders))
         _layout(model, files, pipeline)
@@ -148,7 +143,7 @@ def load_image_model(
     deepspeed_config: dict[str, Any] | None = None,
     shards: LayerShards | None = None,
 ) -> ImageModel:
-    """The denoiser in `dtype`, or in 4 bits, filled module by module; partitioned as trainer/model/base.py says."""
+    """Load the denoiser module by module in `dtype` or quantized, partitioned as in trainer/model/base.py."""
     from trainer.model.streamed_weights import fill  # brings bitsandbytes
 
     model = ImageModel(pipeline)
@@ -175,10 +170,10 @@ def load_image_model(
 
 
 class DenoiserFiles:
-    """The safetensors of the denoiser and those of text encoders, their tensors named as in the whole model."""
+    """The weight files of the denoiser and of trained text encoders, with tensors named as in `ImageModel`."""
 
     def __init__(self, pipeline: Pipeline, section: ModelSection, encoders: EncoderFiles) -> None:
-        """Raises UserError if they are not all there or one cannot be read."""
+        """Raises UserError if a file is missing or cannot be read."""
         assert pipeline.folder is not None
         folder = pipeline.folder / pipeline.family.denoiser
         self._prefix = f"{pipeline.family.denoiser}."
@@ -186,21 +181,20 @@ class DenoiserFiles:
         self._files = SafetensorsFiles(str(folder), section, stem="diffusion_pytorch_model")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
         own = {self._prefix + name: shape for name, shape in self._files.shapes().items()}
         return own | self._encoders.shapes()
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """One tensor, on the CPU."""
+        """Read one tensor to the CPU."""
         if not name.startswith(self._prefix):
             return self._encoders.read(name)
         return self._files.read(name.removeprefix(self._prefix), index)
 
 
 def _layout(model: nn.Module, files: Any, pipeline: Pipeline) -> dict[str, Any]:
-    """Every parameter and stored buffer by its own name. Raises UserError for what is missing or of another shape."""
+    """Return where all parameters and buffers are stored. Raises UserError if one is missing or has another shape."""
     shapes, wanted = files.shapes(), dict(model.named_parameters())
-    _refuse(pipeline, [name for name in wanted if name not in shapes], "are in none of its files")
+    _refuse(pipeline, [name for name in wanted if name not in shapes], "are missing from its files")
     of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[name]]
     _refuse(pipeline, of_other_shape, "have another shape than config.json says")
     buffers = [name for name, _ in model.named_buffers() if name in shapes]

@@ -1,10 +1,10 @@
-"""What an image model is trained to predict: noise or a velocity, at times that are drawn, weighted or not.
+"""Training objectives of image models: noise or velocity prediction at random timesteps, with optional weights.
 
 epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                         SD 1.5, SDXL (Ho et al., 2020)
 v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
 flow matching   noisy = (1 - s) x + s e, target e - x                               SD3.5, Flux (Esser et al., 2024)
 
-x latents, e noise, a and s of the scheduler at the drawn time.
+x latents, e noise, a and s of the scheduler at the drawn timestep.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from trainer.tasks.images.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Noised:
-    """The model's input and the target of its prediction."""
+    """The noisy input of the model, and the target of its prediction."""
 
     noisy: Tensor
     target: Tensor
     times: Tensor
-    """As the model takes them [B]."""
+    """Timesteps as the model takes them [B]."""
     weights: Tensor
-    """Of the squared errors [B]."""
+    """Weights of the squared errors [B]."""
 
 
 class Objective:
@@ -40,7 +40,7 @@ class Objective:
         self._normal = (image.logit_mean, image.logit_std) if normal else None
 
     def draw_time(self, generator: torch.Generator) -> float:
-        """Between 0 and 1, from the run's density."""
+        """Draw a time between 0 and 1 from the run's density."""
         if self._normal is None:
             return float(torch.rand((), generator=generator, dtype=torch.float64))
         mean, std = self._normal
@@ -48,7 +48,7 @@ class Objective:
         return float(torch.sigmoid(mean + std * drawn))
 
     def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
-        """Latents and noise [B, C, H, W] at times [B] between 0 and 1."""
+        """Add noise [B, C, H, W] to latents at times [B] between 0 and 1."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
         return self._noised_flow(latents, noise, index) if self._flow else self._noised(latents, noise, index)
 
@@ -62,12 +62,12 @@ class Objective:
         weights = torch.ones_like(index, dtype=torch.float32)
         if (gamma := self._image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            # min(SNR, gamma) / SNR, which is 1 where a scheduler ends without signal
+            # min(SNR, gamma) / SNR, which is 1 if a scheduler ends without signal
             weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 
     def _noised_flow(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
-        # The scheduler's first time is the noisiest: times grow with the noise here.
+        # The scheduler's first timestep is the noisiest; here, time grows with the noise.
         at = self._count - 1 - index
         sigmas = self._scheduler.sigmas.to(latents.device)[at]
         times = self._scheduler.timesteps.to(latents.device)[at]

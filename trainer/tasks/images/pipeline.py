@@ -1,4 +1,4 @@
-"""The pipeline that a run trains: its folder, its family, the settings of its denoiser and its scheduler."""
+"""The diffusers pipeline that a run trains: its folder, family, and the settings of its denoiser and scheduler."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from trainer.config.files import UnreadableFile, read_json, read_safetensors_hea
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.data.built_folder import built_folder
 from trainer.model.model_source import check_source, unreadable
-from trainer.tasks.images.families import FAMILIES, Family, family_of
+from trainer.tasks.images.families import FAMILIES, Family, find_family
 from trainer.tasks.images.published import published_shape
 
 INDEX = "model_index.json"
@@ -25,7 +25,7 @@ LONGEST_REASON = 300
 
 
 def is_pipeline(config: RunConfig) -> bool:
-    """Whether the run's model is a pipeline of images: as `task` says, or as is found where `base_model` points."""
+    """Return whether the run's model is an image pipeline, according to `task` or else to `base_model`."""
     if config.task != "auto":
         return config.task == "image"
     name = config.base_model
@@ -36,35 +36,35 @@ def is_pipeline(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What there is before a weight is read; `folder` is None for a random one."""
+    """A pipeline before its weights are read; `folder` is None for random weights."""
 
     base_model: str
     family: Family
     settings: dict[str, Any]
-    """Of the denoiser."""
+    """Settings of the denoiser."""
     scheduler_settings: dict[str, Any]
     folder: Path | None
     channels: int
-    """Of the latents."""
+    """Channels of the latents."""
     downsampling: int
-    """Pixels of a latent's side."""
+    """Pixels per latent, in each direction."""
     text: dict[str, tuple[int, ...]]
-    """Shape of each condition of a caption, where the pipeline is random."""
+    """Shapes of a caption's conditions, for a random pipeline."""
     trains_text: bool = False
-    """Text encoders are trained beside the denoiser."""
+    """Whether text encoders are trained along with the denoiser."""
 
     @property
     def side(self) -> int:
-        """What the sides of a picture must be multiples of."""
+        """Sides of images must be multiples of this."""
         return self.downsampling * self.family.patch
 
     @property
     def denoiser_folder(self) -> str:
-        """Where its weights and settings lie; empty for a random one."""
+        """Folder of the denoiser's weights and settings; empty for a random pipeline."""
         return "" if self.folder is None else str(self.folder / self.family.denoiser)
 
     def empty_denoiser(self) -> Any:
-        """The denoiser's modules without memory for their weights."""
+        """Build the denoiser's modules without memory for weights."""
         import diffusers
         from accelerate import init_empty_weights
 
@@ -72,7 +72,7 @@ class Pipeline:
             return getattr(diffusers, self.family.model).from_config(self.settings)
 
     def training_scheduler(self, image: ImageSection) -> Any:
-        """diffusers' scheduler by which noise is added, with the run's own settings."""
+        """Build diffusers' scheduler that adds the noise, with the run's settings."""
         import diffusers
 
         changes: dict[str, Any] = {}
@@ -81,11 +81,11 @@ class Pipeline:
             changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
         if not self.family.flow and image.prediction != "auto":
             changes = {"prediction_type": image.prediction}
-        with self.said_of("its scheduler"):
+        with self.reading("its scheduler"):
             return kind.from_config(self.scheduler_settings, **changes)
 
     def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
-        """diffusers' pipeline with its text encoders, or its VAE, and without the denoiser."""
+        """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
         assert self.folder is not None, "a random pipeline encodes nothing"
         left_out: dict[str, Any] = {self.family.denoiser: None}
         listed = self.index
@@ -97,13 +97,13 @@ class Pipeline:
         return self._library(left_out | {name: self.text_encoder(name, dtype) for name in there}, dtype=dtype)
 
     def text_encoder(self, name: str, dtype: Any) -> Any:
-        """One of the text encoders. Raises UserError if some of its weights are not there."""
+        """Load a text encoder. Raises UserError if some of its weights are missing."""
         import transformers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         _quiet()
         listed = self.index
-        with self.said_of(f"its {name}"):
+        with self.reading(f"its {name}"):
             model, found = getattr(transformers, listed[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -115,7 +115,7 @@ class Pipeline:
         return model
 
     def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
-        """diffusers' pipeline of a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
+        """Load diffusers' pipeline with this denoiser, which determines widths, and these text encoders; no VAE."""
         frozen = [name for name in self.family.text_encoders if name not in encoders]
         tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
         left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
@@ -130,21 +130,21 @@ class Pipeline:
         parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
-        with self.said_of("its text encoders, tokenizers or VAE"):
+        with self.reading("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
-    def said_of(self, what: str) -> AbstractContextManager[None]:
-        """Raise UserError for whatever the libraries raise for files that cannot be read."""
+    def reading(self, what: str) -> AbstractContextManager[None]:
+        """Convert exceptions of the libraries while reading files into a UserError."""
         return _reading(f"base_model={self.base_model}", what)
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """The content of model_index.json: the library and class of each component."""
+        """Content of model_index.json: the library and class of each component."""
         return {} if self.folder is None else _json(self.folder / INDEX, f"base_model={self.base_model}")
 
     @cached_property
     def encoders_digest(self) -> str:
-        """A name for the VAE and the text encoders: of random ones, that of the pipeline."""
+        """Fingerprint of the VAE and the text encoders; the pipeline's name if they are random."""
         if self.folder is None:
             return self.base_model
         digest = xxhash.xxh3_128()
@@ -160,13 +160,12 @@ class Pipeline:
 def _reading(said: str, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the libraries raise dozens of kinds
+    except Exception as error:  # the libraries raise many kinds
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
         raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
 def _quiet() -> None:
-    """Leave the console to the run's own lines."""
     import diffusers
     import transformers
 
@@ -176,7 +175,7 @@ def _quiet() -> None:
 
 
 def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool = False) -> Pipeline:
-    """What `base_model` names. Raises UserError for what is not there, damaged, or not of a family trained here."""
+    """Read the pipeline at `base_model`. Raises UserError if it is missing, damaged, or not supported."""
     said = f"base_model={base_model}"
     if importlib.util.find_spec("diffusers") is None:
         raise UserError(f"{said}: image models need diffusers; pip install 'zerolora[images]'")
@@ -190,10 +189,10 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
     folder = _folder(base_model, section)
     listed = _json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
-    known = family_of(name)
+    known = find_family(name)
     if known is None:
         names = ", ".join(family.pipeline for family in FAMILIES)
-        raise UserError(f"{said}: {INDEX} names {name}, which is not trained here; there are {names}")
+        raise UserError(f"{said}: {INDEX} names {name}, which is not supported; choose from {names}")
     _check_parts(folder, listed, known, said)
     vae = _json(folder / VAE / "config.json", said)
     settings = _json(folder / known.denoiser / "config.json", said)
@@ -208,13 +207,13 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
 
 
 def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str) -> None:
-    """Raise UserError for a part that the index names and that is not there."""
+    """Raise UserError if a component that the index names is missing."""
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
     for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
         part = listed.get(name)
         named = isinstance(part, list) and len(part) == 2 and None not in part
         if named and not (folder / name).is_dir():
-            raise UserError(f"{said}: {name}, which {INDEX} names, is not there; copy the whole pipeline")
+            raise UserError(f"{said}: {name}, which {INDEX} names, is missing; copy the whole pipeline")
 
 
 def _is_single_file(path: Path) -> bool:
@@ -222,34 +221,34 @@ def _is_single_file(path: Path) -> bool:
 
 
 def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
-    """Return the folder of a pipeline; of one on the hub, with the files that match `wanted`."""
+    """Return the folder of a pipeline, downloaded if it is on the hub: the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
         return _converted(path, section)
     if path.is_dir():
         if not (path / INDEX).is_file():
-            raise UserError(f"base_model={base_model}: no {INDEX} in it; name the folder of a pipeline of diffusers")
+            raise UserError(f"base_model={base_model}: has no {INDEX}; name the folder of a diffusers pipeline")
         return path
     from huggingface_hub import snapshot_download
 
     check_source("base_model", base_model)
     ask_once_without_network(base_model)
     try:
-        # Many repositories hold the same weights again, for other tools and in other precisions.
+        # Many repositories contain the weights several times, for other tools and in other precisions.
         ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
         found = snapshot_download(
             base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
-    except Exception as error:  # whatever the hub's library says: it is not there
+    except Exception as error:  # the hub's library raises many kinds
         raise unreadable("base_model", base_model, error) from None
     return Path(found)
 
 
 def _converted(file: Path, section: ModelSection) -> Path:
-    """Return a folder with the pipeline of a single file of weights, converted once by diffusers.
+    """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
-    Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognises; of
-    a file of the denoiser alone, as Flux has them, all other parts too.
+    Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
+    the file has only the denoiser, as for Flux, all other components come from there too.
     """
     import diffusers
     import torch
@@ -263,11 +262,11 @@ def _converted(file: Path, section: ModelSection) -> Path:
     try:
         origin = _folder(source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX))
     except UserError as error:
-        fix = "set model.pipeline to the folder of a pipeline of its kind"
-        raise UserError(f"{said}: holds weights alone, and their settings are not here; {fix} ({error})") from None
-    family = family_of(str(_json(origin / INDEX, said).get("_class_name")))
+        fix = "set model.pipeline to the folder of a pipeline of the same kind"
+        raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
+    family = find_family(str(_json(origin / INDEX, said).get("_class_name")))
     if family is None:
-        raise UserError(f"{said}: model.pipeline={source} is of no kind that is trained here; name another")
+        raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; name another")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 

@@ -1,4 +1,4 @@
-"""All checks and data of a run on pictures, before a weight of the denoiser is loaded."""
+"""All checks and data of a run on images, before a weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,14 +24,14 @@ def refuse_image_settings(config: RunConfig) -> None:
 
 
 def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
-    """Yield the settings that were changed although a model of this kind does not read them."""
+    """Yield the changed settings that this kind of model does not use."""
     for setting in unread_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
 
 
-def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
-    """Check the pipeline and the settings, encode pictures and captions. Raises UserError."""
+def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
+    """Check the pipeline and the settings, encode images and captions. Raises UserError."""
     for mistake in _mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
@@ -40,25 +40,25 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
     pipeline.training_scheduler(config.image)
-    with pipeline.said_of(f"{pipeline.family.denoiser}/config.json"):
+    with pipeline.reading(f"{pipeline.family.denoiser}/config.json"):
         model = ImageModel(pipeline)
     check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
     _check_encoders(model, config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    tell(f"encoding the pictures of {', '.join(map(str, paths))}, or finding that done")
+    tell(f"encoding the images of {', '.join(map(str, paths))}, or finding that done")
     return Prepared(None, pipeline, prepare_images(config, pipeline, tell))
 
 
 def _check_encoders(model: Any, config: RunConfig) -> None:
-    """Raise UserError where text encoders were to be trained and nothing of them is."""
+    """Raise UserError if text encoders should be trained but none of their layers are adapted."""
     said = "image.train_text_encoders=true"
     if not config.image.train_text_encoders:
         return
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
     adapted = targets_of(model, config.lora)
-    if adapted is None:  # lora.adapter_path says it
+    if adapted is None:  # determined by lora.adapter_path
         return
     for name in model.text_encoders:
         if not any(path.startswith(f"{name}.") for path in adapted.modules):
@@ -69,7 +69,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
 
 
 def _mistakes(config: RunConfig) -> Iterator[str]:
-    """A line for each setting that means nothing to an image model."""
+    """Yield a line for each setting that image models do not support."""
     training, image = config.training, config.image
     if config.scu.enabled:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
@@ -90,7 +90,7 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:
-        yield "image.prior.path: missing; name a folder of pictures of the class"
+        yield "image.prior.path: missing; name a folder of images of the class"
 
 
 def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Published shapes of denoisers, for `base_model: random:SHAPE`: the true architecture, weights drawn instead of read.
+"""Published shapes of denoisers, for `base_model: random:SHAPE`: the real architecture with random weights.
 
 Sources: the config.json of each model's unet or transformer, and of its scheduler and text encoders.
 """
@@ -13,15 +13,15 @@ PREFIX = "random:"
 
 @dataclass(frozen=True)
 class Published:
-    """A denoiser and what surrounds it."""
+    """The settings of a denoiser and its scheduler, and the shapes of its inputs."""
 
     family: str
     settings: dict[str, Any]
     scheduler: dict[str, Any]
     channels: int
-    """Of the latents."""
+    """Channels of the latents."""
     text: dict[str, tuple[int, ...]]
-    """Shape of each condition of a caption."""
+    """Shapes of a caption's conditions."""
 
 
 _DDPM = {
@@ -155,7 +155,7 @@ SHAPES: dict[str, Published] = {
 
 
 def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
-    """The shape that `random:SHAPE,key=value,...` names and its settings with those changes; None of another name."""
+    """Return the shape named by `random:SHAPE,key=value,...` and its changed settings, or None for another name."""
     if not base_model.startswith(PREFIX):
         return None
     name, *changes = base_model.removeprefix(PREFIX).split(",")

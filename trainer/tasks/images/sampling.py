@@ -1,4 +1,4 @@
-"""Sample images: diffusers' pipeline around the denoiser that is being trained."""
+"""Sample images, drawn by diffusers' pipeline with the denoiser that is being trained."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,18 +23,18 @@ def draw_samples(
     device: torch.device,
     seed: int,
 ) -> list[Any]:
-    """A picture (PIL) for each prompt, the same seeds every time; every rank must call it.
+    """Draw an image (PIL) for each prompt, always with the same seeds; every rank must call it.
 
-    `captions` holds what is cached of each prompt, and of the empty one, away from which the guidance leads.
+    `captions` holds the cached conditions of each prompt, and of the empty prompt for classifier-free guidance.
     """
     model = engine.module.get_base_model()
     was_training = engine.module.training
     engine.eval()
     drawn = pipeline_around(model.denoiser, pipeline, device)
-    pictures = []
+    images = []
     for index, prompt in enumerate(prompts):
         given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
-        arguments: dict[str, Any] = dict(pipeline.family.as_arguments(given, negative=empty))
+        arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(given, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
         found = drawn(
@@ -45,15 +45,15 @@ def draw_samples(
             generator=torch.Generator().manual_seed(seed + index),
             output_type="latent",
         ).images
-        pictures.append(_decoded(drawn, found, image.resolution))
+        images.append(_decoded(drawn, found, image.resolution))
     drawn.vae.to("cpu")
     engine.train(was_training)
-    return pictures
+    return images
 
 
 def pipeline_around(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
-    """The pipeline with this denoiser, its VAE in 32 bits and no text encoders."""
-    drawn = pipeline.encoder(torch.float32, text=False, vae=True)  # by its VAE it knows the size of latents
+    """Build the pipeline with this denoiser, a VAE in 32 bits and no text encoders."""
+    drawn = pipeline.encoder(torch.float32, text=False, vae=True)  # the pipeline derives the latent size from its VAE
     drawn.register_modules(**{pipeline.family.denoiser: denoiser})
     drawn.vae.to(device)
     drawn.set_progress_bar_config(disable=True)
@@ -65,11 +65,11 @@ def _rows(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> C
 
 
 def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
-    """A picture of latents as the pipeline leaves them."""
+    """Decode latents to an image, as the pipeline itself does."""
     vae = drawn.vae
-    if latents.dim() == 3:  # packed: [B, T, 4 C], of pipelines that cut latents into patches themselves
+    if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches themselves
         latents = require(drawn, "_unpack_latents", "diffusers")(latents, side, side, drawn.vae_scale_factor)
     latents = latents.float()
-    if not hasattr(vae, "bn"):  # FLUX.2's pipeline has done it
+    if not hasattr(vae, "bn"):  # FLUX.2's pipeline has done this
         latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
     return drawn.image_processor.postprocess(vae.decode(latents, return_dict=False)[0], output_type="pil")[0]

@@ -1,4 +1,4 @@
-"""Sizes that pictures are brought to: as many pixels as a square of `image.resolution`, in the nearest shape."""
+"""Aspect-ratio buckets: images are resized to the pixels of a square of `image.resolution`, in the nearest shape."""
 
 import math
 from collections.abc import Sequence
@@ -9,28 +9,27 @@ from PIL import Image
 from trainer.config import ImageSection, UserError
 
 LONGEST = 2.0
-"""Ratio of the longest side of a bucket to the resolution."""
+"""Maximum ratio of a bucket's side to the resolution."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a picture is brought to its size: scaled to cover it, then cropped in the middle."""
+    """How an image is resized: scaled to cover the size, then center-cropped."""
 
     width: int
     height: int
     scaled: tuple[int, int]
     crop: tuple[int, int]
-    """Left and top of what is kept."""
+    """Left and top of the crop."""
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """The picture at its size."""
         left, top = self.crop
         scaled = image.resize(self.scaled, Image.Resampling.LANCZOS)
         return scaled.crop((left, top, left + self.width, top + self.height))
 
 
 def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
-    """(width, height) of all buckets: multiples of `bucket_step` with at most as many pixels as the square."""
+    """Return (width, height) of all buckets: multiples of `bucket_step` with at most as many pixels as the square."""
     side, step = image.resolution, image.bucket_step
     if not image.buckets:
         return [(side, side)]
@@ -43,7 +42,7 @@ def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
 
 
 def fit(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
-    """The size nearest in shape, and how a picture of so many pixels comes to it."""
+    """Fit an image of `width` x `height` to the size with the nearest aspect ratio."""
     shape = math.log(width / height)
     to_width, to_height = min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - shape), -size[0] * size[1]))
     factor = max(to_width / width, to_height / height)
@@ -58,6 +57,5 @@ def check_sizes(image: ImageSection, side: int) -> None:
         if value % side:
             near = max(side, round(value / side) * side)
             raise UserError(
-                f"image.{name}={value}: this model takes sides that are multiples of {side}, for its VAE halves them; "
-                f"use {near}"
+                f"image.{name}={value}: sides must be multiples of {side}, as this model's VAE halves them; use {near}"
             )

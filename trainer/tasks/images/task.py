@@ -1,4 +1,4 @@
-"""Image models as a task: noisy latents in, the noise or the velocity out."""
+"""Training of image models: the denoiser predicts noise or velocity from noisy latents."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 class ImageTask:
-    """See trainer/tasks/task.py."""
+    """Implements `trainer.tasks.task.Task`."""
 
     counted = "images"
     peft_type = None
@@ -36,7 +36,7 @@ class ImageTask:
     def __init__(
         self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
-        """`config` is without `auto`."""
+        """`config` must have every `auto` resolved."""
         self._config, self._ranks, self._device, self._say = config, ranks, device, say
         self._dtype = DTYPES[precision]
         self._pipeline: Pipeline = prepared.model_config
@@ -44,7 +44,7 @@ class ImageTask:
         self._objective = Objective(self._pipeline, config.image)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> ImageModel:
-        """The denoiser, in 4 bits for `adapter: qlora`."""
+        """Load the denoiser, quantized for `adapter: qlora`."""
         return load_image_model(
             self._pipeline,
             self._config.model,
@@ -56,15 +56,13 @@ class ImageTask:
         )
 
     def keep_embeddings(self) -> bool:
-        """There are none."""
         return False
 
     def added_tokens(self) -> list[int]:
-        """There are none."""
         return []
 
     def small_pass(self, model: Any) -> object:
-        """The smallest picture that the model takes, with the first caption."""
+        """Run the smallest image that the model takes, with the first caption."""
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(_levels(self._pipeline)) - 1)
         device = self._device
         conditions = {
@@ -76,14 +74,12 @@ class ImageTask:
         return model(noisy, torch.ones(1, device=device), conditions, (self._data.train.store.captions[0],))
 
     def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
-        """Mean squared error a picture."""
         return NoiseLoss(self._objective, self._dtype, self._config.image.guidance)
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
-        """Nothing: pictures do not see each other."""
+        """Do nothing: the images of a batch are independent."""
 
     def batches(self) -> ImageBatches:
-        """Pictures, in an order of their own for every epoch."""
         config, training = self._config, self._config.training
         drawing = Drawing(
             self._objective.draw_time, config.image.flip, config.image.caption_dropout, config.image.prior_weight
@@ -101,7 +97,7 @@ class ImageTask:
         )
 
     def evaluation(self) -> Iterable[ImageBatch]:
-        """What is held out, at fixed times with fixed noise."""
+        """Return held-out batches with fixed timesteps and noise."""
         training, samples = self._config.training, self._data.evaluation
         assert samples is not None
         return image_evaluation(
@@ -112,28 +108,27 @@ class ImageTask:
         )
 
     def meter(self, model: Any) -> None:
-        """Not counted."""
+        """Return None: FLOPs of image models are not counted."""
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        """Pictures of the sample prompts."""
+        """Draw an image for each sample prompt."""
         prompts = self._config.logging.sample_prompts
         if not prompts or self._pipeline.folder is None:
             return
         store = self._data.train.store
-        captions = {each: store.conditions(store.number_of(each)) for each in (*prompts, "")}
-        pictures = draw_samples(
+        captions = {each: store.conditions(store.caption_number(each)) for each in (*prompts, "")}
+        images = draw_samples(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
-        for prompt, picture in zip(prompts, pictures, strict=True):
-            folder.save_image(prompt, when, step, picture)
-        self._say(f"sample images, step {step}: {len(pictures)} in samples/")
+        for prompt, image in zip(prompts, images, strict=True):
+            folder.save_image(prompt, when, step, image)
+        self._say(f"sample images, step {step}: {len(images)} in samples/")
 
-    def files_beside(self) -> Callable[[Path], None]:
-        """The adapter in diffusers' own format."""
+    def companion_files(self) -> Callable[[Path], None]:
+        """Return a writer of the adapter in diffusers' format."""
         return partial(write_for_diffusers, pipeline=self._pipeline)
 
     def card(self, run_dir: Path, name: str) -> str:
-        """How to load it with diffusers."""
         return image_card(self._config, self._pipeline, read_metrics(run_dir), name)
 
 

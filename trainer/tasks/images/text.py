@@ -1,6 +1,7 @@
-"""Text encoders that are trained beside the denoiser, called in every step by the pipeline's own code.
+"""Text encoders that are trained along with the denoiser, called in every step by the pipeline's own code.
 
-Those of CLIP alone: diffusers loads adapters of no others. What frozen ones make of a caption comes from the cache.
+Only CLIP encoders can be trained, because diffusers loads no adapters of others. The output of frozen encoders is
+cached.
 """
 
 import inspect
@@ -14,18 +15,18 @@ from trainer.tasks.images.families import Conditions, Family
 from trainer.tasks.images.pipeline import Pipeline
 
 TRAINED = "CLIPTextModel"
-"""How the classes begin that can be trained: with and without a projection."""
+"""Prefix of the classes that can be trained, with and without a projection."""
 
 
 def trained_encoders(pipeline: Pipeline) -> dict[str, str]:
-    """The text encoders of a pipeline that can be trained, and their classes in transformers."""
+    """Return the text encoders of a pipeline that can be trained, as {name: class in transformers}."""
     listed = pipeline.index
     classes = {name: str(listed[name][1]) for name in pipeline.family.text_encoders if listed.get(name)}
     return {name: kind for name, kind in classes.items() if kind.startswith(TRAINED)}
 
 
 def empty_encoders(pipeline: Pipeline) -> dict[str, Any]:
-    """Their modules without memory for their weights."""
+    """Build the modules of the trainable text encoders without memory for weights."""
     import transformers
     from accelerate import init_empty_weights
 
@@ -41,7 +42,7 @@ def empty_encoders(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
-    """Return a line for each number of tokens at which captions are cut, with the text encoders that read no more."""
+    """Return a line for each token limit that captions exceed, with the text encoders that have it."""
     import diffusers
     import transformers
 
@@ -55,7 +56,7 @@ def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
         part = name.replace("text_encoder", "tokenizer")
         if None in listed.get(part, [None]):
             continue
-        with pipeline.said_of(f"its {part}"):
+        with pipeline.reading(f"its {part}"):
             tokenizer: Any = getattr(transformers, listed[part][1]).from_pretrained(pipeline.folder / part)
         is_clip = listed[part][1].startswith("CLIP")
         limit = tokenizer.model_max_length if is_clip else encode.parameters["max_sequence_length"].default
@@ -72,14 +73,13 @@ def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
 
 
 class EncoderFiles:
-    """The weights of text encoders, named as in the whole model; an encoder is read once a tensor of it is wanted."""
+    """The weights of text encoders, named as in the whole model; an encoder is read when its first tensor is needed."""
 
     def __init__(self, pipeline: Pipeline, encoders: dict[str, nn.Module]) -> None:
         self._pipeline, self._empty = pipeline, encoders
         self._read: dict[str, dict[str, Tensor]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, as the empty modules say."""
         return {
             f"{part}.{name}": tuple(tensor.shape)
             for part, encoder in self._empty.items()
@@ -87,7 +87,7 @@ class EncoderFiles:
         }
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, as it is stored. transformers reads it: encoders are saved under names of old."""
+        """Read one tensor to the CPU, in its stored dtype; transformers translates old names of stored weights."""
         part, _, own = name.partition(".")
         if part not in self._read:
             self._read[part] = self._pipeline.text_encoder(part, "auto").state_dict()
@@ -95,7 +95,7 @@ class EncoderFiles:
 
 
 class Captions:
-    """Captions as the denoiser reads them, where some of the encoders are being trained."""
+    """Encodes captions if some of the text encoders are trained."""
 
     def __init__(self, pipeline: Pipeline, denoiser: nn.Module, encoders: dict[str, nn.Module]) -> None:
         self._family: Family = pipeline.family
@@ -103,11 +103,11 @@ class Captions:
         self._zeros = bool(self._library.config.get("force_zeros_for_empty_prompt"))
 
     def encoded(self, captions: Sequence[str], cached: Conditions) -> Conditions:
-        """`cached` [B, ...] with what the trained encoders now make of the captions in place of what they once made."""
+        """Return `cached` [B, ...], with the conditions of trained encoders recomputed."""
         some = next(iter(cached.values()))
         assert self._family.encode_trained is not None, "a pipeline without CLIP was refused"
         found = self._family.encode_trained(self._library, captions, cached)
-        if self._zeros:  # an empty caption is led away from, and is zeros in this pipeline
+        if self._zeros:  # this pipeline uses zeros for an empty negative prompt
             shown = torch.tensor([bool(caption) for caption in captions], device=some.device)
             found = {name: value * shown.view(-1, *(1,) * (value.dim() - 1)) for name, value in found.items()}
         return cached | {name: value.to(some.dtype) for name, value in found.items()}

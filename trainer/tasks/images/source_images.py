@@ -1,4 +1,4 @@
-"""Images and captions: a folder with .txt files or metadata.jsonl or metadata.csv, or an image set of datasets."""
+"""Readers of images and captions: a folder with .txt, metadata.jsonl or metadata.csv files, or an image dataset."""
 
 import io
 from collections import Counter
@@ -21,7 +21,7 @@ CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
 METADATA = {"metadata.jsonl": "json", "metadata.csv": "csv"}
 DEEP = ("I", "F")
-"""How the modes of Pillow begin that its conversion to three colours would cut at 255."""
+"""First letters of the Pillow modes that conversion to RGB would clip at 255."""
 ON_WHITE = "have an alpha channel, and are shown on white where they are transparent"
 FIRST_FRAME = "have several frames or pages, of which the first is used"
 OTHER_COLOURS = "are in CMYK or LAB, and are converted to RGB without their colour profile"
@@ -29,23 +29,23 @@ SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One picture, its bytes read when they are asked for."""
+class SourceImage:
+    """An image, read on demand."""
 
     name: str
-    """Where it is, for messages."""
+    """Its location, for messages."""
     caption: str
     digest: str
-    """Of the bytes."""
+    """Hash of the bytes."""
     width: int
     height: int
     source: Any
-    """A path, or the rows of a data set and a number."""
+    """A path, or the rows of a dataset and an index."""
     changes: tuple[str, ...] = ()
-    """What is shown differently from the file: ON_WHITE, FIRST_FRAME, OTHER_COLOURS."""
+    """Conversions that change how it looks: ON_WHITE, FIRST_FRAME, OTHER_COLOURS."""
 
     def open(self) -> Image.Image:
-        """Return the image in RGB, upright, on white where it is transparent. Raises UserError if it is damaged."""
+        """Return the image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
         try:
             with Image.open(io.BytesIO(_bytes_of(self.source, self.name))) as image:
                 upright = _upright(image)
@@ -57,36 +57,36 @@ class Picture:
             raise _broken(self.name, error) from None
 
 
-def read_pictures(source: SourceSection, label: str, caption: str | None) -> tuple[list[Picture], list[str]]:
-    """Return the images of a source in a fixed order, and what was skipped of it.
+def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
+    """Return the images of a source in a fixed order, and a line for each kind of skipped file.
 
     `caption` is for images without one. Raises UserError for a damaged image, or one without a caption.
     """
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     said, path = f"{label}.path={source.path}", Path(source.path).expanduser()
     if path.is_file() and path.suffix.lower() != ".parquet":
-        raise UserError(f"{said}: is a file; name the folder that holds the pictures")
+        raise UserError(f"{said}: is a file; name the folder that holds the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
-        pictures = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
+        images = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
         skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
     else:
-        pictures = list(_of_rows(read_source(source, label), source, said, label, caption))
-    if not pictures:
+        images = list(_of_rows(read_source(source, label), source, said, label, caption))
+    if not images:
         found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
-        raise UserError(f"{said}: no pictures in it; there should be files that end in {', '.join(ENDINGS[:4])}{found}")
-    return pictures, skipped
+        raise UserError(f"{said}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
+    return images, skipped
 
 
 def _visible_entries(folder: Path) -> list[Path]:
-    """Return everything in a folder but hidden entries, which are copies that notebooks and file managers make."""
+    """Return the entries of a folder, without hidden ones, which notebooks and file managers create."""
     entries = sorted(folder.rglob("*"))
     return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
-    """Yield a line for links without a target, and one for files that are neither images nor their captions."""
+    """Yield a line on links without a target, and one on files that are neither images nor captions."""
     images = {path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()}
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
     others = [path for path in entries if path not in used and not path.is_dir()]
@@ -98,7 +98,7 @@ def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
         yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
-def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[Picture]:
+def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
@@ -110,11 +110,11 @@ def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption
             f"{without[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
         )
     for path, text in found.items():
-        yield _picture(str(path), caption if text is None else text, path)
+        yield _describe(str(path), caption if text is None else text, path)
 
 
 def _caption_beside(file: Path, listed: str | None) -> str | None:
-    """Return the text next to an image, else what is `listed` for it. Raises UserError if it cannot be read."""
+    """Return the text file next to an image, or else `listed`. Raises UserError if the file cannot be read."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def _caption_beside(file: Path, listed: str | None) -> str | None:
 
 
 def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str, str]:
-    """Return captions by file name, read as the `imagefolder` loader of datasets does; `names` are the images."""
+    """Return captions by file name, like the `imagefolder` loader of datasets; `names` are the images."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
         rows = raw_records([str(folder / file)], kind, said, label, "train") if (folder / file).is_file() else ()
@@ -133,44 +133,44 @@ def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str,
                 raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
             if str(Path(name)) not in names:
                 fix = "correct file_name, or remove the record"
-                raise UserError(f"{place}: there is no picture {name} in the folder; {fix}")
+                raise UserError(f"{place}: the folder has no image {name}; {fix}")
             captions[str(Path(name))] = record[field]
     return captions
 
 
-def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[Picture]:
+def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     import datasets
 
     columns = rows.column_names
     image = source.fields.get("image") or next((name for name in IMAGE_FIELDS if name in columns), None)
     text = source.fields.get("caption") or next((name for name in CAPTION_FIELDS if name in columns), None)
     if image not in columns or (text not in columns and (caption is None or text is not None)):
-        what = "pictures" if image not in columns else "captions"
+        what = "images" if image not in columns else "captions"
         raise UserError(
             f"{said}: no column of {what} (there are {', '.join(columns)}); name them with {label}.fields: "
             "{image: ..., caption: ...}"
         )
     try:
         rows = rows.cast_column(image, datasets.Image(decode=False))
-    except Exception as error:  # whatever pyarrow says of the types
-        raise UserError(f"{said}: column {image} holds no pictures ({error}); name another in {label}.fields") from None
+    except Exception as error:  # pyarrow raises many kinds
+        raise UserError(f"{said}: column {image} holds no images ({error}); name another in {label}.fields") from None
     for index, found in enumerate(rows[text] if text else [None] * len(rows)):
         name, shown = f"{source.path}, record {index + 1}", caption if found is None else found
         if not isinstance(shown, str):
             raise UserError(
                 f"{name}: has no text in column {text}; write a caption, or set image.caption for all of them"
             )
-        yield _picture(name, shown, (rows, index, image))
+        yield _describe(name, shown, (rows, index, image))
 
 
-def _picture(name: str, caption: str | None, source: Any) -> Picture:
+def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
     try:
         data = _bytes_of(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             if image.mode[0] in DEEP:
                 raise UserError(f"{name}: has more than 8 bits a colour (mode {image.mode}); save it with 8")
-            if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # turned by a quarter
+            if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # rotated by 90 degrees
                 width, height = height, width
             happens = {
                 ON_WHITE: image.has_transparency_data,
@@ -179,9 +179,9 @@ def _picture(name: str, caption: str | None, source: Any) -> Picture:
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _broken(name, error) from None
-    assert caption is not None, f"{name}: a picture without caption was not refused"
+    assert caption is not None, f"{name}: an image without caption was not refused"
     changes = tuple(text for text, is_so in happens.items() if is_so)
-    return Picture(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
+    return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 
 
 def _bytes_of(source: Any, name: str) -> bytes:
@@ -190,7 +190,7 @@ def _bytes_of(source: Any, name: str) -> bytes:
     rows, index, column = source
     entry = rows[index][column]
     if entry is None:
-        raise UserError(f"{name}: has no picture in column {column}; remove it")
+        raise UserError(f"{name}: has no image in column {column}; remove the record")
     return entry["bytes"] if entry["bytes"] is not None else _bytes_of(Path(entry["path"]), name)
 
 
@@ -202,5 +202,5 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _broken(name: str, error: Exception) -> UserError:
-    reason = "of no format that is known" if isinstance(error, UnidentifiedImageError) else error
-    return UserError(f"{name}: is no picture that can be read ({reason}); replace it, or take it out of the data")
+    reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+    return UserError(f"{name}: cannot be read as an image ({reason}); replace it, or remove it from the data")
