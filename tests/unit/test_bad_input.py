@@ -141,6 +141,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dataset.mix=[{path: b}]": ("dataset.path=data.jsonl", "both given", "give one of them"),
     "dataset.path=null": ("dataset.path: missing", "as dataset.path=train.jsonl does"),
     "dataset.val_split=0.9": ("dataset.val_split=0.9: must be 0.5 or less",),
+    "dataset.val_split=.inf": ("dataset.val_split=inf: must be 0.5 or less",),
     "dataset.val_split=0.1 ; dataset.evaluation={path: b}": ("dataset.val_split=0.1", "dataset.evaluation", "keep one"),
     "dataset.format=alpacca": ("dataset.format=alpacca: must be 'auto', 'messages'",),
     "dataset.format=custom": ("dataset.format=custom: needs dataset.template",),
@@ -238,6 +239,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (ground / name).mkdir()
         (ground / name / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
         (ground / name / "adapter_model.safetensors").write_bytes(content)
+    make_model(ground / "odd-padding")
+    settings = (ground / "odd-padding" / "config.json").read_text()
+    (ground / "odd-padding" / "config.json").write_text(settings.replace('"pad_token_id": 0', '"pad_token_id": 999'))
     (ground / "pickled").mkdir()
     (ground / "pickled" / "config.json").write_bytes((ground / "model" / "config.json").read_bytes())
     (ground / "pickled" / "pytorch_model.bin").write_text("x")
@@ -253,6 +257,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=./nowhere": ("base_model=./nowhere: ",),
     "base_model=no-data": ("base_model=no-data: the folder has no config.json",),
+    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; name the folder",),
+    "base_model=odd-padding": ("base_model=odd-padding: config.json makes no model",),
     "base_model=pickled": ("base_model=pickled: no .safetensors file", "convert it first"),
     "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),
     "zero.extra.zero_optimization.sub_group_size=x": ("zero.extra: DeepSpeed refuses sub_group_size=x", "integer"),
@@ -293,8 +299,10 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.path=wrong.jsonl ; dataset.format=alpaca": ("dataset.format=alpaca: no field", "question"),
     "dataset.path=robot.jsonl": ("robot", "roles are"),
     "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records",),
+    "dataset.fields={prompt: messages}": ("the records have messages", "set dataset.fields"),
     "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
     "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
+    "dataset.cache_dir=/proc/none": ("dataset.cache_dir=/proc/none: tokenised data cannot be written there",),
     "dataset.evaluation={path: nothing.jsonl}": ("dataset.evaluation.path=nothing.jsonl: no such file",),
 }
 

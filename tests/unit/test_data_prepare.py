@@ -339,7 +339,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "held out alone": (
         {"a.jsonl": chats(("assistant", "red"))},
         {"path": "a.jsonl", "val_split": 0.1},
-        ("dataset.val_split=0.1: 1 record cannot be split", "dataset.evaluation"),
+        ("dataset.val_split=0.1: nothing would be left to train on of 1 record;", "dataset.evaluation"),
     ),
     "evaluation without a trained token": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},

@@ -324,5 +324,5 @@ def test_a_number_of_records_is_held_out(tokenizer: PreTrainedTokenizerBase) -> 
     write_pairs("a.jsonl", *map(str, range(10)))
     stats = stats_of(tokenizer, val_split=3)
     assert stats.evaluation is not None and (stats.documents, stats.evaluation.documents) == (7, 3)
-    with pytest.raises(UserError, match=r"dataset.val_split=10: 10 records cannot be split"):
+    with pytest.raises(UserError, match=r"dataset.val_split=10: nothing would be left to train on of 10 records"):
         stats_of(tokenizer, val_split=10)

@@ -136,10 +136,16 @@ def test_what_was_edited_since_is_refused(case: str, place: str, run_dir: Path) 
     find_run(run_dir / place, allow_mismatch=True)
 
 
-def test_a_run_that_recorded_nothing_is_taken(run_dir: Path, ground: Path) -> None:
-    """As of an earlier version."""
-    edit(run_dir / "run.json", identity=None, checksums={})
-    find_run(run_dir, str(ground / "other"))
+@pytest.mark.parametrize("lost", ["the file", "its content"])
+def test_a_run_without_its_record_is_refused(lost: str, run_dir: Path, ground: Path) -> None:
+    """Nobody can tell whether the base is the one that it was trained on."""
+    if lost == "the file":
+        (run_dir / "run.json").unlink()
+    else:
+        edit(run_dir / "run.json", identity=None, checksums={})
+    with pytest.raises(UserError, match=r"run\.json.*is missing or incomplete; restore it, or .*--allow-mismatch"):
+        find_run(run_dir, str(ground / "other"))
+    find_run(run_dir, str(ground / "other"), allow_mismatch=True)
 
 
 def starts(ground: Path, adapter: Path, *more: str) -> int:
@@ -204,14 +210,14 @@ def unrecorded(run_dir: Path) -> None:
 
 def test_an_adapter_of_more_layers_is_refused(run_dir: Path, ground: Path, tmp_path: Path) -> None:
     unrecorded(run_dir)
-    shorter = find_run(run_dir, str(make_model(tmp_path / "shorter", layers=1)))
+    shorter = find_run(run_dir, str(make_model(tmp_path / "shorter", layers=1)), allow_mismatch=True)
     with pytest.raises(UserError, match=r"14 of the 28 tensors of the adapter find no layer, first .*layers\.1\."):
         load_trained(shorter, saved_tokenizer(shorter), torch.device("cpu"))
     with pytest.raises(UserError, match="14 of the 28 tensors"):
         export.export(shorter, "vllm", tmp_path / "out")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     edit(run_dir / "adapter_config.json", target_modules=names)
-    longer = find_run(run_dir, str(make_model(tmp_path / "longer", layers=3)))
+    longer = find_run(run_dir, str(make_model(tmp_path / "longer", layers=3)), allow_mismatch=True)
     with pytest.raises(UserError, match=r"14 tensors of the adapted model are not in the file, first .*layers\.2\."):
         load_trained(longer, saved_tokenizer(longer), torch.device("cpu"))
 
@@ -233,7 +239,7 @@ def test_a_tensor_that_is_not_taken_is_refused(
     else:
         tensors[name.replace("up_proj", "upper_proj")] = tensors[name].clone()
     save_file(tensors, run_dir / WEIGHTS, metadata={"format": "pt"})
-    [line] = refusal(capsys, command, run_dir, tmp_path / "out")
+    [line] = refusal(capsys, command, run_dir, tmp_path / "out", "--allow-mismatch")
     assert re.search(r"does not fit .*(of the \d+ tensors|are not in the file|size mismatch)", line), line
 
 

@@ -185,13 +185,16 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
 
 
 def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
-    """Raise UserError, with a line for each change since the adapter in `folder` was trained.
+    """Raise UserError, with a line for each change since the adapter in `folder` was trained, or if none is known.
 
     A base that is neither needed nor on this machine is not compared.
     """
     problems = [f"{folder}: {name} was changed after training; restore it" for name in changed_files(folder)]
     then = recorded_identity(folder)
-    if then is not None:
+    if then is None:
+        record = f"{RECORD}, which records the base and the settings of the run, is missing or incomplete; restore it"
+        problems.append(f"{folder}: {record}")
+    else:
         base = fingerprint_base(config.base_model, config.model)
         if needs_base and not base:
             load_model_config(config.base_model, config.model)  # download it, which makes its commit known

@@ -14,7 +14,7 @@ _TEXT = (_UNMIXED, _LANGUAGE)
 
 def _fraction_or_count(value: Any) -> Any:
     """Accept a fraction of the records up to 0.5, or a whole number of records."""
-    if isinstance(value, (int, float)) and value > 0.5 and (value < 1 or value != int(value)):
+    if isinstance(value, (int, float)) and value > 0.5 and (value < 1 or value % 1 != 0):
         raise ValueError("must be 0.5 or less, a fraction of the records, or a whole number of them")
     return value
 

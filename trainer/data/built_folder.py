@@ -57,7 +57,8 @@ def built_folder(
         with FileLock(folder.with_suffix(".lock")):
             return _mended(folder, build, load, damage)
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        above = bool(error.filename) and Path(error.filename) in folder.parents  # nothing is made below /proc
+        if error.errno not in UNWRITABLE and not above:
             raise
         raise _unwritable(folder.parent, error) from error
 

@@ -110,7 +110,7 @@ def _detect(
     if REJECTED & set(columns) and not source.fields:
         _refuse_preferences(first, columns, label)
     for name in ("messages", "conversations", "conversation"):
-        turns = first.get(present.get(name, name))
+        turns = first.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
             if source.fields.get("role", "role") in turns[0]:
                 return shape("messages", {"messages": present[name]})

@@ -194,8 +194,8 @@ def held_out_count(section: DatasetSection, total: int) -> int:
     count = int(section.val_split) or max(1, round(total * section.val_split))
     if count >= total:
         raise UserError(
-            f"dataset.val_split={section.val_split:g}: {total} record{'s' * (total != 1)} cannot be split; "
-            "give more data, or dataset.evaluation"
+            f"dataset.val_split={section.val_split:g}: nothing would be left to train on of {total} "
+            f"record{'s' * (total != 1)}; hold out fewer, give more data, or use dataset.evaluation"
         )
     return count
 

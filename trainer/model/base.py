@@ -191,7 +191,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
         # Values that nobody sees would be drawn by torch's slow references.
         with no_init_weights(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
-    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError, AssertionError) as error:
         raise unreadable("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
     return model

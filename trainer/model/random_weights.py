@@ -52,7 +52,7 @@ def random_config(base_model: str) -> Any:
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     try:
         config = AutoConfig.for_model(model_type, **(settings | ids))
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, StrictDataclassError) as error:
         # A strict data class says in the last line what is wrong.
         reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
         raise UserError(f"base_model={base_model}: {reason}; change that setting") from None

@@ -217,7 +217,8 @@ def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str
 
 
 def _is_single_file(path: Path) -> bool:
-    return path.suffix == ".safetensors" and path.is_file()
+    in_model_folder = (path.parent / "config.json").is_file()  # as the weights of a language model are
+    return path.suffix == ".safetensors" and path.is_file() and not in_model_folder
 
 
 def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
