@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from trainer.config import RunConfig
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -71,6 +73,20 @@ def write_chats(path: Path, count: int, *, seed: int = 0, longest: int = 12) -> 
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def record_base(run_dir: Path, config: RunConfig, **more: object) -> None:
+    """Write the run.json of a finished run, with the base that it was trained on."""
+    from trainer.checkpoint.adapter_files import record_result
+    from trainer.checkpoint.base_fingerprint import fingerprint_base
+    from trainer.checkpoint.identity import Identity
+    from trainer.checkpoint.run_record import write_run_record
+
+    write_run_record(run_dir, config, 1, "cpu", "fp32")
+    known = Identity(base_model=config.base_model, base=fingerprint_base(config.base_model, config.model))
+    record_result(run_dir, [], known.model_dump(mode="json"))
+    record = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps(record | more))
 
 
 def write_run(

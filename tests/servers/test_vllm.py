@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny import make_tokenizer
+from tests.tiny import make_tokenizer, record_base
 from trainer.checkpoint.finished_run import find_run
 from trainer.checkpoint.weights import save_adapter, save_initial_adapter
 from trainer.commands.export.__main__ import export
@@ -117,6 +117,7 @@ def make_run(folder: Path, base: Path, lora: dict[str, Any]) -> Path:
     config = RunConfig.model_validate(settings | {"lora": {"r": 4, "alpha": 8, **lora}})
     folder.mkdir(parents=True)
     (folder / "training_config.json").write_text(config.model_dump_json())
+    record_base(folder, config)
     model = apply_adapter(load(base), config.lora, torch.float32)
     initial = folder / "initial" if changes_base_weights(config.lora) else None
     if initial is not None:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from tests.tiny import record_base
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import chat, generate
@@ -267,7 +268,7 @@ def test_generate_and_chat_use_the_form_of_the_run(
     template: bool,
 ) -> None:
     copied = shutil.copytree(run_dir, tmp_path / "run")
-    (copied / "run.json").write_text(json.dumps({"prompt_text": "Q: {prompt}\nA:"}))
+    record_base(copied, find_run(run_dir).config, prompt_text="Q: {prompt}\nA:")
     seen: list[str] = []
     for module in (generate, chat):
         monkeypatch.setattr(module, "generate_answers", lambda model, tokenizer, rows, *_, **__: (

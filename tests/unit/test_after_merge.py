@@ -55,7 +55,7 @@ def test_a_part_of_the_update_is_merged_as_the_commands_say(tmp_path: Path, caps
     run_dir = make_run(tmp_path)
     assert evaluate.main([str(run_dir), "--scale", "auto"]) == 0
     said = capsys.readouterr().out
-    best = float(said.partition("best scale ")[2].partition(":")[0])
+    best = float(said.partition("best scale ")[2].partition(";")[0])
     assert f"merge {run_dir} --scale {best:g}" in said and 0.0 < best < 1.0, "B was drawn, not learned"
     merged = {}
     for scale in ("auto", f"{best:g}", "0.5"):
@@ -85,7 +85,7 @@ def test_a_16_bit_sum_is_rounded_once(tmp_path: Path) -> None:
 def test_auto_keeps_the_number_format_of_the_base(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    output = merge(find_run(folder), tmp_path / "merged")
+    output = merge(find_run(folder, allow_mismatch=True), tmp_path / "merged")
     assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {torch.bfloat16}
 
 
@@ -127,7 +127,7 @@ def test_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("output", [".", "..", "/"])
 def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"a new folder is written, which needs a name"):
+    with pytest.raises(UserError, match=r"not the name of a new folder"):
         check_output(Path(output))
 
 

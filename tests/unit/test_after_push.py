@@ -19,6 +19,7 @@ from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
 from trainer.commands.push import read_records, stage
 from trainer.config import LoraSection
+from trainer.config.files import read_json
 from trainer.monitor.report.model_card import OF_PEFT, OURS, model_card, public_name
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,7 +35,8 @@ def run_dir(tmp_path: Path) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     record = {"command": ["train.py", str(tmp_path / "c.yaml")], "world_size": 2, "device": "cpu", "started": "2026"}
     record |= {"device_name": "x86_64", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "commit": None}
-    (folder / "run.json").write_text(json.dumps(record))
+    file = folder / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | record))
     return folder
 
 
@@ -104,6 +106,7 @@ def test_the_card_of_a_checkpoint_has_no_later_steps(run_dir: Path) -> None:
     checkpoint.mkdir()
     for path in run_dir.glob("adapter_*"):
         (checkpoint / path.name).write_bytes(path.read_bytes())
+    (checkpoint / "state.json").write_text(json.dumps({"run": read_json(run_dir / "run.json")["identity"]}))
     card = card_of(find_run(checkpoint))
     assert "**2.5000 → 1.5000**" in card and "1.25" not in card
 
@@ -146,7 +149,7 @@ def test_a_dry_run_writes_the_card_lists_the_files_and_needs_no_login(
     size = (run_dir / "adapter_model.safetensors").stat().st_size
     assert f"{size:>14,}  adapter_model.safetensors" in captured.out
     assert OURS in (run_dir / "README.md").read_text()
-    assert "model is a local model; --base-model" in captured.err
+    assert "model is a local model; give its name" in captured.err
 
 
 class Hub(ThreadingHTTPServer):
@@ -230,7 +233,7 @@ def test_a_push_commits_the_staged_files(hub: Hub, run_dir: Path) -> None:
     [
         (401, "does not accept the token; run `hf auth login`"),
         (403, "may not write there"),
-        (404, "no such user or organisation"),
+        (404, "no such user or organization"),
         (500, "HTTP 500"),
     ],
 )

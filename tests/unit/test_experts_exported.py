@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import make_tokenizer
+from tests.tiny import make_tokenizer, record_base
 from tests.unit.test_experts import base_of, saved
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.commands.export.__main__ import export
@@ -39,6 +39,7 @@ def make_run(folder: Path, model_type: str, *, base: Path | None = None, **lora:
     )
     run_dir.mkdir()
     (run_dir / "training_config.json").write_text(config.model_dump_json())
+    record_base(run_dir, config)
     model = apply_adapter(AutoModelForCausalLM.from_pretrained(base).eval(), config.lora, torch.float32)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():

@@ -1,6 +1,5 @@
 """Adapters for other programs: the merged weights, one file or a folder each, and one line for every mistake."""
 
-import json
 from pathlib import Path
 
 import numpy
@@ -10,7 +9,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny import CHATML
+from tests.tiny import CHATML, record_base
 from tests.unit.test_after_run import make_run
 from tests.unit.test_gguf import logits_of, make_saved, sentencepiece_like
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
@@ -155,7 +154,7 @@ def test_ollama_asks_a_run_that_trained_text_as_it_was_trained(
 
 def test_ollama_takes_the_form_that_the_run_recorded(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    (run / "run.json").write_text(json.dumps({"prompt_text": "{system}{prompt}"}))
+    record_base(run, find_run(run).config, prompt_text="{system}{prompt}")
     assert main([str(run), "--format", "ollama", "--output", str(tmp_path / "out")]) == 0
     assert "{{ .Prompt }}" in (tmp_path / "out" / "Modelfile").read_text()
 

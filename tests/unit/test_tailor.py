@@ -46,7 +46,7 @@ def test_short_chats_are_packed_and_every_setting_has_a_reason(ground: Path, mon
     lines = text.splitlines()[3:]
     settings = [at for at, line in enumerate(lines) if line and not line.lstrip().startswith("#") and ": " in line]
     assert len(settings) > 15 and all(lines[at - 1].lstrip().startswith("# ") for at in settings)
-    assert "# 600 documents, " in text and "a document alone would fill" in text
+    assert "# 600 documents, " in text and "a single document would fill" in text
     from trainer.setup.preflight import prepare
 
     assert prepare(config).data.stats.packed, "and it can be trained as it is"
@@ -91,7 +91,9 @@ def test_init_examines_a_model_and_data_that_are_here(ground: Path, monkeypatch:
 def test_few_documents_are_all_trained_on(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, text = made(ground, monkeypatch, "--model", "./model", "--data", "few.jsonl", "--gpus", "1")
     assert (config.dataset.val_split, config.training.evals_per_epoch, config.dataset.packing) == (0.0, None, False)
-    assert "fifteen" not in text and "15 times what full fine-tuning" in text and "the run is short" in text
+    assert (
+        "fifteen" not in text and "15 times the usual rate for full fine-tuning" in text and "the run is short" in text
+    )
 
 
 def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     assert (
         config.lora.experts and config.lora.expert_rank == "r/top_k" and config.lora.target_modules == ("all-linear",)
     )
-    assert "# a token visits 8 experts, and meets r in all of them\n  expert_rank: r/top_k\n" in text
+    assert "# a token visits 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
     hold = int(text.partition("# ")[2].partition(" parameters hold")[0].split("# ")[-1].replace(",", ""))
     from trainer.commands.validate import findings
     from trainer.setup.preflight import prepare
@@ -153,7 +155,7 @@ def test_what_cannot_be(ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("HOME", str(ground))
     words = ["--output", "never.yaml", "--output-dir", "x", "--gpus", "1", "--data", "texts.jsonl"]
     assert tailor([*words, "--model", "random:llama3.1-8b", "--gpu-memory", "3GiB"]) == 2
-    assert "does not fit 1 of such cards in any way" in capsys.readouterr().err
+    assert "does not fit 1 of these GPUs in any way" in capsys.readouterr().err
     assert tailor([*words, "--model", "./nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: base_model=./nowhere: ")
     assert not Path("never.yaml").exists()

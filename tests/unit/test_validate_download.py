@@ -141,7 +141,7 @@ def test_the_patterns_take_what_training_reads_and_nothing_else() -> None:
     assert list(kept) == files
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("a b", "not a name on the hub"), ("model", "is a folder")])
+@pytest.mark.parametrize(("name", "complaint"), [("a b", "not a name on the hub"), ("model", "already a folder")])
 def test_names_that_cannot_be(name: str, complaint: str, config: Path) -> None:
     with pytest.raises(UserError, match=complaint):
         download.download(name)

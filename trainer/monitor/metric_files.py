@@ -85,8 +85,12 @@ class MetricFiles:
     def write(self, record: Mapping[str, float | None], numbers: Mapping[str, float]) -> None:
         """Add one record: `record` to the file, `numbers` (NaN and infinity included) to the events."""
         self._records.add(json.dumps(record).encode() + b"\n")
-        if (events := self._events) is not None:
-            self._write(lambda: events.add_scalars(int(record["step"] or 0), numbers))
+
+        def add_scalars() -> None:
+            if self._events is not None:
+                self._events.add_scalars(int(record["step"] or 0), numbers)
+
+        self._write(add_scalars)
 
     def write_image(self, step: int, tag: str, image: Any) -> None:
         """Add an image (PIL) to the events."""
