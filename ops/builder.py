@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -326,8 +326,15 @@ def list_operators() -> str:
     return "\n".join(lines)
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; `zerolora ops --help` lists the commands\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.builder", description=str(__doc__).split("\n")[0])
+    parser = _Parser(prog="zerolora ops", description=str(__doc__).split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("list", help="DeepSpeed's operators and ours")
     build = commands.add_parser("build", help="compile ahead of time")

@@ -95,9 +95,9 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
     tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:
         tree["dataset_dir"] = str(dataset_dir.absolute())
-    trainer = written_for(tree)
+    trainer = written_for(tree, enough=1)
     if trainer is None:
-        raise UserError(f"{path}: not a file of {', '.join(TRANSLATORS)}; zerolora train may read it directly")
+        raise UserError(f"{path}: has no settings of {', '.join(TRANSLATORS)}; `zerolora train` reads its own files")
     if trainer not in TRANSLATORS:
         raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
     if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserErrors, shown
@@ -31,7 +31,7 @@ OFF = ("false", "no", "off", "none", "null")
 # Types of keys; bounded, so that arithmetic with them neither overflows nor meets NaN.
 Text = Annotated[str, BeforeValidator(partial(as_meant, str))]
 Whole = Annotated[int, BeforeValidator(partial(as_meant, int)), Ge(-(10**12)), Le(10**12)]
-_Float = Annotated[float, BeforeValidator(partial(as_meant, float)), Ge(-1e12), Le(1e12)]
+_Float = Annotated[float, BeforeValidator(partial(as_meant, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
 Number = _Float | Whole
 """Whole numbers stay as they are written."""
 Steps = Annotated[Whole | _Float, "steps"]

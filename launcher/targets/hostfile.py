@@ -36,7 +36,8 @@ class Filters(TypedDict, total=False):
 def read_hostfile(path: Path) -> Slots:
     """Return the slots of a hostfile. Raises UserError if it is missing, empty, or has a wrong or repeated entry."""
     if not path.is_file():
-        raise UserError(f"--hostfile {path}: no such file; write one line per host, `gpu-a slots=8`")
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise UserError(f"--hostfile {path}: {found}; write one line per host, `gpu-a slots=8`")
     slots: Slots = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         text = line.strip()

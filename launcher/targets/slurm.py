@@ -47,7 +47,10 @@ def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Alloc
             "--launcher slurm: not inside a SLURM allocation; `zerolora submit CONFIG` makes one, or run this in "
             "`salloc` or in a batch script"
         )
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if not env["SLURM_JOB_ID"].isdecimal() or not env.get("SLURM_JOB_NODELIST"):
+        found = ", ".join(f"{name}={env.get(name, '')}" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))
+        raise UserError(f"--launcher slurm: {found} is not the environment of a job; start it in `salloc` or a script")
+    if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise UserError(
             f"--launcher slurm: srun has started this command {env['SLURM_STEP_NUM_TASKS']} times; start it once "
             "(it calls srun itself), or start `zerolora-rank CONFIG` with srun"

@@ -156,6 +156,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "scu.enabled=true ; scu.measure=kl ; training.offload_activations=true ; training.gradient_checkpointing=true": (
         "training.offload_activations=true: not with scu.measure: kl",
     ),
+    "model.added_tokens=['']": ("model.added_tokens=", "has an empty entry; remove it"),
     "scu.integral_bound=0": ("scu.integral_bound=0: must be above 0",),
 }  # fmt: skip
 

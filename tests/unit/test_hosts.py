@@ -47,6 +47,8 @@ def test_a_bad_hostfile_is_refused(tmp_path: Path, text: str, complaint: str) ->
 def test_a_missing_hostfile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read_hostfile(tmp_path / "h")
+    with pytest.raises(UserError, match="is a folder"):
+        read_hostfile(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,13 @@ def test_srun_starts_every_rank_of_the_allocation(monkeypatch: pytest.MonkeyPatc
         assert word in command.argv
     assert command.set_variables == {"MASTER_ADDR": "n3", "MASTER_PORT": "10123", "OMP_NUM_THREADS": "12"}
     assert "RANK" in command.unset_variables
+
+
+@pytest.mark.parametrize("nodes", [{}, {"SLURM_JOB_NODELIST": ""}, {"SLURM_JOB_ID": "x", "SLURM_JOB_NODELIST": "n1"}])
+def test_half_the_environment_of_a_job_is_refused(nodes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    with pytest.raises(UserError, match=r"--launcher slurm: SLURM_JOB_ID=.* is not the environment of a job"):
+        read_allocation({"SLURM_JOB_ID": "7"} | nodes)
 
 
 def test_outside_of_an_allocation_slurm_is_refused() -> None:

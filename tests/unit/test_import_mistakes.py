@@ -9,7 +9,7 @@ import yaml
 
 from launcher.commands import main as zerolora
 from launcher.importing import axolotl, llamafactory, llamafactory_v1, trl
-from launcher.importing.command import translate_arguments
+from launcher.importing.command import read_foreign, translate_arguments
 from launcher.importing.translation import Table
 from launcher.importing.writing import format_yaml
 from tests.tiny import make_tokenizer
@@ -136,6 +136,17 @@ def test_files_that_a_file_names_are_checked_as_well() -> None:
     Path("acc.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: x}\n")
     with pytest.raises(UserError, match=r"^--config_file=acc.yaml: acc.yaml: deepspeed_config.zero_stage=x: must be"):
         written(["accelerate", "launch", "--config_file", "acc.yaml", *TRL])
+
+
+@pytest.mark.parametrize(("text", "trainer"), [
+    ("base_model: model\ndatasets:\n  - {path: data.jsonl, type: chat_template}\n", "Axolotl"),
+    ("model_name_or_path: model\nstage: sft\ndataset: x\n", "LLaMA-Factory"),
+])  # fmt: skip
+def test_one_setting_of_theirs_is_enough_where_the_user_says_that_the_file_is_theirs(
+    text: str, trainer: str, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    assert read_foreign(tmp_path / "theirs.yaml", None).trainer == trainer
 
 
 def test_arguments_of_a_command_line_are_named_as_typed() -> None:

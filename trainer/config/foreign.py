@@ -9,7 +9,7 @@ from trainer.config.sections import RunConfig
 OF_TRAINERS = {
     "LLaMA-Factory": {
         "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "lora_rank", "quantization_bit",
-        "preprocessing_num_workers", "val_size", "train_dataset", "peft_config", "dist_config", "mask_history",
+        "preprocessing_num_workers", "val_size", "stage", "train_dataset", "peft_config", "dist_config", "mask_history",
     },
     "Axolotl": {
         "micro_batch_size", "sequence_len", "datasets", "pretraining_dataset", "lora_target_linear", "val_set_size",
@@ -25,12 +25,15 @@ OF_TRAINERS = {
 ENOUGH = 2
 
 
-def written_for(tree: Mapping[Any, Any]) -> str | None:
-    """Return the trainer that a file was written for; None for one of ours, which may have a few of their names."""
+def written_for(tree: Mapping[Any, Any], *, enough: int = ENOUGH) -> str | None:
+    """Return the trainer that a file was written for; None for one of ours, which may have a few of their names.
+
+    A file counts as theirs if it has `enough` of their names, and more than twice as many as of our sections.
+    """
     names = {str(name) for name in tree}
     counts = {trainer: len(names & known) for trainer, known in OF_TRAINERS.items()}
     best = max(counts, key=lambda trainer: counts[trainer])
     ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
     # LLaMA-Factory has a `dataset`, too, which is no section.
     ours -= isinstance(tree.get("dataset"), str)
-    return best if counts[best] >= ENOUGH and counts[best] > 2 * ours else None
+    return best if counts[best] >= enough and counts[best] > 2 * ours else None

@@ -33,7 +33,11 @@ def _list_of_words(value: Any) -> Any:
     """A single word, a comma-separated line and a list all mean a list; `none`, [none] and nothing an empty one."""
     if value is None or value in ("none", ["none"], ("none",)):
         return []
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    if isinstance(value, list | tuple) and "" in value:
+        raise ValueError("has an empty entry; remove it")
+    return value
 
 
 def is_pattern(name: str) -> bool:
