@@ -15,6 +15,7 @@ from trainer.data import render
 from trainer.data.conversations import ChatEncoder, chat_template_of
 from trainer.data.records import Text, Turns
 from trainer.data.tokens import Encoded, encode_spans, encode_texts
+from trainer.model.answers import end_of_turn
 
 # A system prompt of its own, written with the first turn.
 DEFAULT_SYSTEM = (
@@ -393,6 +394,19 @@ def test_a_loop_without_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pyt
         found = queue.get()
     assert all("takes more than 0.2 s" in problem for problem in found)
     assert found[0].startswith("dataset.chat_template: ") and found[2].startswith("record 1: the chat template refuses")
+
+
+def test_an_endless_template_of_the_tokenizer_names_no_token_and_itself(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(tokenizer, "chat_template", "{% if messages | length > 2 %}" + NESTED + "{% endif %}" + CHATML)
+    assert end_of_turn(tokenizer) is None
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for %}")
+    with pytest.raises(UserError, match=r"the tokenizer's own template cannot be used .*give another one here"):
+        encode(tokenizer, "{% for %}", TALK)
+    with pytest.raises(UserError, match="chat_template: empty"):
+        chat_template_of(tokenizer, " ")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

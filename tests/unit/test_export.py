@@ -175,6 +175,14 @@ def test_answers_stop_where_turns_end_without_a_template_too(run_dir: Path) -> N
     assert text.endswith('\nPARAMETER stop "<|endoftext|>"\nPARAMETER stop "<|im_end|>"\n')
 
 
+def test_ollama_gets_the_variables_of_the_template(run_dir: Path) -> None:
+    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ sign }}<|im_end|>")
+    for variables, sign in ((None, ""), ({"sign": "!?"}, "!?")):
+        text = modelfile("m.gguf", tokenizer, system_prompt=None, variables=variables)
+        assert f"{{{{ .Content }}}}{sign}<|im_end|>" in text
+
+
 def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 

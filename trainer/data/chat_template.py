@@ -57,7 +57,12 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError, TimeoutError) as error:
-            raise UserError(f"dataset.chat_template: the template cannot be used ({error})") from None
+            own = tokenizer.chat_template
+            if source in (own.values() if isinstance(own, Mapping) else (own,)):
+                problem = f"the tokenizer's own template cannot be used ({error}); give another one here"
+            else:
+                problem = f"the template cannot be used ({error})"
+            raise UserError(f"dataset.chat_template: {problem}") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Return the text of numbered or unnumbered messages. Raises RenderError if the template refuses them."""
@@ -213,7 +218,7 @@ class ChatTemplate:
     def _observe_closing(self, *messages: Message) -> str:
         try:
             marked = self._probe(*messages)
-        except RenderError:
+        except (RenderError, TimeoutError):
             return ""
         token, stop = self.end_of_answer(marked.text, *marked.turns.get(1, [(0, 0)])[-1])
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""

@@ -40,6 +40,8 @@ def chat_template_of(
         return template
     if "{" in configured:
         return configured
+    if not configured.strip():
+        raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
     try:
         return Path(configured).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -48,7 +48,8 @@ def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path
     """Write a folder with the GGUF file and a Modelfile; return what to print."""
     source = Source.load(run, output, converter)
     system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
-    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form)
+    variables = run.config.dataset.chat_template_kwargs
+    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form, variables=variables)
     with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
         (folder / "Modelfile").write_text(text, encoding="utf-8")

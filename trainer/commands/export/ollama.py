@@ -5,8 +5,9 @@ and only used if it renders the same text for others.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -56,33 +57,37 @@ def is_kept(text: str) -> bool:
     return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
 
 
-def chat_parts(tokenizer: Any) -> ChatParts | None:
-    """Return the parts of the tokenizer's chat template; None if it has none, or one that does more than join turns."""
+def chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> ChatParts | None:
+    """Return the parts of the tokenizer's chat template; None if it has none, or one that does more than join turns.
+
+    `variables` are those of `dataset.chat_template_kwargs`.
+    """
     if not isinstance(tokenizer.chat_template, str):
         return None
     for roles in (("system", "user", "assistant"), ("user", "assistant")):
         try:
-            parts = _derive(tokenizer, roles)
-            alike = parts is not None and all(parts.render(chat) == _prompt(tokenizer, chat) for chat in _trials(roles))
+            parts = _derive(partial(_render, tokenizer, variables or {}), roles)
+            prompt = partial(_render, tokenizer, (variables or {}) | {"add_generation_prompt": True})
+            alike = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _trials(roles))
             return parts if parts is not None and alike and parts.can_be_written() else None
         except (TemplateError, ValueError):
             continue  # some templates refuse system turns
     return None
 
 
-def _derive(tokenizer: Any, roles: Sequence[str]) -> ChatParts | None:
+def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatParts | None:
     """Derive the text around each turn from what the rendering grows by when the turn is added."""
     chat: Messages = []
     text, around = "", {}
     for role in roles:
         chat.append({"role": role, "content": TEXTS[role]})
-        longer = _rendered(tokenizer, chat)
+        longer = render(chat)
         before, found, after = longer.removeprefix(text).partition(TEXTS[role])
         if not found or not longer.startswith(text):
             return None
         around[role] = (before, after)
         text = longer
-    alone = _rendered(tokenizer, [{"role": "user", "content": TEXTS["user"]}])
+    alone = render([{"role": "user", "content": TEXTS["user"]}])
     turn = TEXTS["user"].join(around["user"])
     return ChatParts(around, alone.removesuffix(turn)) if alone.endswith(turn) else None
 
@@ -94,12 +99,8 @@ def _trials(roles: Sequence[str]) -> list[Messages]:
     return [first, more, *([system + first, system + more] if "system" in roles else [])]
 
 
-def _rendered(tokenizer: Any, chat: Messages) -> str:
-    return _without_start(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False))
-
-
-def _prompt(tokenizer: Any, chat: Messages) -> str:
-    return _without_start(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
+    return _without_start(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, **variables))
 
 
 def _without_start(tokenizer: Any, text: str) -> str:
@@ -127,13 +128,21 @@ def text_template(form: str) -> str | None:
     return form.format(system="{{ if .System }}{{ .System }}\n\n{{ end }}", prompt="{{ .Prompt }}")
 
 
-def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None, form: str | None = None) -> str:
+def modelfile(
+    gguf: str,
+    tokenizer: Any,
+    *,
+    system_prompt: str | None,
+    form: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Return the Modelfile for the file `gguf` in the same folder.
 
-    `form` is the plain-text prompt format (see `records.prompt_form`); None for the tokenizer's chat template.
+    `form` is the plain-text prompt format (see `records.prompt_form`); None for the tokenizer's chat template,
+    which gets `variables`.
     """
     lines = [f"FROM ./{gguf}"]
-    parts = chat_parts(tokenizer) if form is None else None
+    parts = chat_parts(tokenizer, variables) if form is None else None
     if form is not None:
         template = text_template(form)
         lines.append("# No TEMPLATE: Ollama would change it." if template is None else f'TEMPLATE """{template}"""')
