@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "two records on a line": (
         "a.jsonl",
         LINE.strip() + LINE,
-        ("line 1 of a.jsonl is not JSON (more follows after the end of a value", "write one record a line"),
+        ("line 1 of a.jsonl is not JSON (more follows after the end of a value", "write one record per line"),
     ),
     "zstd": ("a.jsonl.zst", "x", (".zst is not understood; unpack it first",)),
     "lists on lines": ("a.jsonl", '["a", "b"]\n["c", "d"]\n', ("line 1 of a.jsonl holds a list, not a record",)),
@@ -289,8 +289,8 @@ def test_no_right_to_read(streaming: bool) -> None:
         read("b.jsonl", streaming=streaming)
     cache.chmod(0o777)
     expected = {
-        "a.jsonl": "a.jsonl: a.jsonl cannot be read (Permission denied); mend its rights",
-        "folder": "folder: the folder cannot be read (Permission denied); mend its rights",
+        "a.jsonl": "a.jsonl: a.jsonl cannot be read (Permission denied); fix its permissions",
+        "folder": "folder: the folder cannot be read (Permission denied); fix its permissions",
         "folder/a.jsonl": "folder/a.jsonl: cannot be read (Permission denied)",
     }
     for name, message in expected.items():

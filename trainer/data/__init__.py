@@ -1,4 +1,4 @@
-"""Data: from files and hub names to masked, packed, deterministic micro-batches."""
+"""Data sets: from files and hub names to masked, packed and deterministic micro-batches."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: most of it imports torch, which trainer/setup/early_checks.py must not wait for."""
+    """Import a name on first use: most modules here import torch, which trainer/setup/early_checks.py must not need."""
     for module in ("batches", "cache", "grouping", "samples", "sources") if name in __all__ else ():
         if hasattr(found := import_module(f"{__name__}.{module}"), name):
             return getattr(found, name)

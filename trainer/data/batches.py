@@ -1,6 +1,6 @@
-"""The micro-batches of an optimizer step, the same global batch in the same order on any number of ranks.
+"""Micro-batches of an optimizer step: the same global batch in the same order on any number of ranks.
 
-Shapes: B sequences of a micro-batch, L its longest, D documents in it.
+Shapes: B sequences in a micro-batch, L the longest of them, D documents.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,42 +16,42 @@ from trainer.data.by_tokens import like_lengths_together, like_tokens
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
 from trainer.data.step_count import steps_per_epoch
 
-IGNORED = -100  # torch's cross-entropy leaves such targets out
+IGNORED = -100  # torch's cross-entropy ignores these targets
 # Long enough for the convolutions of recurrent models, short enough to cost nothing.
 _DUMMY_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes in one forward pass: tensors on the host, int64 [B, L] where nothing else is said.
+    """Inputs of one forward pass of one rank: tensors on the host, int64 [B, L] unless stated otherwise.
 
-    Without packing an `attention_mask` says what is padding, on the right. Packs have `position_ids` instead, and flat
-    ones, all documents in one row [1, T] without padding, the bounds of the documents as well.
+    Without packing, `attention_mask` marks the padding, which is on the right. Packs have `position_ids` instead. Flat
+    packs, which hold all documents in one row [1, T] without padding, also have the bounds of the documents.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """targets[t] = input_ids[t + 1] where token t + 1 is trained and in the same document, else IGNORED."""
+    """`targets[t] = input_ids[t + 1]` if token t + 1 is trained and in the same document, else IGNORED."""
     tokens: int
-    """Without padding, and without the row that fills up."""
+    """Tokens without padding and without rows added to fill the step."""
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
-    """From 0 in every document; the padding is a document of its own."""
+    """Positions from 0 in every document; padding counts as a separate document."""
     unpadded: torch.Tensor | None = None
-    """0 at the padding of packs in several rows, else 1; models are not given it, which would join documents."""
+    """0 at the padding of packs in several rows, else 1. Models do not get it, since it would join documents."""
     cu_seqlens: torch.Tensor | None = None
-    """int32 [D + 1]: where documents begin and end."""
+    """Bounds of the documents, int32 [D + 1]."""
     max_seqlen: int = 0
-    """The longest document, where there are `cu_seqlens`."""
+    """Length of the longest document if there are `cu_seqlens`."""
 
     @property
     def target_count(self) -> int:
-        """Tokens with loss."""
+        """Number of tokens with a loss."""
         return int((self.targets != IGNORED).sum())
 
 
 class GlobalBatches:
-    """How global batches of G = batch_size * accumulation * world_size samples are cut over ranks and micro-steps.
+    """The split of global batches of G = batch_size * accumulation * world_size samples over ranks and micro-steps.
 
     Sample j of a global batch belongs to micro-step j // (batch_size * world_size) of rank (j // batch_size) %
     world_size, so that (1 rank, 4 micro-steps) and (2 ranks, 2 micro-steps) train on the same samples in the same step.
@@ -63,20 +63,20 @@ class GlobalBatches:
 
     @property
     def global_batch_size(self) -> int:
-        """G, in samples."""
+        """Samples in a global batch, G."""
         return self.batch_size * self.accumulation * self.world_size
 
     def parts(self) -> list[slice]:
-        """Where in a global batch this rank's samples of each micro-step stand."""
+        """Slices of a global batch that this rank takes, one per micro-step."""
         stride = self.batch_size * self.world_size
         firsts = [step * stride + self.rank * self.batch_size for step in range(self.accumulation)]
         return [slice(first, first + self.batch_size) for first in firsts]
 
 
 class Batches(GlobalBatches):
-    """This rank's part of every global batch; the order of an epoch depends on seed and epoch alone.
+    """This rank's part of every global batch; the order of an epoch only depends on the seed and the epoch.
 
-    `by_tokens`: see trainer/data/by_tokens.py.
+    For `by_tokens` see trainer/data/by_tokens.py.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class Batches(GlobalBatches):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples, over all ranks."""
+        """Number of samples of an epoch, over all ranks."""
         return len(self.samples)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass; the last may be incomplete."""
+        """Number of optimizer steps of an epoch; the last may be incomplete."""
         return steps_per_epoch(len(self.samples), self.global_batch_size)
 
     def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches of the step `offset` samples into the epoch, and how many samples all ranks take.
+        """Return this rank's micro-batches of the step `offset` samples into the epoch, and the samples of all ranks.
 
-        The last step of an epoch takes what is left; a micro-step without a sample for this rank gets a row without
-        targets, so that every rank runs the same number of them.
+        The last step of an epoch takes the remaining samples. A micro-step without a sample for this rank gets a row
+        without targets, so that every rank runs the same number of micro-steps.
         """
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
         if self._lengths is None:
@@ -128,7 +128,7 @@ class Batches(GlobalBatches):
         )
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of the samples."""
+        """Return the epoch's permutation of the samples."""
         if self._order is None or self._order[0] != epoch:
             count = len(self.samples)
             generator = np.random.default_rng([self.seed, epoch])
@@ -140,10 +140,10 @@ class Batches(GlobalBatches):
 
 
 class StreamBatches(GlobalBatches):
-    """As `Batches`, from a stream, of which every rank goes through all samples and keeps its own rows.
+    """Global batches from a stream: every rank reads all samples and keeps its own.
 
-    A stream that ends is read again from its beginning as the next epoch. Steps that follow one another continue the
-    stream; a step that is repeated, or follows `load_state_dict`, begins at its state; any other offset reads up to it.
+    A stream that ends starts again as the next epoch. Consecutive steps continue the stream. A repeated step, or one
+    after `load_state_dict`, starts at its state; any other offset reads up to it.
     """
 
     def __init__(
@@ -165,16 +165,16 @@ class StreamBatches(GlobalBatches):
         self._in_epoch = 0  # samples of this epoch
         self._samples: SampleIterator | None = None
         self._states: list[dict[str, Any]] = []
-        self._skipped: dict[str, int] = {}  # records by source, in earlier epochs
+        self._skipped: dict[str, int] = {}  # records per source, in earlier epochs
 
     @property
     def samples_per_epoch(self) -> None:
-        """A stream is one epoch without end."""
+        """None: a stream is one endless epoch."""
 
     def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches after `offset` samples of the stream; `epoch` is not used.
+        """Return this rank's micro-batches after `offset` samples of the stream; `epoch` is ignored.
 
-        Raises UserError, after which the state is that before the step, if the data cannot be read or none is left.
+        Raises UserError if the data cannot be read or is exhausted; the state is then that before the step.
         """
         try:
             if offset != self._position:
@@ -190,8 +190,8 @@ class StreamBatches(GlobalBatches):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last step, as plain values."""
-        if self._samples is None:  # nothing was read since the run went on
+        """Return the position of the stream after the last step, as plain values."""
+        if self._samples is None:  # nothing was read since the run resumed
             return self._states[0] if self._states else {}
         return {
             "offset": self._position,
@@ -202,7 +202,7 @@ class StreamBatches(GlobalBatches):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the step at the state's offset begin there; nothing is read yet."""
+        """Make the step at the state's offset start there; nothing is read yet."""
         self._states = [state]
         self._position = -1
 
@@ -220,7 +220,7 @@ class StreamBatches(GlobalBatches):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Records that were skipped so far, by source."""
+        """Number of skipped records per source so far."""
         if self._samples is None:
             return self._skipped
         return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
@@ -231,7 +231,7 @@ class StreamBatches(GlobalBatches):
         self._samples = self.stream.read(epoch, state, shared)
 
     def _take(self, count: int) -> list[Sample]:
-        """The next samples, over the ends of epochs."""
+        """Return the next samples, across the ends of epochs."""
         assert self._samples is not None
         taken: list[Sample] = []
         while len(taken) < count:
@@ -251,7 +251,7 @@ class StreamBatches(GlobalBatches):
 def evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, pad_token_id: int, flat: bool
 ) -> Iterator[MicroBatch]:
-    """This rank's batches of one pass in order; every rank yields the same number, rows without targets filling up."""
+    """Yield this rank's batches of one pass in order; rows without targets make their number equal on all ranks."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -259,7 +259,7 @@ def evaluation_batches(
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool) -> MicroBatch:
-    """Samples as tensors, padded to the longest, or `flat` in one row; without a sample, a row without targets."""
+    """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets."""
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if flat:
@@ -291,9 +291,9 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
 
 
 def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """A packed batch with more documents behind its own: in the same row if it is flat, else in rows below, in order.
+    """Return a packed batch with more documents appended: in the same row if it is flat, else in further rows.
 
-    Rows below are as wide as those there are, or as the longest of the documents.
+    Further rows have the width of the existing ones, or of the longest document.
     """
     assert batch.position_ids is not None, "only packs keep documents apart"
     width = batch.input_ids.shape[1]
@@ -318,7 +318,7 @@ def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id:
 
 
 def _in_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
-    """End to end, in order, as many to a row as its width takes and at least one."""
+    """Return the documents joined into rows, in order: as many per row as fit into its width, at least one."""
     rows: list[Sample] = []
     for document in documents:
         if not rows or len(rows[-1].input_ids) + len(document.input_ids) > width:
@@ -333,7 +333,7 @@ def _in_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
 
 
 def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
-    """What is added on the right is a document of its own."""
+    """Return the batch padded on the right to a width; the padding is a separate document."""
     assert batch.position_ids is not None
     rows, before = batch.input_ids.shape
     added = torch.arange(width - before).expand(rows, -1)
@@ -350,7 +350,7 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
     targets[:-1] = np.where(np.asarray(sample.trained[1:], dtype=bool), ids[1:], IGNORED)
-    # The first token of a document is no target: in a pack the one before it belongs to another document.
+    # The first token of a document is no target: in a pack, the token before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
 

@@ -1,4 +1,4 @@
-"""A folder that one of several processes builds and all read; a damaged one is built again, a full disk is one line."""
+"""Folders that one of several processes builds and all read; damaged ones are rebuilt."""
 
 import errno
 import json
@@ -17,11 +17,11 @@ from trainer.config import UserError
 
 Loaded = TypeVar("Loaded")
 MANIFEST = "files.json"
-# Of larger files the size alone is compared: reading them all would take minutes on every rank.
+# Only the size of larger files is compared: reading them would take minutes on every rank.
 CHECKED_BYTES = 1 << 30
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNWRITABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
-# What reading half a file, or one whose bytes have changed, has been seen to raise (Arrow's own are ValueErrors).
+# Exceptions seen when reading half a file, or one with changed bytes (Arrow's own are ValueErrors).
 DAMAGE = (
     OSError,
     ValueError,
@@ -40,9 +40,9 @@ def built_folder(
 ) -> tuple[Loaded, str | None]:
     """Return `load(folder)`, after `build` has filled the folder if necessary, and a note if it was damaged.
 
-    One of several processes builds, behind a lock that dies with its holder, and renames what it built when it is
-    whole. A folder whose files are not those of its manifest, or which cannot be loaded, is built again. Raises
-    UserError if it cannot be written, or if this user may not read it.
+    One process builds, behind a lock that is released if it dies, and renames the complete folder into place. A folder
+    that differs from its manifest, or cannot be loaded, is rebuilt. Raises UserError if the folder cannot be written
+    or read by this user.
     """
     damage: Exception | None = None
     try:
@@ -57,7 +57,7 @@ def built_folder(
         with FileLock(folder.with_suffix(".lock")):
             return _mended(folder, build, load, damage)
     except OSError as error:
-        above = bool(error.filename) and Path(error.filename) in folder.parents  # nothing is made below /proc
+        above = bool(error.filename) and Path(error.filename) in folder.parents  # as below /proc
         if error.errno not in UNWRITABLE and not above:
             raise
         raise _unwritable(folder.parent, error) from error
@@ -66,7 +66,7 @@ def built_folder(
 def _mended(
     folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded], damage: Exception | None
 ) -> tuple[Loaded, str | None]:
-    """Do the work of `built_folder` while holding the lock; another process may have built or fixed it before."""
+    """Load or rebuild the folder while holding the lock; another process may have built it in the meantime."""
     if folder.exists():
         try:
             return _checked(folder, load), None
@@ -80,7 +80,7 @@ def _mended(
     building.mkdir()
     try:
         build(building)
-        # Network file systems keep what was removed while it was open: in a hidden file, and its folder with it.
+        # Network file systems keep files that were removed while open as hidden files, and so their folder.
         built = sorted(path for path in building.glob("[!.]*") if path.is_file())
         files = {path.name: [path.stat().st_size, _digest(path)] for path in built}
         (building / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
@@ -92,7 +92,7 @@ def _mended(
 
 
 def _checked(folder: Path, load: Callable[[Path], Loaded]) -> Loaded:
-    """`load(folder)`, if its files are those that were written."""
+    """Return `load(folder)`. Raises ValueError if a file differs from the one written."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     for name, written in manifest.items():
         path = folder / name

@@ -1,8 +1,8 @@
-"""Micro-batches by tokens: sequences of similar length go to one step, split evenly over its micro-batches.
+"""Micro-batches by tokens: steps of sequences of similar length, split evenly over micro-batches.
 
-An epoch's order is cut into windows of global batches, each window sorted by length and its batches shuffled, so that a
-step's sequences are drawn from a 32nd of lengths and not all. Within a step micro-batches take as many rows as make
-their padded tokens alike: few long ones or many short ones. It all follows from seed, epoch and the global batch.
+An epoch's order is cut into windows of global batches. Each window is sorted by length and its batches are shuffled, so
+that a step's sequences come from one 32nd of the lengths. Within a step, micro-batches have about equally many padded
+tokens: few long rows or many short ones. Everything follows from the seed, the epoch and the global batch.
 """
 
 import numpy as np
@@ -10,26 +10,26 @@ from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
 WINDOW = 32
-"""Global batches that are sorted together."""
+"""Number of global batches sorted together."""
 
 
 def like_lengths_together(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
-    """An epoch's order in which every `global_batch` samples have similar lengths; an incomplete batch stays last."""
+    """Return an epoch's order with samples of similar lengths in each global batch; an incomplete batch stays last."""
     windows = []
     for start in range(0, len(order), WINDOW * global_batch):
         window = order[start : start + WINDOW * global_batch]
         whole = len(window) - len(window) % global_batch
         window = window[np.argsort(-lengths[window], kind="stable")]
-        # The shortest are left over where the last batch is not whole.
+        # The shortest remain for the incomplete last batch.
         batches = window[:whole].reshape(-1, global_batch)
         windows += [*generator.permutation(batches), window[whole:]]
     return np.concatenate(windows) if windows else order
 
 
 def like_tokens(lengths: Index, count: int) -> list[Index]:
-    """Positions of a step's samples for each of `count` micro-batches, whose rows x longest are as even as can be.
+    """Return the positions of a step's samples for each of `count` micro-batches, with padded tokens balanced.
 
-    No micro-batch holds more padded tokens than one of equally many rows would; some are empty where samples are few.
+    No micro-batch has more padded tokens than with equally many rows each; some are empty if there are few samples.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
@@ -46,7 +46,7 @@ def like_tokens(lengths: Index, count: int) -> list[Index]:
 
 
 def _bounds(descending: Index, most: int) -> list[int]:
-    """Where micro-batches of at most so many padded tokens end, filled one after the other."""
+    """Return the ends of micro-batches of at most `most` padded tokens, filled one after the other."""
     bounds, start = [], 0
     while start < len(descending):
         start = min(len(descending), start + max(1, most // int(descending[start])))

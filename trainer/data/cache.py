@@ -1,4 +1,4 @@
-"""Data made ready once: tokenised, masked, split and packed, in a cache that content, tokenizer and settings name."""
+"""The cache of prepared data: tokenized, masked, split and packed, named by content, tokenizer and settings."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from trainer.data.shared_blocks import folder_of_host
 from trainer.data.sources import content_key, stamps
 from trainer.data.streams import look_ahead, stream_samples
 
-# Part of every cache key: raise it when the same input no longer gives the same documents.
+# Part of every cache key: raise it when the same input gives other documents.
 CACHE_FORMAT = 4
 # Of a source in a mixed stream.
 LEAST_ODDS = 1e-6
@@ -31,15 +31,15 @@ LEAST_ODDS = 1e-6
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training and held-out samples, their figures, and a name for exactly this data."""
+    """Training and held-out samples, their statistics, and a key that identifies the data."""
 
     train: Samples | SampleStream
     evaluation: Samples | None
     stats: DataStats
     fingerprint: str
     origin: dict[str, str] = field(default_factory=dict)
-    """Digests by which a resumed run knows it again: of the sources' bytes (`content`; not of those that stream) and of
-    the `tokenizer` with its template."""
+    """Digests that a resumed run compares: of the sources' bytes (`content`, except streams) and of the `tokenizer`
+    with its template."""
 
 
 def prepare_data(
@@ -50,10 +50,10 @@ def prepare_data(
     cache_dir: Path,
     max_length_of_model: int | None,
 ) -> PreparedData:
-    """Tokenise, mask, split and pack a data set, or find that done in `cache_dir`.
+    """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
 
-    Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build
-    leaves nothing that a later one would take for whole. Raises UserError for whatever is wrong with the data.
+    Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build is
+    never mistaken for a complete one. Raises UserError for mistakes in the data.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
@@ -91,7 +91,7 @@ def prepare_data(
 
 
 def _form_of(reports: Sequence[SourceReport]) -> str | None:
-    """Return the form in which prompts are asked: through the chat template if any source has conversations."""
+    """Return the form of prompts: None, the chat template, if any source has conversations."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
 
@@ -106,8 +106,8 @@ def _check_odds(streamed: Sources) -> None:
 
 
 def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
-    """Return everything that decides the documents: data, tokenizer, template and settings."""
-    # These change the order and speed of training only, not what is cached.
+    """Return everything that determines the documents: data, tokenizer, template and settings."""
+    # These only change the order and speed of training.
     ignored = {"workers", "shuffle", "cache_dir", "batching"}
     return {
         "format": CACHE_FORMAT,
@@ -133,7 +133,7 @@ def _digest(value: Any) -> str:
 def _build(
     section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
-    """Write documents, index and figures into a folder."""
+    """Write documents, index and statistics into a folder."""
     parts, reports = [], []
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"
@@ -158,7 +158,7 @@ def _build(
 
 
 def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
-    """Training samples, held-out samples and figures of a finished cache folder, its documents memory-mapped."""
+    """Return training samples, held-out samples and statistics of a cache folder, with memory-mapped documents."""
     stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
     files = sorted(folder.glob("source-*.arrow"))
     documents = pyarrow.concat_tables(_mapped(file) for file in files)
@@ -171,5 +171,5 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
 
 
 def _mapped(file: Path) -> pyarrow.Table:
-    """A table that the datasets library has written, memory-mapped."""
+    """Return a memory-mapped table written by the datasets library."""
     return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()

@@ -1,4 +1,4 @@
-"""A chat template, with what it expects of messages and what it writes around answers, as probes of it show."""
+"""A chat template, the form of messages it expects and what it writes around answers, found by test renderings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _TOOL = {
 
 
 class ChatTemplate:
-    """Renders conversations with one template, and knows which tokens it ends and begins answers with.
+    """Renderer of conversations with one template; finds the tokens that begin and end answers.
 
     Raises UserError if the template does not compile, or cannot render a question and its answer.
     """
@@ -74,7 +74,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> Marked:
-        """Return the text of numbered messages and where their turns, and with `texts` what these say, lie in it."""
+        """Return the text of numbered messages, with the positions of their turns and, with `texts`, of their texts."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]
@@ -113,7 +113,7 @@ class ChatTemplate:
             return self.render_marked(numbered, [_TOOL], **more)
 
     def _find_part_roles(self) -> None:
-        """Find the roles whose content the template reads as a list of parts: their text is lost otherwise."""
+        """Find the roles with content that the template only reads as a list of parts."""
         try:
             texts = self._probe(_QUESTION, _ANSWER).texts
             lost = {role for turn, role in enumerate(("user", "assistant")) if turn not in texts}
@@ -125,7 +125,7 @@ class ChatTemplate:
                 self._part_roles = frozenset()
 
     def _find_call_form(self) -> None:
-        """Find a form of tool calls that the template writes: arguments as a dict or as JSON, content empty or none."""
+        """Find a form of tool calls that the template renders: arguments as a dict or JSON, content empty or None."""
         if "tool_calls" not in self.source:
             return
         for content, arguments in (("", dict), ("", str), (None, dict), (None, str)):
@@ -134,16 +134,16 @@ class ChatTemplate:
                 text = self.render([_QUESTION, _CALL], [_TOOL])
             except RenderError:
                 continue
-            # Neither a dict as Python prints it nor JSON within JSON.
+            # Neither Python's form of a dict nor JSON within JSON.
             if _VALUE in text and "'key'" not in text and '\\"key' not in text:
                 return
         self._call_content, self._call_arguments = "", dict
 
     def generation_prompt(self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None) -> str:
-        """Return what the template writes after numbered messages for the model to continue.
+        """Return the generation prompt after numbered messages.
 
-        `lead` is what it wrote before the answer that follows them, as far as that is known: prompts are remembered by
-        it, since the same lead after the same role has the same prompt.
+        `lead` is the text before the answer that follows them, if known. It is the cache key of prompts, since the same
+        lead after the same role has the same prompt.
         """
         key = (messages[-1]["role"] if messages else "", bool(tools), lead)
         if key not in self._prompts:
@@ -151,7 +151,7 @@ class ChatTemplate:
                 self._prompts.clear()
             try:
                 self._prompts[key] = self._observe_prompt(messages, tools)
-            except RenderError:  # a beginning that is refused alone, as one without a question
+            except RenderError:  # the messages are refused on their own, for example without a question
                 self._prompts[key] = ""
         return self._prompts[key] or self._usual_prompt or self._fixed_header
 
@@ -162,7 +162,7 @@ class ChatTemplate:
         return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
 
     def common_length(self, left: str, right: str) -> int:
-        """Return the length of what two texts begin with, without cutting an added token of the second in two."""
+        """Return the length of the common beginning of two texts, without cutting an added token of the second."""
         cut = _common_length(left, right)
         for at in range(max(0, cut - max(self._added_lengths, default=0)), cut):
             if at + len(self._token_from(right, at)) > cut:
@@ -170,9 +170,9 @@ class ChatTemplate:
         return cut
 
     def common_header(self, prompt: str, block: str) -> int:
-        """Return how much of a generation prompt a turn begins with, up to the end of a line or of an added token.
+        """Return the length of the common beginning of a generation prompt and a turn, up to a line or added token end.
 
-        More may be equal by chance: `<t` of `<think>` and of `<tool_call>`.
+        More may be equal by chance, as `<t` in `<think>` and `<tool_call>`.
         """
         begin = len(block) - len(block.lstrip())
         equal = _common_length(prompt, block[begin:])
@@ -188,7 +188,7 @@ class ChatTemplate:
 
     @cached_property
     def _usual_prompt(self) -> str:
-        """What the template writes for the model to continue after a question."""
+        """The generation prompt after a question."""
         try:
             return self._observe_prompt([_QUESTION], None)
         except RenderError:
@@ -196,7 +196,7 @@ class ChatTemplate:
 
     @cached_property
     def _fixed_header(self) -> str:
-        """The text before every answer in a template without a generation prompt; white space alone is the answer's."""
+        """The text before every answer in a template without a generation prompt; white space belongs to the answer."""
         marked = self._probe(_QUESTION, _ANSWER)
         if 1 not in marked.turns or 1 not in marked.texts:
             return ""
@@ -204,7 +204,7 @@ class ChatTemplate:
         return header if header.strip() else ""
 
     def closing(self, *, after_call: bool) -> str:
-        """Return the token that ends an answer which others follow, in its turn or as the beginning of the next."""
+        """Return the token that ends an answer within a conversation: in its turn, or the first of the next turn."""
         return self._call_closing if after_call else self._answer_closing
 
     @cached_property
@@ -237,15 +237,15 @@ class ChatTemplate:
         return own, start + len(text[start:end].rstrip()) if own else end
 
     def is_special(self, token: str) -> bool:
-        """Check whether a token is special, or the one that ends a text."""
+        """Return whether a token is special or the end-of-text token."""
         return token in self._special
 
     def token_at_end(self, text: str, start: int, end: int) -> str:
-        """Return the added token at the end of a stretch, white space behind it aside."""
+        """Return the added token at the end of a span, ignoring white space after it."""
         return self._token_to(text, start, start + len(text[start:end].rstrip()))
 
     def token_behind(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token behind a place, white space aside, and where it ends; else "" and the place."""
+        """Return the added token after a position, ignoring white space, and its end; else "" and the position."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._token_from(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)

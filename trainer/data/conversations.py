@@ -1,4 +1,4 @@
-"""Conversations to token ids and a mask of the tokens that carry loss, through the tokenizer's own chat template."""
+"""Encoding of conversations: token ids and a loss mask, by the tokenizer's chat template."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from trainer.data.render import RenderError
 from trainer.data.tokens import LOST_END, Encoded, Span, encode_spans
 
 FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
-# What a template may leave out of a record, as warnings name it.
+# Names in warnings for parts of a record that a template leaves out.
 LOST_REASONING = "reasoning that the chat template leaves out; see dataset.chat_template_kwargs"
 LOST_SYSTEM = "a system turn that the chat template leaves out; see dataset.chat_template"
 LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END)
@@ -30,8 +30,8 @@ def chat_template_of(
 ) -> str | None:
     """Return the Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
 
-    Of several that a tokenizer has, conversations with tools use `tool_use`, as in transformers, and all others
-    `default`. Raises UserError if `configured` looks like a file and does not exist, or cannot be read.
+    If a tokenizer has several, conversations with tools use `tool_use`, as in transformers, and all others `default`.
+    Raises UserError if `configured` is empty, or looks like a file that is missing or cannot be read.
     """
     if configured is None:
         template = tokenizer.chat_template
@@ -56,10 +56,10 @@ def chat_template_of(
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, section: DatasetSection, messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return the text of a conversation up to where the assistant answers, rendered as the run renders its data.
+    """Return the text of a conversation up to the assistant's answer, rendered as in training.
 
-    `messages` have a role and text content. The text holds the template's special tokens, so tokenise it without adding
-    any. Raises UserError if there is no chat template, or it refuses the conversation.
+    `messages` have a role and text content. The text contains the template's special tokens, so tokenize it without
+    adding any. Raises UserError if there is no chat template, or it refuses the conversation.
     """
     source = chat_template_of(tokenizer, section.chat_template)
     if source is None:
@@ -72,19 +72,18 @@ def render_prompt(
 
 
 def lead_with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """Return the messages with the system prompt before them, if they have none of their own."""
+    """Return the messages with the system prompt in front, unless they begin with a system message."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 class ChatEncoder:
-    """Renders, marks and tokenises conversations with the templates of a tokenizer.
+    """Encoder of conversations with the templates of a tokenizer.
 
-    An assistant turn is trained from where the generation prompt ends, which is where the model takes over at
-    inference, through the token that ends the turn. Of the other roles the text and the token that ends the turn are
-    trained if asked for, and not the tags that the template writes around the text. Raises UserError if a template
-    does not compile.
+    An assistant turn is trained from the end of the generation prompt, where the model continues at inference, to the
+    end-of-turn token, inclusive. For other roles in `train_on`, the text and the end-of-turn token are trained, but not
+    the tags around the text. Raises UserError if a template does not compile.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class ChatEncoder:
         self._templates = tuple(known[source] for source in sources)
 
     def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[Encoded]:
-        """Return the documents of conversations; `where` names the records in the UserErrors of bad ones."""
+        """Return the documents of conversations. Raises UserError for a bad record, named by `where`."""
         rendered = [self._render(each, place) for each, place in zip(conversations, where, strict=True)]
         documents = encode_spans(
             self.tokenizer, [each.text for each in rendered], [each.spans for each in rendered], where
@@ -118,7 +117,7 @@ class ChatEncoder:
         _check_tools(conversation, template, where)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
         if messages:
-            # A system turn that is put before them takes the number after the last.
+            # An added system turn gets the number after the last.
             messages = [{TURN_KEY: len(messages), **each} for each in lead_with_system(messages, self.system_prompt)]
         try:
             rendered = _Rendered(template, messages, conversation.tools, where)
@@ -131,7 +130,7 @@ class ChatEncoder:
 
 
 class _Rendered:
-    """The text of a conversation, the `spans` of it that are trained, and what is `lost` of the record."""
+    """The text of a conversation, its trained `spans`, and the parts of the record that are `lost`."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
         self.spans: list[Span] = []
@@ -141,11 +140,11 @@ class _Rendered:
         self._roles = {message[TURN_KEY]: message["role"] for message in chat}
         self._marks = template.render_marked(chat, tools)
         self._texts_are_marked = self._marks.text == self.text
-        if not self._texts_are_marked:  # the template looks at what the texts say
+        if not self._texts_are_marked:  # the template inspects the texts
             self._marks = template.render_marked(chat, tools, texts=False)
 
     def check_texts(self) -> None:
-        """Note what the template leaves out of the turns. Raises UserError for what no conversation can do without."""
+        """Record which parts of the turns the template leaves out. Raises UserError for indispensable ones."""
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
@@ -166,7 +165,7 @@ class _Rendered:
         return core in self.text or json.dumps(core, ensure_ascii=False)[1:-1] in self.text
 
     def find_spans(self, train_on: frozenset[str], silent: frozenset[int]) -> None:
-        """Find the characters to train. Raises UserError if the template does not show which they are."""
+        """Find the characters to train. Raises UserError if the template does not reveal them."""
         if "all" in train_on:
             self.spans = [(0, len(self.text))]
             return
@@ -187,12 +186,12 @@ class _Rendered:
         self.spans = sorted(span for span in self.spans if span[0] < span[1])
 
     def check_end(self) -> None:
-        """Note if the last answer has no end, which a model that is trained on it would not learn to write."""
+        """Record whether the last answer lacks an end-of-turn token: the model would not learn to stop."""
         if self.spans and not self._template.token_at_end(self.text, *self.spans[-1]):
             self.lost[LOST_END] = None
 
     def _blocks(self, turn: int) -> list[Span]:
-        """Find the stretches of a turn, except those inside another role's: a result may repeat its call's number."""
+        """Find the spans of a turn, except those inside another role's: a result may repeat its call's number."""
         role, own = self._roles[turn], self._marks.turns.get(turn, [])
         if len(own) < 2:
             return own
@@ -208,13 +207,13 @@ class _Rendered:
                 for begin, stop in self._marks.generation
                 if start <= begin < stop <= end
             ]
-            if inside and not template.token_at_end(text, *inside[-1]):  # its author stopped short of it
+            if inside and not template.token_at_end(text, *inside[-1]):  # the template's block ends before the token
                 inside[-1] = (inside[-1][0], template.token_behind(text[: blocks[-1][1]], inside[-1][1])[1])
         else:
             start, end = blocks[0]
             begin, texts = self._answer_start(index, start, end), self._marks.texts
             if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
-                # The results of its calls are written within the turn. The template shows where, without them.
+                # The results of its calls are inside the turn. A rendering without them reveals where.
                 alone = template.render_marked(self._chat[: index + 1], self._tools)
                 own = [span for span in texts.get(turn, []) if span[0] >= begin]
                 stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
@@ -225,23 +224,23 @@ class _Rendered:
         self.spans += inside
 
     def _answer_start(self, index: int, start: int, end: int) -> int:
-        """Find where the generation prompt ends, with which the template begins an answer, or the text before it."""
+        """Find the end of the generation prompt, or of the fixed text, at the beginning of an answer."""
         turn = self._chat[index][TURN_KEY]
         begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
         first = min((begin for begin in begins if start <= begin <= end), default=None)
         lead = None if first is None else self.text[start:first]
         prompt = self._template.generation_prompt(self._chat[:index], self._tools, lead)
-        # Later in the turn where the template writes its default system prompt with it; before it, after a question.
+        # It may follow the template's default system prompt in the turn, or precede the turn after a question.
         prompt, last = prompt.lstrip(), end if first is None else first
         at = self.text.find(prompt, max(0, start - len(prompt)), last)
         if at >= 0:
             return max(start, at + len(prompt))
-        # A prompt may begin the answer itself, as with <think>, where the turn as it is written has none.
+        # A prompt may begin the answer itself, as with <think>, although the turn has no such beginning.
         common = self._template.common_header(prompt, self.text[start:last])
         return start + common if common or first is None else first
 
     def _answer_end(self, index: int, start: int, end: int) -> int:
-        """Find the end of the token that ends an answer; the line break that templates put behind it is not trained."""
+        """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""
         token, stop = self._template.end_of_answer(self.text, start, end)
         closing = self._template.closing(after_call="tool_calls" in self._chat[index])
         if self._template.is_special(token) or not closing or self.text[stop:].strip() or closing.strip() == token:
@@ -250,7 +249,7 @@ class _Rendered:
         return len(self.text)
 
     def _end_token(self, start: int, end: int) -> Span:
-        """Find the end-of-turn token at the end of a block; nothing where a tag is closed there: [/INST], </result>."""
+        """Find the end-of-turn token at the end of a block; an empty span for closing tags: [/INST], </result>."""
         stop = start + len(self.text[start:end].rstrip())
         token = self._template.token_at_end(self.text, start, end)
         closes = token.startswith(("</", "[/")) and token != self._template.eos_token
@@ -258,7 +257,7 @@ class _Rendered:
 
 
 def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> None:
-    """Raise UserError for variables that templates do not use, or that are not for the user to set."""
+    """Raise UserError for variables that templates do not use, or that the trainer sets."""
     taken = {"messages", *signature(render_jinja_template).parameters} - {"documents", "kwargs"}
     for name in variables:
         problem = "is set by the trainer" if name in taken else ""
@@ -283,7 +282,7 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
 
 
 def _with_white_space(spans: list[Span], text: str) -> list[Span]:
-    """Return the spans, with those that only white space separates as one."""
+    """Return the spans, merged where only white space separates them."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and not text[joined[-1][1] : start].strip():

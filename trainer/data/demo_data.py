@@ -1,7 +1,7 @@
-"""Make the demonstration's data: conversations about the functions of Python's own standard library.
+"""Data of the demonstration: conversations about the functions of Python's standard library.
 
-One function is one conversation: the user gives the signature, the assistant answers with a JSON record (module, name,
-arguments, first line of the docstring). A pretrained model writes prose there, so the held-out loss has far to fall.
+Each function is one conversation: the user gives the signature, and the assistant answers with a JSON record (module,
+name, arguments, first line of the docstring). Pretrained models answer with prose, so the held-out loss falls far.
 """
 
 import ast
@@ -20,11 +20,11 @@ from typing import Any
 
 from trainer.contract.whole_files import apply_umask
 
-# Increase when the records change, so that an older cache is not taken for the new one.
+# Increase when the records change, so that an older cache is not reused.
 DATA_VERSION = 1
 # One function name in 32 is held out: 224 of 6,653 records with Python 3.11.7.
 HELD_OUT = 32
-# Longer records are left out: a batch is padded to its longest member, and the demonstration is paid for by the token.
+# Longer records are left out: batches are padded to their longest record, and padding costs time.
 MAX_CHARACTERS = 400
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -32,7 +32,7 @@ Example = dict[str, list[dict[str, str]]]
 
 
 def demo_data(cache: Path) -> tuple[Path, Path]:
-    """Paths of train.jsonl and eval.jsonl, made of the standard library of the Python that runs this."""
+    """Return the paths of train.jsonl and eval.jsonl, made from the running Python's standard library."""
     version = ".".join(map(str, sys.version_info[:3]))
     folder = cache / f"stdlib-{version}-v{DATA_VERSION}"
     if not folder.is_dir():
@@ -41,7 +41,7 @@ def demo_data(cache: Path) -> tuple[Path, Path]:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill `folder` by `make`, in a temporary folder renamed when whole; a second process waits and finds it done."""
+    """Fill `folder` with `make` in a temporary folder that is renamed when complete; other processes wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -62,7 +62,7 @@ def _write_splits(folder: Path) -> None:
     for name, example in stdlib_examples(Path(sysconfig.get_path("stdlib"))):
         splits["eval" if _hash(name) % HELD_OUT == 0 else "train"].append(example)
     for split, examples in splits.items():
-        # In source order a short evaluation would see one module only: the order is a hash's, the same everywhere.
+        # In source order a short evaluation would only see one module. Ordered by hash, it is the same everywhere.
         examples.sort(key=lambda example: _hash(example["messages"][0]["content"]))
         lines = (json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -73,10 +73,10 @@ def _hash(text: str) -> int:
 
 
 def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
-    """(function's name, conversation) of every documented function and method below `root`, each prompt once.
+    """Yield the name and conversation of every documented function and method below `root`, each prompt once.
 
-    The sources are parsed, never imported. The bare name is what the split is made by, so that `close` of one class is
-    not held out while `close` of another, often word for word the same, is trained on.
+    The sources are parsed, never imported. The split uses the bare name, so that `close` of one class is not held out
+    while `close` of another, often identical, is trained on.
     """
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
@@ -93,10 +93,10 @@ def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
 
 
 def _documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(dotted names of the classes around it, function) of what a module defines at its top level or in classes."""
+    """Yield each function that a module defines at top level or in classes, with the dotted names of its classes."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the compiler has to say of others' string escapes
+            warnings.simplefilter("ignore")  # of string escapes in the library
             tree = ast.parse(file.read())
     except (SyntaxError, UnicodeDecodeError):
         return  # deliberately broken files, and templates that are no Python until filled in

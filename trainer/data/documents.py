@@ -1,4 +1,4 @@
-"""Records to tokenised documents: a source's shape is found once, then batches are read, templated, masked and cut."""
+"""Encoding of records as tokenized documents: find a source's format once, then read, template, mask and truncate."""
 
 import gc
 import os
@@ -29,11 +29,10 @@ from trainer.data.tokens import Encoded, encode_texts
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# One row per record, or several for a text that is split, all but the first of which are `continued`. `length` and
-# `targets` are those of what is kept; `first_target` is the number of tokens that must be kept for one target to be
-# among them, 0 without targets. `answers` counts answers, `empty` the empty ones among them; `digest` is equal for
-# equal documents. `control` marks conversations with a special token in a turn's text. `unread` lists the fields that
-# were not used. A record that was skipped has no tokens, and the reason as its `problem`.
+# One row per record, or several for a text that is split; all but the first are `continued`. `length` and `targets`
+# count what is kept; `first_target` is the number of tokens up to the first target, 0 without targets. `answers` counts
+# answers, `empty` the empty ones; `digest` is equal for equal documents. `control` marks conversations with a special
+# token in a turn's text. `unread` lists unused fields. A skipped record has no tokens, and the reason as its `problem`.
 LISTS = {"input_ids": "int32", "trained": "bool", "unread": "string"}
 VALUES = {
     "length": "int32",
@@ -48,25 +47,25 @@ VALUES = {
     "problem": "string",
 }
 ROWS_AT_ONCE = 512
-# A token to predict, and one to predict it from.
+# A token to predict and one before it.
 SHORTEST_PART = 2
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What a source turned out to hold."""
+    """Facts about a source."""
 
     shape: Shape
     skipped: int
     notes: tuple[str, ...]
     prompt_text: str | None
-    """How its prompts read as text (see `prompt_form`); None for conversations."""
+    """Form of its prompts as text (see `prompt_form`); None for conversations."""
 
 
 class DocumentEncoder:
-    """Encodes records of any format with one tokenizer and one set of masking rules; travels to worker processes.
+    """Encoder of records of any format with one tokenizer and one set of masking rules; can be pickled for workers.
 
-    Raises UserError for a tokenizer that does not say where in the text its tokens stand.
+    Raises UserError for a tokenizer without the offsets of its tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection) -> None:
@@ -91,7 +90,7 @@ class DocumentEncoder:
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def open(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the records in rows, without those to skip. Raises UserError if none can be read."""
+        """Return the readable records of rows. Raises UserError if there are none."""
         records = []
         for row in rows:
             with suppress(UserError) if self.skips else nullcontext():
@@ -99,7 +98,7 @@ class DocumentEncoder:
         return records or [record_of(row) for row in rows]
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
-        """Return the columns above for rows of a source, the first of which is record `first`, counted from 0."""
+        """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
         columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
@@ -120,20 +119,20 @@ class DocumentEncoder:
     def _add(
         self, rows: dict[str, list[Any]], records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
     ) -> None:
-        """Add the columns of some rows of a source. Raises UserError, before anything is added, for a bad record."""
+        """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
         examples = [
             read_record(record_of(record), shape, place, self.system_prompt)
             for record, place in zip(records, where, strict=True)
         ]
         for example, document, continued in self._split(examples, self.encode(examples, where)):
             answers = answers_of(example, self.train_on)
-            # A document's first token has nothing before it to be predicted from.
+            # A document's first token is not predicted.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length
             rows["input_ids"].append(document.input_ids[: self.max_length])
             rows["trained"].append(document.trained[: self.max_length])
             rows["length"].append(min(len(document.input_ids), self.max_length))
-            # What has no target is left out, here as in streams.
+            # Documents without targets are left out, as in streams.
             left_out = too_long and self.too_long == "drop"
             rows["targets"].append(0 if left_out else sum(document.trained[1 : self.max_length]))
             rows["first_target"].append(at + 1 if at else 0)
@@ -148,7 +147,7 @@ class DocumentEncoder:
             rows["problem"].append(None)
 
     def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
-        """Return what there is to say about a source, from its first record and the rows of all or some of them."""
+        """Return a report on a source from its first record and the columns of some or all records."""
         problems = rows.column("problem").drop_null().to_pylist()
         total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
         if total == len(problems):
@@ -176,9 +175,9 @@ class DocumentEncoder:
     def _split(
         self, examples: Sequence[Turns | Text], documents: Sequence[Encoded]
     ) -> Iterator[tuple[Turns | Text, Encoded, bool]]:
-        """Yield documents and whether they continue the one before: texts are cut into parts of max_length tokens.
+        """Yield documents and whether they continue the previous one: texts are split into parts of max_length tokens.
 
-        Each part begins with the last token of the one before, so that every token but the first is a target once.
+        Each part starts with the last token of the previous one, so that every token but the first is a target once.
         """
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, Text) and not example.prompt
@@ -191,7 +190,7 @@ class DocumentEncoder:
                 yield example, Encoded(ids[part], trained[part]), at > 0
 
     def encode(self, examples: Sequence[Turns | Text], where: Sequence[str]) -> list[Encoded]:
-        """Whole documents, in order; conversations and texts are each tokenised together."""
+        """Return whole documents, in order; conversations and texts are tokenized in one batch each."""
         encoded: dict[int, Encoded] = {}
         chats = {at: example for at, example in enumerate(examples) if isinstance(example, Turns)}
         texts = {at: example for at, example in enumerate(examples) if isinstance(example, Text)}
@@ -242,12 +241,12 @@ def encode_source(
                 desc=f"tokenising {source.path}",
             )
     finally:
-        # With several workers datasets replaces os.environ by a copy: others would keep reading the old one.
+        # With several workers, datasets replaces os.environ by a copy: other code would keep using the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
         del records
         shutil.rmtree(scratch, ignore_errors=True)
         if scratch.exists():
-            # A network file system keeps files that are still mapped, and their folder with them.
+            # Network file systems keep files that are still mapped, and so their folder.
             gc.collect()
             shutil.rmtree(scratch, ignore_errors=True)
     return documents, encoder.report(label, shape, first[0], documents.data)
@@ -261,5 +260,5 @@ def _encode_batch(
 
 
 def fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields that any of the records has, in the order of their appearance."""
+    """Return the fields that any record has, in order of appearance."""
     return list(dict.fromkeys(name for record in records for name in record))

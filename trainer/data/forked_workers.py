@@ -1,4 +1,4 @@
-"""Workers that a library forks, and ends by SIGTERM."""
+"""Worker processes that a library forks and ends with SIGTERM."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ _END = {signal.SIGTERM}
 
 
 class _Forks:
-    """Hooks of os.fork; those of a process cannot be taken back, so they are made once and do nothing unless `end`."""
+    """Hooks of os.fork. They cannot be removed from a process, so they do nothing unless `end` is set."""
 
     def __init__(self) -> None:
         self.end = False
@@ -35,10 +35,10 @@ _FORKS = _Forks()
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """What is forked within ends on SIGTERM, however early that comes.
+    """Make processes forked in the block end on SIGTERM, however early it arrives.
 
-    Where a handler is installed CPython forgets a signal that reaches a child before its first instruction, and a pool
-    that ends its workers because one has failed would wait for that one for ever.
+    If a handler is installed, CPython loses a signal that reaches a child before its first instruction. A pool that
+    ends its workers because one has failed would then wait forever.
     """
     _FORKS.end = True
     try:

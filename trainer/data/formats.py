@@ -1,4 +1,4 @@
-"""Which format a source has and which of its fields hold what: as configured, or read off the first record."""
+"""The format of a source and the meaning of its fields, from the configuration or the first record."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import nearest, shown
 
-# What a format reads, under the name that `fields` renames; the first are required.
+# Fields that a format reads, by the names used in `fields`; the first are required.
 REQUIRED = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -25,7 +25,7 @@ OPTIONAL = {
     "completion": (),
     "custom": (),
 }
-# Other names that data sets on the hub use, tried by `auto` after the formats' own.
+# Other names used on the hub, tried by `auto` after the formats' own.
 COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
     ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
     ("prompt_completion", {"prompt": "question", "completion": "answer"}),
@@ -34,23 +34,23 @@ COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
     ("completion", {"text": "content"}),
     ("completion", {"text": "completion"}),
 )
-# Answers that were judged worse: never to be learned.
+# Rejected answers, which must never be trained on.
 REJECTED = {"rejected", "rejected_response", "response_rejected", "dispreferred", "losing"}
-# Fields of a record that may hold a list of turns.
+# Fields of a record that may be a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A source's format with the record's own name of each of its fields, and how both were found."""
+    """A source's format, the records' names of its fields, and how both were found."""
 
     format: str
     names: Mapping[str, str]
     template: str | None = None
     template_without_input: str | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
-    """The records' own names of roles -> ours."""
+    """Roles of the records -> our roles."""
     alpaca_as_chat: bool = False
     note: str = field(default="", compare=False)
 
@@ -58,9 +58,9 @@ class Shape:
 def find_shape(
     source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
 ) -> Shape:
-    """The shape of a source's records, from the configuration, the column names and the first record.
+    """Return the format of a source's records from the configuration, the column names and the first record.
 
-    Raises UserError naming the fields found and the fields wanted.
+    Raises UserError with the fields found and the fields expected.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
     _check_fields(source, format_, columns, label)
@@ -136,7 +136,7 @@ def _roles_of(source: SourceSection) -> dict[str, str]:
 
 
 def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label: str) -> None:
-    """UserError for pairs of a better and a worse answer, unless they stand beside a whole conversation."""
+    """Raise UserError for pairs of a better and a worse answer, unless there is a whole conversation as well."""
     for name in ("messages", "conversations"):
         turns = first.get(name)
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
@@ -157,7 +157,7 @@ def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label:
 
 
 def _not_found(source: SourceSection, columns: Sequence[str], label: str) -> str:
-    """Return the message for records in which no format is recognised."""
+    """Return the message for records of no known format."""
     if "input_ids" in columns:
         return (
             "the records are tokenised already (input_ids), and only text is read, so that its tokens and labels fit "
@@ -191,7 +191,7 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
 
 
 def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
-    """Record fields of the {marks} in a custom template."""
+    """Return the record's fields for the placeholders of a custom template."""
     assert source.template is not None
     try:
         texts = [source.template, source.template_without_input or ""]
@@ -202,27 +202,27 @@ def _template_names(source: SourceSection, columns: Sequence[str], label: str) -
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))
     for mark, column in names.items():
-        # Records that never have an input need no such field.
+        # Records without inputs need no such field.
         if column not in columns and not (mark == "input" and source.template_without_input):
             raise UserError(f"{label}.template: {{{mark}}} is no field of the records, which have {listed(columns)}")
     return names
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words for a message."""
+    """Describe the type of a JSON value for a message."""
     names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
 
 
 def listed(names: Iterable[str]) -> str:
-    """Field names for a message, the first twelve of many."""
+    """Return field names for a message, at most twelve."""
     every = [shown(name, 60) for name in names]
     more = f" and {len(every) - 12} more" if len(every) > 12 else ""
     return (", ".join(every[:12]) or "no fields") + more
 
 
 def _field_hint(format_: str, names: Mapping[str, str], columns: Sequence[str]) -> str:
-    """A field of the records for each that is missing; nothing if there are too few."""
+    """Suggest a field of the records for each missing field; empty if there are too few."""
     missing = [name for name in REQUIRED[format_] if names[name] not in columns]
     free = [column for column in columns if column not in {*names.values(), *REJECTED}]
     if len(free) < len(missing):

@@ -1,4 +1,4 @@
-"""Which documents make which sample: held-out split, weights of a mix, packing; and the figures of the result."""
+"""Grouping of documents into samples: held-out split, weights of a mix, packing; with statistics of the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.data.packing import best_fit
 
-# Shares above which the user is told.
+# Fractions above which the user is warned.
 WORTH_SAYING = 0.01
 MANY_COPIES = 0.05
-# A weight of a mix repeats documents at most so often, and makes at most so many of them (8 bytes each).
+# Limits of a weight of a mix: repeats of a document, and resulting documents (8 bytes each).
 MOST_REPEATS = 1000
 MOST_DOCUMENTS = 200_000_000
 
@@ -26,11 +26,11 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DataStats:
-    """Figures of one pass over the data; `records` were read, all else counts what is trained on.
+    """Statistics of one pass over the data; `records` were read, the other fields count trained documents.
 
     `truncated` documents were cut to max_length, `dropped` records had no trained token (left), `too_long` ones were
-    left out. Of `answers` so many are `empty`; `control` conversations have special tokens in a turn's text; `copies`
-    are documents that an earlier one equals, or, of held-out data, one that is trained on.
+    left out. `empty` of the `answers` are empty; `control` conversations have special tokens in a turn's text; `copies`
+    are documents that equal an earlier one or, in held-out data, a training document.
     """
 
     records: int = 0
@@ -48,37 +48,37 @@ class DataStats:
     max_length: int = 0
     packed: bool = False
     prompt_text: str | None = None
-    """How prompts read as text (see `records.prompt_form`); None if there are conversations."""
+    """Form of prompts as text (see `records.prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Records that `dataset.on_bad_record: skip` left out, by source."""
+    """Number of records left out by `dataset.on_bad_record: skip`, per source."""
     notes: tuple[str, ...] = ()
     evaluation: "DataStats | None" = None
 
     @property
     def trained_fraction(self) -> float:
-        """Target tokens over all tokens."""
+        """Fraction of the tokens that are targets."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def packing_efficiency(self) -> float:
-        """Tokens over the room that the samples have for them."""
+        """Fraction of the samples' capacity used by tokens."""
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DataStats":
-        """Read what `dataclasses.asdict` and JSON made of one."""
+        """Restore statistics from the JSON of `dataclasses.asdict`."""
         held_out = values["evaluation"]
         nested = cls.from_json(held_out) if held_out else None
         return cls(**(values | {"notes": tuple(values["notes"]), "evaluation": nested}))
 
     def lines(self) -> list[str]:
-        """The figures for the console."""
+        """Return the statistics as lines for the console."""
         lines = [*self.notes, *(self._figures("train") if self.records else [])]
         lines += self.evaluation._figures("held out") if self.evaluation else []
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
     def warnings(self) -> list[str]:
-        """What is allowed and seldom meant."""
+        """Return warnings about data that is valid but rarely intended."""
         found = []
         if self.empty > WORTH_SAYING * self.answers:
             found.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach to say nothing")
@@ -123,7 +123,7 @@ class DataStats:
 
 @dataclass(frozen=True)
 class Figures:
-    """The columns of a source's documents."""
+    """Columns of a source's documents."""
 
     length: Index
     targets: Index
@@ -146,7 +146,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Sample i is made of the documents `members[starts[i]:starts[i + 1]]`."""
+    """Samples of documents: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
 
     starts: Index
     members: Index
@@ -155,15 +155,15 @@ class Grouping:
 def plan(
     section: DatasetSection, sources: Sources, train: Sequence[Figures], evaluation: Sequence[Figures], seed: int
 ) -> tuple[Grouping, Grouping, DataStats]:
-    """Training samples, held-out samples and their figures, from the figures of all documents in order.
+    """Return training samples, held-out samples and their statistics from the columns of all documents.
 
     Records are held out before weights repeat any, so that none is in both parts. Raises UserError if a part is empty
-    or has nothing to train on.
+    or has no trained tokens.
     """
     generator = np.random.default_rng(seed)
     everything = _concatenated([*train, *evaluation])
     total = sum(len(part.length) for part in train)
-    # The parts of one text are held out together.
+    # All parts of a text are held out together.
     record = np.cumsum(~everything.continued[:total]) - 1
     records = int(record[-1]) + 1 if total else 0
     is_held_record = np.zeros(records, dtype=bool)
@@ -201,9 +201,9 @@ def held_out_count(section: DatasetSection, total: int) -> int:
 
 
 def weighted(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
-    """Each member floor(weight) times, and a random part of them once more so that the total comes out.
+    """Return each member floor(weight) times, and a random subset once more to reach the total.
 
-    Raises UserError for a weight that takes none of them, or too many.
+    Raises UserError for a weight that results in no documents, or in too many.
     """
     if weight > MOST_REPEATS or weight * len(members) > MOST_DOCUMENTS:
         most = min(MOST_REPEATS, MOST_DOCUMENTS // max(1, len(members)))
@@ -224,11 +224,11 @@ def weighted(members: Index, weight: float, generator: np.random.Generator, labe
 def _grouped(
     section: DatasetSection, figures: Figures, records: Index, members: Index, label: str
 ) -> tuple[Grouping, DataStats]:
-    """Samples out of documents, packed if so wanted, in the documents' order; and what they come to."""
+    """Return samples of documents in order, packed if configured, with their statistics."""
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
     left_out = int(figures.truncated[records].sum()) if section.too_long == "drop" else 0
-    unique = np.unique(members)  # what the weights of a mix repeat is meant
+    unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
         packs = best_fit(figures.length[members], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)

@@ -1,12 +1,12 @@
-"""Find which characters of a rendered chat belong to which turn, for any chat template.
+"""The turn of each character of a rendered chat, for any chat template.
 
-A chat template is a program: it may put a system prompt before the first turn, trim texts, or drop the reasoning of
-all but the last answer, so a conversation rendered up to turn i is in general no prefix of the whole one, and a
-turn's text need not occur in it. What all templates have in common is a loop over the messages. `mark_template`
-writes a marker into the first position of each loop body and after each loop; rendered, the markers say where every
-turn begins and ends, in one pass. `{% generation %}` blocks, where an author has set them, are marked in the same way,
-and so are the texts of the turns (`mark_message`), to separate them from the tags that a template writes around them.
-`read_marks` takes the markers out again, and its caller compares the rest with what the unmarked template renders.
+A chat template is a program. It may put a system prompt before the first turn, trim texts, or drop the reasoning of
+all but the last answer. So a conversation rendered up to turn i is not always a prefix of the whole one, and a turn's
+text may not occur in it. But all templates have a loop over the messages. `mark_template` puts a marker at the start of
+each loop body and after each loop; when rendered, the markers show where every turn begins and ends. `{% generation %}`
+blocks, if there are any, are marked in the same way, and so are the texts of the turns (`mark_message`), to separate
+them from the tags around them. `read_marks` removes the markers; its caller compares the rest with the rendering of the
+unmarked template.
 """
 
 import re
@@ -17,12 +17,12 @@ from typing import Any
 
 from jinja2 import Environment
 
-# Message field that carries the turn's number into the marked template.
+# Field of a message with the turn's number, for the marked template.
 TURN_KEY = "zerolora_turn"
-# Noncharacters: Unicode guarantees that no text holds them (https://www.unicode.org/faq/private_use.html#noncharacters).
+# Noncharacters, which no valid text contains (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
-# An answer with its reasoning in front, as models write it: templates split it there.
+# An answer that begins with reasoning, in the form that models write and templates split.
 _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
 Spans = dict[int, list[tuple[int, int]]]
 
@@ -31,8 +31,8 @@ Spans = dict[int, list[tuple[int, int]]]
 class Marked:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
-    `turns[i]` are the stretches written while a loop was at message i, in order; `texts[i]` and `reasoning[i]` those of
-    its marked text and reasoning; `generation` the blocks an author set.
+    `turns[i]` are the spans written while a loop was at message i, in order; `texts[i]` and `reasoning[i]` those of its
+    marked text and reasoning; `generation` the template's generation blocks.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Marked:
 
     @property
     def end_of_turns(self) -> int:
-        """Where the last turn ends."""
+        """End of the last turn."""
         return max((end for spans in self.turns.values() for _, end in spans), default=0)
 
 
@@ -53,8 +53,8 @@ def mark_template(source: str) -> str:
 
     Raises jinja2.TemplateSyntaxError if the template cannot be read.
     """
-    # The options with which transformers compiles chat templates: they decide which white space a tag swallows. The
-    # lexer has done that when it hands text over, so text becomes an output expression, which no tag strips again.
+    # The options with which transformers compiles chat templates: they determine which white space a tag strips. The
+    # lexer has stripped it already, so text becomes an output expression, which no tag strips again.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter of that name
     tag: list[tuple[str, str]] = []
@@ -104,12 +104,12 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def has_generation_blocks(source: str) -> bool:
-    """Check whether the template's author has marked with `{% generation %}` what the model writes."""
+    """Return whether the template marks the model's text with `{% generation %}` blocks."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
 def read_marks(rendered: str) -> Marked:
-    """Take the markers out of a chat rendered by a marked template."""
+    """Remove the markers from a chat rendered by a marked template, and return their positions."""
     pieces: list[str] = []
     turns: Spans = {}
     generation: list[tuple[int, int]] = []
@@ -143,7 +143,7 @@ def read_marks(rendered: str) -> Marked:
 
 
 def _mark_text(kind: str, text: str, turn: int) -> str:
-    """Return a text between markers; white space around it stays outside, where templates trim it."""
+    """Return a text between markers; white space around it stays outside, where templates can trim it."""
     core = text.strip()
     if not core:
         return text
@@ -162,7 +162,7 @@ def _literal(text: str) -> str:
 
 
 def _loop_marker(loop: int, variable: str) -> str:
-    """Return what marks an iteration over a numbered message; other loops must write nothing, not even markers."""
+    """Return the marker of an iteration over a numbered message; in other loops it must render as nothing."""
     key = f"{variable}.{TURN_KEY}"
     mark = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"
     seen = f"{{% set zerolora_{loop}.turns = true %}}"

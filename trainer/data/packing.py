@@ -1,4 +1,4 @@
-"""Several documents into one sequence: deterministic best-fit packing."""
+"""Deterministic best-fit packing of several documents into one sequence."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Indices of the documents of each pack; no pack holds more than `capacity` tokens.
+    """Return the indices of the documents of each pack; no pack has more than `capacity` tokens.
 
     Best-fit decreasing: the longest document first, into the fullest pack that still has room (at most 11/9 of the
     least possible number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple
@@ -19,8 +19,8 @@ def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"document of {int(sizes.max())} tokens, capacity {capacity}")
     packs: list[list[int]] = []
-    # waiting[room] are the packs with exactly that much room; bit `room` of `rooms` says that there are any. Finding
-    # the least sufficient room is one shift and one bit trick, and the whole is linear in the number of documents.
+    # waiting[room] are the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
+    # the least sufficient room takes one shift and one bit trick, so the total is linear in the number of documents.
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
     for document in np.argsort(-sizes, kind="stable").tolist():

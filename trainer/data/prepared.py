@@ -1,4 +1,4 @@
-"""What the checks before training have found: tokenizer, model configuration, data."""
+"""Results of the checks before training: tokenizer, model configuration, data."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +11,18 @@ from trainer.data.prompt_files import Prompt
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the checks found on the way."""
+    """Results of the checks before training."""
 
     tokenizer: Any
     model_config: Any
     data: Any
-    """PreparedData, or what an image model has instead (trainer/tasks/images/data.py)."""
+    """PreparedData, or its counterpart for image models (trainer/tasks/images/data.py)."""
     notes: tuple[str, ...] = ()
-    """What is worth a line on the console."""
+    """Lines for the console."""
     reference: Samples | None = None
-    """The texts of scu.reference."""
+    """Texts of scu.reference."""
     sample_prompts: tuple[Prompt, ...] = ()
-    """Those of logging.sample_prompts, read from files where it names any."""
+    """Prompts of logging.sample_prompts, including those from files."""
     longest: int | None = None
     """The model's context in tokens."""
 
@@ -36,7 +36,7 @@ def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:
 
 
 def share_stream(prepared: Prepared, folder: Path) -> Prepared:
-    """The same, with a stream whose blocks the ranks of all hosts find in `folder`."""
+    """Return the results with a stream that shares its blocks among the ranks of all hosts in `folder`."""
     train = prepared.data.train
     if not isinstance(train, SampleStream):
         return prepared
@@ -44,11 +44,11 @@ def share_stream(prepared: Prepared, folder: Path) -> Prepared:
 
 
 def skipped_records(config: RunConfig, prepared: Prepared, batches: Any) -> dict[str, int]:
-    """Return how many records `dataset.on_bad_record: skip` left out so far, by source."""
+    """Return the number of records per source that `dataset.on_bad_record: skip` has left out so far."""
     counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
     return counts if config.dataset.on_bad_record == "skip" else {}
 
 
 def samples_of(prepared: Prepared) -> int | None:
-    """Training samples of one epoch; None for a stream."""
+    """Return the number of training samples of one epoch; None for a stream."""
     return None if isinstance(prepared.data.train, SampleStream) else len(prepared.data.train)

@@ -1,4 +1,4 @@
-"""Prompts to answer, from files of every kind that training data is read from."""
+"""Prompts from files, in all formats of training data."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -13,15 +13,15 @@ from trainer.data.sources import read_source, rows_of
 from trainer.data.text_files import record_of
 
 Prompt = str | list[dict[str, Any]]
-"""A text, or the turns of a conversation up to where the model answers."""
-# Fields that hold a prompt or a conversation, the first that a record has.
+"""A text, or the turns of a conversation up to the model's answer."""
+# Fields with a prompt or a conversation, in order of precedence.
 FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
 
 def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
-    """Yield the prompt of each record in a file; the answers that training records have are left out.
+    """Yield the prompt of each record in a file, without the answers of training records.
 
-    `setting` is the name of the option that `path` was given for. Raises UserError for a file or record without one.
+    `setting` is the option that names `path`. Raises UserError for a file or record without a prompt.
     """
     source = SourceSection(path=path)
     try:
@@ -39,7 +39,7 @@ def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
 
 
 def as_text(prompt: Prompt) -> str:
-    """Return a prompt as text to show: of a conversation the last turn."""
+    """Return a prompt as text to show: the last turn of a conversation."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 

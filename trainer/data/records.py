@@ -1,4 +1,4 @@
-"""From a record of any known shape to one of two: a conversation, or a prompt with its completion."""
+"""Conversion of records of every known format to one of two: a conversation, or a prompt with its completion."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,26 +35,26 @@ ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 # Fields of a turn that switch its loss on or off, by OpenAI, Axolotl, LLaMA-Factory, ms-swift and torchtune.
 SWITCHES = ("weight", "loss", "loss_weight", "loss_scale", "train", "training", "trainable")
 INVERSE_SWITCHES = ("mask", "masked")
-# Names that data has for what the model thinks before it answers; the first is that of most templates.
+# Names of fields with the reasoning before an answer; most templates use the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Forms of prompts (see `prompt_form`): of whole texts, and of pairs.
+# Forms of prompts (see `prompt_form`): of whole texts and of pairs.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the chat templates' terms; `silent` are the turns that never carry loss."""
+    """A conversation in the form of chat templates; `silent` turns never have a loss."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     silent: frozenset[int] = frozenset()
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Fields of the record, and of its turns, that hold something and were not used."""
+    """Nonempty fields of the record and of its turns that were not used."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, which may be empty, and what follows it; no chat template is put around them."""
+    """A prompt, which may be empty, and its completion, without a chat template."""
 
     prompt: str
     completion: str
@@ -78,14 +78,14 @@ class _Fields(Mapping[str, Any]):
         return len(self._values)
 
     def unread(self) -> tuple[str, ...]:
-        """Return the fields that hold something and were not read."""
+        """Return the nonempty fields that were not read."""
         return tuple(
             name for name, value in self._values.items() if name not in self._read and value not in (None, "", [], {})
         )
 
 
 def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
-    """For each answer that is to be learned whether it says anything; text without a prompt is no answer."""
+    """Return for each trained answer whether it is nonempty; text without a prompt is not an answer."""
     if isinstance(example, Text):
         return [bool(example.completion.strip())] if example.prompt else []
     if not train_on & {"assistant", "all"}:
@@ -99,10 +99,10 @@ def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
 
 
 def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None = None) -> Turns | Text:
-    """Return a record as a conversation or a text, with the names of the fields that were not used.
+    """Return a record as a conversation or a text, with the names of unused fields.
 
-    `where` begins the message of the UserError that a bad record raises. `system_prompt` is for prompts that are text
-    and have none of their own; conversations get theirs when they are rendered.
+    Raises UserError, starting with `where`, for a bad record. `system_prompt` is for text prompts without their own;
+    conversations get it when they are rendered.
     """
     fields = _Fields(record)
     example = _read(fields, shape, where, system_prompt)
@@ -110,7 +110,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prom
 
 
 def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
-    """Return how a source writes prompts as text, with `{system}` and `{prompt}`; None if it has conversations."""
+    """Return the form of a source's text prompts, with `{system}` and `{prompt}`; None if it has conversations."""
     pair = shape.names.values() if shape.format == "prompt_completion" else ()
     turns = any(isinstance(first.get(name), list) for name in pair)
     if turns or shape.format in ("messages", "sharegpt") or (shape.format == "alpaca" and shape.alpaca_as_chat):
@@ -149,7 +149,7 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
 
 
 def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Text:
-    """Return a record as the text of a `custom` template, which may have a mark for the system prompt."""
+    """Return a record as the text of a `custom` template, which may have a placeholder for the system prompt."""
     assert shape.template is not None
     values = {name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()}
     template = shape.template
@@ -164,7 +164,7 @@ def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_p
 
 
 def _system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
-    """Return the record's own system prompt: the field that `fields.system` names, or `system`, or `system_prompt`."""
+    """Return the record's system prompt: the field named by `fields.system`, `system` or `system_prompt`."""
     for name in (shape.names.get("system", "system"), "system_prompt"):
         if record.get(name):
             return _text(record, name, where)
@@ -188,7 +188,7 @@ def _after_system(system: str | None, prompt: str) -> str:
 
 
 def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> Turns:
-    """A list of turns in OpenAI's shape (role, content, tool_calls) or ShareGPT's (from, value)."""
+    """Read a list of turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value)."""
     sharegpt = shape.format == "sharegpt"
     column = shape.names["conversations" if sharegpt else "messages"]
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
@@ -204,7 +204,7 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
-    """Return a list of turns, each of which remembers which of its fields were read."""
+    """Return a list of turns that record which of their fields were read."""
     return [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
 
 
@@ -215,7 +215,7 @@ def _unread_of(turns: list[Any], column: str) -> tuple[str, ...]:
 def _read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
-    """Read a prompt and a completion that are lists of turns, or one of them text; only the completion carries loss."""
+    """Read a prompt and a completion as lists of turns, one of which may be text; only the completion has a loss."""
     keys = ("role", "content")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -252,7 +252,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 
 
 def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
-    """Return a turn with a known role, its text, reasoning and tool calls; `roles` has the data's own role names."""
+    """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: is {kind_of(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
@@ -284,7 +284,7 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
 
 
 def _silent_turns(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> frozenset[int]:
-    """Return the numbers, from `first`, of turns that are switched off. Raises UserError for a weight but 0 and 1."""
+    """Return the numbers, from `first`, of turns without a loss. Raises UserError for weights other than 0 and 1."""
     silent = set()
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
@@ -315,7 +315,7 @@ def _content(content: Any, key: str, where: str) -> str:
 
 
 def _parsed_call(value: Any, where: str) -> list[Any]:
-    """Read ShareGPT's function_call turn, in which the text is a call as JSON, or a list of calls."""
+    """Read the text of ShareGPT's function_call turn: a call as JSON, or a list of calls."""
     try:
         call = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -329,7 +329,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: a tool call needs function.name and function.arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # A dict here; ChatTemplate gives templates the form that they write.
+        # A dict here; ChatTemplate converts it to the form that the template expects.
         try:
             arguments = json.loads(arguments or "{}")
         except json.JSONDecodeError as error:
@@ -354,7 +354,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
-    """A list, or one that is written as JSON, as in a cell of a CSV file."""
+    """Return a list, which may be given as JSON, as in a cell of a CSV file."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

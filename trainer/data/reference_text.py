@@ -1,4 +1,4 @@
-"""Reference text: what the adapted model shall go on saying as its base does; every token of it counts, no labels."""
+"""Reference text, on which the adapted model should keep predicting as its base does; all tokens count."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,9 @@ from trainer.data.samples import Samples
 
 
 def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """The documents behind `path`, read as `dataset.path` is and cached beside it; `setting` is what named it.
+    """Return the documents at `path`, read and cached as those of `dataset.path`; `setting` names it in errors.
 
-    Raises UserError if there are none, or if one is longer than what is trained on: cut off, it would say less than its
-    owner believes.
+    Raises UserError if there are none, or if one is longer than `dataset.max_length`: its cut part would be missing.
     """
     alone = DatasetSection(
         path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir

@@ -1,4 +1,4 @@
-"""Render conversations through a chat template, which is a program that the user brings: it may fail, or never end."""
+"""Rendering of conversations by a chat template, a program of the user's that may fail or never end."""
 
 import signal
 import threading
@@ -9,21 +9,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# Of processor time, so that a busy machine makes no difference.
+# Processor time, so that a busy machine makes no difference.
 LONGEST_SECONDS = 10.0
 LONGEST_TEXT = 100_000_000
 
 
 class RenderError(Exception):
-    """What went wrong in a template, in words."""
+    """A failure of a chat template."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], template: str, **arguments: Any) -> str:
     """Return the text of a conversation.
 
-    Raises RenderError for whatever the template raises, and TimeoutError if it takes too long.
+    Raises RenderError for any exception of the template, and TimeoutError if it takes too long.
     """
-    # Not apply_chat_template, which removes content that is None: some templates ask for it with tool calls.
+    # Not apply_chat_template, which removes content that is None, although some templates need it with tool calls.
     variables = {**tokenizer.special_tokens_map, **arguments}
     try:
         with _time_limit(LONGEST_SECONDS):
@@ -39,16 +39,16 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], templ
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds, in the main thread, which alone receives signals."""
+    """Raise TimeoutError in the block after `seconds`, in the main thread only, which receives the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"one conversation takes more than {seconds:g} s; is there a loop without end?")
+        raise TimeoutError(f"one conversation takes more than {seconds:g} s; check the template for an endless loop")
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    # Again every second: Python ignores what is raised while a finalizer or a callback of its collector runs.
+    # Repeated every second: Python ignores exceptions raised in finalizers and in callbacks of its garbage collector.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield

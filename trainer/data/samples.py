@@ -1,4 +1,4 @@
-"""Tokenised documents as training reads them: one or several to a sample, from disk or from a stream."""
+"""Samples of tokenized documents for training, from disk or from a stream."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pyarrow import Array, Table
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: its tokens, which of them are targets, and the lengths of the documents that it is made of."""
+    """One sequence: its tokens, which of them are targets, and the lengths of its documents."""
 
     input_ids: list[int]
     trained: list[bool]
@@ -20,10 +20,10 @@ class Sample:
 
 
 class Samples:
-    """An indexable view of memory-mapped documents: sample i is the documents `members[starts[i]:starts[i + 1]]`.
+    """An indexable view of memory-mapped documents: sample i has the documents `members[starts[i]:starts[i + 1]]`.
 
-    The same document may be in several samples, as the weights of a mix have it. `packed` says that samples may hold
-    several documents, so that batches must keep them apart.
+    With the weights of a mix, a document may be in several samples. If `packed`, samples may have several documents,
+    which batches must keep apart.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Samples:
         return Sample(input_ids, trained, [len(input_ids)])
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and target tokens of every sample."""
+        """Return the number of tokens and of target tokens of every sample."""
         chunks = [self._documents.column(name).chunks for name in ("length", "targets")]
         columns = [np.concatenate([_numbers(chunk) for chunk in column])[self._members] for column in chunks]
         tokens, targets = (np.add.reduceat(column, self._starts[:-1], dtype=np.int64) for column in columns)
@@ -60,9 +60,9 @@ class Samples:
 
 
 def _numbers(array: Array) -> NDArray[Any]:
-    """The integers or booleans of an array without nulls; the names of Arrow's integers are NumPy's.
+    """Return the integers or booleans of an array without nulls.
 
-    Arrow's own `to_numpy`, and a type's `to_pandas_dtype` in some of its versions, import pandas, half a second.
+    Arrow's `to_numpy`, and `to_pandas_dtype` in some versions, import pandas, which takes half a second.
     """
     first, last = array.offset, array.offset + len(array)
     buffer = array.buffers()[1]
@@ -73,22 +73,22 @@ def _numbers(array: Array) -> NDArray[Any]:
 
 
 class SampleIterator(Protocol):
-    """Samples that are made as they are asked for."""
+    """An iterator of samples made on demand."""
 
     def __iter__(self) -> Iterator[Sample]: ...
     def __next__(self) -> Sample: ...
     @property
     def skipped(self) -> dict[str, int]:
-        """Records that were skipped so far, by source."""
+        """Number of skipped records per source so far."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as plain values: `SampleStream.read` goes on from there."""
+        """Return the position as plain values, from which `SampleStream.read` can continue."""
         ...
 
 
 class ReadStream(Protocol):
-    """Starts a pass over the sources, from its beginning or from the state of an earlier one."""
+    """A function that starts a pass over the sources, from the beginning or from an earlier state."""
 
     def __call__(
         self, epoch: int, state: dict[str, Any] | None = None, shared: Path | None = None
@@ -97,17 +97,17 @@ class ReadStream(Protocol):
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples made while they are read; `shared` is a folder in which ranks find each other's work."""
+    """Samples made while they are read; `shared` is the folder in which ranks share blocks."""
 
     read: ReadStream
     packed: bool
     shared: Path | None = None
     name: str = ""
-    """The same wherever the same is read in the same order."""
+    """Equal for equal sources read in the same order."""
 
 
 def join(samples: list[Sample]) -> Sample:
-    """Several samples as one sequence, their documents kept apart by `document_lengths`."""
+    """Return several samples as one sequence; `document_lengths` keeps the documents apart."""
     if len(samples) == 1:
         return samples[0]
     return Sample(

@@ -1,8 +1,8 @@
-"""Blocks of a stream that ranks tokenise for each other, each once; why is told in streams.py.
+"""Blocks of a stream, each tokenized once by one rank for all; streams.py explains why.
 
-A block belongs to whoever created its claim (O_EXCL, which network file systems do as well). A lock would die with its
-holder, but not every file system has locks between hosts. So a rank that has waited long for a block makes it itself,
-which costs nothing but time: blocks come to their places whole, and are the same whoever made them.
+A block belongs to the rank that created its claim file (O_EXCL, which network file systems support). A lock would be
+released if its holder died, but not every file system has locks across hosts. So a rank that has waited long for a
+block makes it itself. This only costs time: blocks are renamed into place, and do not depend on their maker.
 """
 
 import atexit
@@ -23,20 +23,20 @@ from trainer.config import UserError
 from trainer.contract.rank_variables import host_name
 from trainer.data.samples import Sample
 
-# Blocks that are made ahead of the one needed, and so the number of ranks that tokenise at the same time.
+# Blocks made ahead of the needed one, and so the number of ranks that tokenize at the same time.
 AHEAD = 32
-# Blocks that stay behind the one needed, for ranks that are slower and for a step that is repeated.
+# Blocks kept behind the needed one, for slower ranks and for repeated steps.
 KEPT = 64
 POLL_S, LONGEST_POLL_S = 0.005, 0.1
-# For a block that somebody has claimed: far longer than any takes.
+# For a claimed block: far longer than any takes.
 PATIENCE_S = 60.0
 Records = list[dict[str, Any]]
 Block = tuple[list[Sample], int]
-"""The documents of a block, and how many of its records were skipped."""
+"""The documents of a block and the number of its skipped records."""
 
 
 def folder_of_host(key: str) -> Path:
-    """Where the ranks that one launcher started on this host find each other's blocks; removed when one ends."""
+    """Return the folder of blocks for the ranks of one launcher on this host; removed when one of them ends."""
     parent = psutil.Process(os.getppid())
     base = Path(tempfile.gettempdir()) / f"zerolora-{os.getuid()}"
     folder = base / f"{key}-{parent.pid}-{parent.create_time():.0f}"
@@ -45,9 +45,9 @@ def folder_of_host(key: str) -> Path:
 
 
 def folder_of_run(logs: Path, token: str, *, is_main: bool) -> Path:
-    """Where the ranks of all hosts find each other's blocks: in the logs of the run that holds the lock `token`.
+    """Return the folder of blocks for the ranks of all hosts, in the logs of the run with the lock `token`.
 
-    Rank 0 removes what earlier runs have left, and this one at its end.
+    Rank 0 removes those of earlier runs, and this one at the end.
     """
     folder = logs / f"stream-{token}"
     if is_main:
@@ -59,22 +59,22 @@ def folder_of_run(logs: Path, token: str, *, is_main: bool) -> Path:
 
 
 class SharedBlocks:
-    """The documents of the blocks of one pass over a source. Without a folder this process makes them all."""
+    """Blocks of one pass over a source. Without a folder, this process makes them all."""
 
     def __init__(
         self, records: Iterator[Records], encode: Callable[[int, Records], Block], folder: Path | None
     ) -> None:
         self._records, self._encode, self._folder = records, encode, folder
-        self._read = 0  # blocks of records that were read
+        self._read = 0  # blocks of records read
         self._ahead: dict[int, Records] = {}
         self._bad: set[int] = set()
         self._failure: UserError | None = None
 
     def block(self, number: int) -> Block | None:
-        """Return a block, or None behind the last; numbers never go back.
+        """Return a block, or None after the last; numbers must not decrease.
 
         Raises UserError in the same step on all ranks. Other ranks may have read records that this one can no longer
-        read, such as those of a deleted file, so it waits for them to make the block before it gives up.
+        read, such as those of a deleted file, so this rank waits for them before it gives up.
         """
         for passed in [passed for passed in self._ahead if passed < number]:
             del self._ahead[passed]
@@ -95,14 +95,14 @@ class SharedBlocks:
         return found
 
     def _wait_for(self, number: int) -> Block | None:
-        """Return a block that another rank makes, or None if nobody has made it within PATIENCE_S."""
+        """Return a block made by another rank, or None if it is missing after PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
         while (made := self._read_block(number)) is None and time.monotonic() < deadline:
             time.sleep(LONGEST_POLL_S)
         return made
 
     def _made(self, needed: int, records: Records) -> Block:
-        """A block, once somebody has made it; meanwhile others are made here."""
+        """Return a block once some rank has made it, and make others meanwhile."""
         deadline, pause = time.monotonic() + PATIENCE_S, POLL_S
         while (found := self._read_block(needed)) is None:
             if time.monotonic() > deadline:
@@ -111,11 +111,11 @@ class SharedBlocks:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_POLL_S)
                 with suppress(FileNotFoundError):
-                    os.listdir(self._folder)  # lets network file systems ask their server for what is new
+                    os.listdir(self._folder)  # makes network file systems refresh
         return found
 
     def _make_one(self, needed: int) -> bool:
-        """Tokenise the first block from `needed` on that nobody makes; whether there was one."""
+        """Tokenize the first unclaimed block from `needed` on; return whether there was one."""
         for number in range(needed, needed + AHEAD):
             records = self._records_of(number, needed)
             if records is None:
@@ -127,15 +127,15 @@ class SharedBlocks:
                 return True
             except UserError:
                 self._claim_file(number).unlink(missing_ok=True)
-                # A bad record is told when it is needed: by all ranks, in the same step.
+                # A bad record is reported when it is needed: by all ranks, in the same step.
                 if number == needed:
                     raise
                 self._bad.add(number)
         return False
 
     def _claim(self, number: int) -> bool:
-        """Whether this rank is the one to make a block."""
-        with self._told_if_unwritable():
+        """Claim a block; return whether this rank is to make it."""
+        with self._explain_unwritable():
             file = self._claim_file(number)
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
@@ -146,7 +146,7 @@ class SharedBlocks:
         return True
 
     def _records_of(self, number: int, needed: int) -> Records | None:
-        """The records of a block, read up to it; those before `needed` are not kept."""
+        """Return the records of a block, dropping those before `needed`."""
         while self._read <= number:
             if self._failure is None:
                 try:
@@ -172,21 +172,21 @@ class SharedBlocks:
         return self._file(number).with_suffix(".claim")
 
     def _write_block(self, number: int, records: Records) -> None:
-        """Beside its place and renamed there, so that nobody reads half of it."""
+        """Write a block and rename it into place, so that no rank reads half of it."""
         (documents, skipped), file = self._encode(number, records), self._file(number)
-        beside = file.with_suffix(f".{host_name()}-{os.getpid()}.npz")
-        with self._told_if_unwritable():
+        temporary = file.with_suffix(f".{host_name()}-{os.getpid()}.npz")
+        with self._explain_unwritable():
             np.savez(
-                beside,
+                temporary,
                 input_ids=np.array([token for document in documents for token in document.input_ids], dtype=np.int32),
                 trained=np.array([flag for document in documents for flag in document.trained], dtype=bool),
                 lengths=np.array([len(document.input_ids) for document in documents], dtype=np.int64),
                 skipped=skipped,
             )
-            os.replace(beside, file)
+            os.replace(temporary, file)
 
     def _read_block(self, number: int) -> Block | None:
-        """None if it is not there, or no longer; a damaged one is made again."""
+        """Return a block, or None if it is missing; damaged blocks are removed."""
         try:
             with np.load(self._file(number)) as block:
                 bounds = np.cumsum(block["lengths"])[:-1]
@@ -201,7 +201,7 @@ class SharedBlocks:
             return None
 
     @contextmanager
-    def _told_if_unwritable(self) -> Iterator[None]:
+    def _explain_unwritable(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

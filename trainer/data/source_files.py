@@ -1,4 +1,4 @@
-"""Which data files of this machine a source is made of: by its path, its `data_files` and its split."""
+"""Local data files of a source, by its path, its `data_files` and its split."""
 
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -27,17 +27,17 @@ SPLIT_WORDS = {
 
 
 def where_from(source: SourceSection, label: str) -> str:
-    """The source as users wrote it, to begin a message with."""
+    """Return the source as configured, for the beginning of a message."""
     return f"{label}.path={shown(source.path)}"
 
 
 def suffix_of(path: Path) -> str:
-    """The file's kind; .gz and the like around it do not count."""
+    """Return the file's suffix without .gz or another compression."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
 
 def files_of(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
-    """The data files of a path: itself, or those in the folder that belong to the split."""
+    """Return the data files of a path: the file itself, or the folder's files of the split."""
     where = where_from(source, label)
     kinds = ", ".join(READERS)
     if local.is_file():
@@ -49,16 +49,16 @@ def files_of(source: SourceSection, local: Path, split: str, label: str) -> list
             packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not is_of_split(local, split) and suffix_of(local) != ".json":  # which may hold lists named for splits
+        if not is_of_split(local, split) and suffix_of(local) != ".json":  # .json may have a list per split
             raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
     try:
         files = [file for file in sorted(local.rglob("*")) if file.is_file() and suffix_of(file) in READERS]
-        next(local.iterdir(), None)  # rglob passes over a folder that it may not read
+        next(local.iterdir(), None)  # rglob silently skips an unreadable folder
     except OSError as error:
-        raise UserError(f"{where}: the folder cannot be read ({error.strerror}); mend its rights") from None
+        raise UserError(f"{where}: the folder cannot be read ({error.strerror}); fix its permissions") from None
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
-    # A README beside the data is not data.
+    # A README next to the data is not data.
     files = [file for file in files if suffix_of(file) != ".md"] or files
     if not files:
         raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
@@ -76,7 +76,7 @@ def files_of(source: SourceSection, local: Path, split: str, label: str) -> list
 
 
 def _named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
-    """The files that `data_files` names, in the order of the names."""
+    """Return the files of `data_files`, in that order."""
     chosen: list[Path] = []
     for pattern in source.data_files:
         wanted = pattern.removeprefix("./").removeprefix(f"{local}/")
@@ -97,17 +97,17 @@ def _one_kind(files: list[Path], where: str) -> list[Path]:
 
 
 def _split_word(split: str) -> str:
-    """dev and valid mean validation."""
+    """Return `validation` for dev and valid, else the split."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 
 def is_of_split(file: Path, split: str) -> bool:
-    """Whether a single file holds the split: train is any file's, others that of a file with its name."""
+    """Return whether a single file has the split: any file has train, and others a file with that name."""
     return split == "train" or _split_of(Path(file.name)) == _split_word(split)
 
 
 def _split_of(path: Path) -> str | None:
-    """The split a file belongs to by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
+    """Return a file's split by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):
         words = part.replace("_", "-").replace(" ", "-").split("-")

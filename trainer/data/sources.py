@@ -1,4 +1,4 @@
-"""Where records come from: files, folders and hub names, read into one table per source."""
+"""Sources of records: files, folders and hub names, each read into one table."""
 
 import errno
 import os
@@ -34,11 +34,11 @@ _NOT_DATA = {
 def read_source(
     source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
 ) -> "Dataset | IterableDataset":
-    """The rows of one source in their own order, at most `max_samples` of them; `record_of` makes records of them.
+    """Return the rows of a source in order, at most `max_samples`; `record_of` converts them to records.
 
-    `label` is the setting's name (dataset, dataset.mix.0, dataset.evaluation), for messages. With `streaming` nothing
-    is read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
-    datasets library. Raises UserError if the path does not exist, cannot be read or is empty.
+    `label` is the setting's name in messages (dataset, dataset.mix.0, dataset.evaluation). With `streaming` nothing is
+    read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
+    datasets library. Raises UserError if the path is missing, cannot be read or is empty.
     """
     from datasets import Dataset
 
@@ -61,9 +61,9 @@ def read_source(
 
 
 def content_key(source: SourceSection, label: str) -> str:
-    """A hash of the source's bytes, so that an edited file is never served from the cache.
+    """Return a hash of the source's bytes, so that an edited file is never read from the cache.
 
-    A hub data set is keyed by the fingerprint of its cached copy. Raises UserError as `read_source` does.
+    For a hub data set it is the fingerprint of its cached copy. Raises the UserErrors of `read_source`.
     """
     local = local_path(source, label)
     if local is None:
@@ -79,22 +79,22 @@ def content_key(source: SourceSection, label: str) -> str:
         except OSError as error:
             raise UserError(
                 f"{where_from(source, label)}: {file.name} cannot be read ({error.strerror}); "
-                "mend its rights, or copy it"
+                "fix its permissions, or copy it"
             ) from None
     return digest.hexdigest()
 
 
 def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
-    """The files on this machine that a source is made of."""
+    """Return the local files of a source."""
     if _is_saved_dataset(local):
         return sorted(local.rglob("*.arrow"))
     return [file for name in split_names(source.split, label) for file in files_of(source, local, name, label)]
 
 
 def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
-    """Name, size and time of each file: of a stream, which is too long to be read for its `content_key`.
+    """Return the name, size and time of each file of a stream, which is too long for a `content_key`.
 
-    Nothing for a hub data set. Raises UserError if the files are not there.
+    Empty for a hub data set. Raises UserError if the files are missing.
     """
     local = local_path(source, label)
     files = local_files(source, local, label) if local else []
@@ -120,9 +120,9 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         _refuse_if_local(source, path, where)
         return None
-    except (OSError, ValueError) as error:  # no right to look there, a name too long, a loop of links, a NUL byte
+    except (OSError, ValueError) as error:  # no permission, a name too long, a loop of links, a NUL byte
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{where}: cannot be read ({reason}); mend the path, or its rights") from None
+        raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     kind = next((name for is_kind, name in _NOT_DATA.items() if is_kind(mode)), None)
     if kind:
         raise UserError(f"{where}: is {kind}, and data is read more than once; write it to a file first")
@@ -130,16 +130,18 @@ def local_path(source: SourceSection, label: str) -> Path | None:
 
 
 def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
-    """UserError for a path that is not there, unless it may be a name on the hub."""
+    """Raise UserError for a missing path, unless it may be a name on the hub."""
     assert source.path is not None
     looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or suffix_of(path) in READERS
     if not looks_local:
         return
-    beside = path.parent
-    while not beside.is_dir():
-        beside = beside.parent
+    existing = path.parent
+    while not existing.is_dir():
+        existing = existing.parent
     near = (
-        get_close_matches(path.name, [entry.name for entry in beside.iterdir()], n=1) if beside == path.parent else []
+        get_close_matches(path.name, [entry.name for entry in existing.iterdir()], n=1)
+        if existing == path.parent
+        else []
     )
     hint = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder or the name of a hub data set"
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
@@ -148,7 +150,7 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
 def _is_saved_dataset(path: Path) -> bool:
     try:
         return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-    except PermissionError:  # told when its files are read
+    except PermissionError:  # reported when its files are read
         return False
 
 
@@ -167,7 +169,7 @@ def _read_files(
     if all(file.stat().st_size == 0 for file in files):
         raise _empty(source, label)
     cache = str(scratch) if scratch else None
-    # The library logs its own account of a bad file; ours is the line that the user gets.
+    # The library logs bad files as well; the user gets our line.
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -190,12 +192,12 @@ def _read_files(
 
 
 def _raw_records_of(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
-    """As `raw_records`; `state` is part of the name under which the datasets library keeps what it read."""
+    """Yield `raw_records`; `state` is part of the name under which the datasets library caches them."""
     return raw_records(**arguments)
 
 
 def _library() -> Any:
-    """The datasets library, imported only where there is something to read: it takes half a second."""
+    """Import the datasets library on first use: it takes half a second."""
     import datasets
 
     if not sys.stderr.isatty():
@@ -212,7 +214,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
 
 
 def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows, for `record_of`. Raises UserError where a stream finds that its source cannot be read."""
+    """Yield the rows, for `record_of`. Raises UserError if a stream cannot be read."""
     rows = iter(records)
     while True:
         try:
@@ -225,7 +227,7 @@ def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: 
 
 
 def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:
-    """What is wrong with files that could not be read, as the user should hear it; or the error, if it is our own."""
+    """Return the UserError for files that could not be read, or the error itself if it is ours."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -234,12 +236,12 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
             return cause
         if isinstance(cause, OSError) and cause.errno in FULL:
             return cause
-        if str(cause).startswith("Not enough disk space"):  # the library looks before it writes
+        if str(cause).startswith("Not enough disk space"):  # checked by the library before it writes
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
                 f"{where_from(source, label)}: cannot be read, since {cause.filename} cannot be written "
-                f"({cause.strerror}); mend its rights, or name another folder with HF_DATASETS_CACHE"
+                f"({cause.strerror}); fix its permissions, or name another folder with HF_DATASETS_CACHE"
             )
     if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
         return _empty(source, label)
@@ -250,7 +252,7 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
 
 
 def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
-    """A folder that `save_to_disk` of the datasets library wrote."""
+    """Read a folder written by `save_to_disk` of the datasets library."""
     from datasets import Dataset
 
     try:
@@ -267,7 +269,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
 
 
 def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> "Dataset | IterableDataset":
-    """A data set on the hub, or its cached copy where the hub cannot be reached."""
+    """Read a data set on the hub, or its cached copy if the hub cannot be reached."""
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     datasets = _library()
@@ -287,7 +289,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
         raise UserError(
             f"{where}: no file or folder of that name here, no hub data set of that name in the cache, and {reason}; "
-            "mend the path, or fetch the data set where there is a network"
+            "fix the path, or download the data set where there is a network"
         ) from None
     except (DatasetNotFoundError, FileNotFoundError) as error:
         raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None

@@ -1,4 +1,4 @@
-"""`split` as the datasets library writes it: a name, a part of it such as train[:10%], or several joined by +."""
+"""The syntax of `split` in the datasets library: a name, a part of it such as train[:10%], or several joined by +."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
 
 def split_names(split: str, label: str) -> list[str]:
-    """The names in a split. Raises UserError if it cannot be understood."""
+    """Return the names in a split. Raises UserError if it cannot be parsed."""
     if _NAME.fullmatch(split):
         return [split]
     from datasets import ReadInstruction
@@ -32,7 +32,7 @@ def split_names(split: str, label: str) -> list[str]:
 
 
 def no_such_split(label: str, split: str, path: str) -> str:
-    """The line for a split of something that has none."""
+    """Return the error for a missing split."""
     return (
         f"{label}.split={split}: {path} has no such split; remove the setting, write train[:100] for a part, "
         "or name the file that holds the split"
@@ -42,7 +42,7 @@ def no_such_split(label: str, split: str, path: str) -> str:
 def read_split(
     split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
 ) -> "Dataset | IterableDataset":
-    """The records of a split; `read(name)` gives those of a whole one. Raises UserError for a part that is empty."""
+    """Return the records of a split; `read(name)` reads a whole one. Raises UserError if the part is empty."""
     from datasets import concatenate_datasets
 
     names = split_names(split, label)

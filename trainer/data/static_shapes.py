@@ -1,6 +1,6 @@
-"""Micro-batches of few shapes: padded up to sizes at which a recorded step can be played back.
+"""Micro-batches of few shapes: padded to sizes for which a captured graph can be replayed.
 
-Legend: B rows, L tokens of a row, D documents of a flat pack, K places of a row at which there is a head.
+B rows, L tokens per row, D documents of a flat pack, K positions per row with an output head.
 """
 
 from dataclasses import dataclass, replace
@@ -10,30 +10,30 @@ import torch
 from trainer.data.batches import IGNORED, MicroBatch
 
 PARTS = 16
-"""Padding adds one part in so many at most, of reference text as many tokens as of training text."""
+"""Padding adds at most one part in PARTS; to reference text as many tokens as to training text."""
 HEAD_PARTS = 8
-"""The head is computed at a multiple of one part in so many of the tokens."""
+"""The head is computed at a multiple of one part in HEAD_PARTS of the tokens."""
 LEAST_DOCUMENTS = 4
 
 
 @dataclass(frozen=True)
 class StaticShape:
-    """Sizes that a batch is padded to."""
+    """Sizes to which a batch is padded."""
 
     rows: int
-    """B."""
+    """Rows, B."""
     length: int
-    """L."""
+    """Tokens per row, L."""
     places: int
-    """K."""
+    """Positions per row with an output head, K."""
     packed: bool = False
     documents: int = 0
-    """D, where a batch has the bounds of documents."""
+    """Documents, D, if the batch has their bounds."""
     longest: int = 0
-    """What no document is longer than, where there are bounds; padding behind reference text may be."""
+    """Upper bound of the documents' lengths, if there are bounds; padding after reference text may be longer."""
 
     def holds(self, other: "StaticShape") -> bool:
-        """Whether a batch of the other shape may be padded to this one, whose rows are no longer."""
+        """Return whether a batch of the other shape may be padded to this one."""
         if (self.rows, self.length, self.packed) != (other.rows, other.length, other.packed):
             return False
         if self.is_even or other.is_even:
@@ -42,51 +42,51 @@ class StaticShape:
 
     @property
     def is_even(self) -> bool:
-        """Whether documents of one length fill the row, which attention computes as rows of a batch."""
+        """Return whether documents of equal length fill the row, so that attention can compute them as a batch."""
         return self.documents * self.longest == self.rows * self.length
 
 
 @dataclass(frozen=True)
 class JointShape:
-    """Sizes of a flat pack of training text with reference documents behind it (`with_documents`)."""
+    """Sizes of a flat pack of training text followed by reference documents (`with_documents`)."""
 
     whole: StaticShape
-    """Of both together, but for `places`, which are those of training text."""
+    """Sizes of both together, except `places`, which are those of training text."""
     reference: int
-    """Tokens of reference text, and places at which adapter and base are compared."""
+    """Tokens of reference text; adapter and base are compared at each of them."""
     equal: int = 0
-    """So many documents of `whole.longest` tokens each stand before others; 0: of any length."""
+    """Number of documents of `whole.longest` tokens each before the others; 0 for documents of any length."""
 
     @property
     def places(self) -> int:
-        """Of training text."""
+        """Positions of training text with an output head."""
         return self.whole.places
 
     def holds(self, other: "JointShape") -> bool:
-        """As `StaticShape.holds`."""
+        """Return whether a pack of the other shape may be padded to this one."""
         if (self.reference, self.equal) != (other.reference, other.equal) or not self.whole.holds(other.whole):
             return False
         return not self.equal or self.whole.longest == other.whole.longest
 
 
 def rounded_up(count: int, parts: int = PARTS) -> int:
-    """To a multiple of the power of two below it over `parts`: at most one part in `parts` more."""
+    """Round up to a multiple of the power of two below `count` over `parts`: adds at most one part in `parts`."""
     unit = max(1, _power_of_two(count) // parts)
     return -(-count // unit) * unit
 
 
 def _power_of_two(count: int) -> int:
-    """The largest that is not above it."""
+    """Return the largest power of two not above `count`."""
     return 1 << count.bit_length() - 1
 
 
 def sizes_of(batch: MicroBatch) -> tuple[int, int]:
-    """L and K of a batch as it is."""
+    """Return L and K of an unpadded batch."""
     return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
 
 
 def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
-    """The shape that a batch is padded to; one of the `usual` sizes stays what it is, in every bit."""
+    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded."""
     rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
     length = own if own == usual[0] else rounded_up(own)
     unit = max(1, length // HEAD_PARTS)
@@ -103,12 +103,12 @@ def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
 
 
 def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int] = (0, 0)) -> JointShape:
-    """The shape that a flat pack `own` is padded to with reference documents behind it, `together`."""
+    """Return the shape to which `together`, the flat pack `own` followed by reference documents, is padded."""
     assert own.cu_seqlens is not None and together.cu_seqlens is not None, "only flat packs"
     length, wanted = sizes_of(own)
     of_head, of_text = (max(1, _power_of_two(length) // parts) for parts in (HEAD_PARTS, PARTS))
     places = wanted if (length, wanted) == usual else -(-wanted // of_head) * of_head
-    # Of another length in every step: at least in units that are one part in PARTS of the training text.
+    # Its length differs in every step: use units of at least one part in PARTS of the training text.
     reference = together.input_ids.shape[1] - length
     reference = max(rounded_up(reference), -(-reference // of_text) * of_text)
     comes_back = length in (usual[0], rounded_up(length))
@@ -122,15 +122,15 @@ def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int]
 
 
 def padded(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:
-    """The batch in a shape that holds it: same losses, same gradients.
+    """Return the batch padded to a shape, with the same losses and gradients.
 
-    What is added on the right is a document of its own without targets; documents that are missing have no tokens.
+    The padding on the right is a separate document without targets; added documents have no tokens.
     """
     added = shape.length - batch.input_ids.shape[1]
     more = torch.zeros(shape.rows, added, dtype=batch.input_ids.dtype)
     positions, bounds = batch.position_ids, batch.cu_seqlens
     if positions is not None:
-        # No further on than documents go: learned positions may end there.
+        # Not beyond the documents' positions: learned positions may end there.
         more_positions = torch.arange(added) % (batch.max_seqlen or batch.input_ids.shape[1])
         positions = torch.cat([positions, more_positions.expand(shape.rows, -1)], 1)
     if bounds is not None:

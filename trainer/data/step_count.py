@@ -1,6 +1,6 @@
-"""How many optimizer steps a run takes, and the global batch that data of this size should have.
+"""The number of optimizer steps of a run, and a global batch for the size of the data.
 
-`validate`, `estimate` and training ask here, so that what is said before is what happens.
+`validate`, `estimate` and training all use it, so that they agree.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
 
 ENOUGH_STEPS = 100
-"""`global_batch_size: auto` leaves a run this many steps where the data has as many samples."""
+"""Least number of steps with `global_batch_size: auto`, if the data has as many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
 _NO_WARMUP = ("constant",)
@@ -16,12 +16,12 @@ _SAVE_STEPS = TrainingSection().save_steps
 
 
 def steps_per_epoch(samples: int, global_batch_size: int) -> int:
-    """Optimizer steps of one pass; the last may be incomplete."""
+    """Return the number of optimizer steps of an epoch; the last may be incomplete."""
     return -(-samples // global_batch_size)
 
 
 def count_steps(training: TrainingSection, samples: int | None, world_size: int) -> int | None:
-    """Optimizer steps of the run; None while the micro-batch is open and decides it, or for a stream without an end."""
+    """Return the optimizer steps of the run; None for an endless stream, or while the micro-batch is undecided."""
     if training.max_steps is not None:
         return training.max_steps
     if training.batch_size == AUTO and training.global_batch_size in (None, AUTO):
@@ -32,25 +32,25 @@ def count_steps(training: TrainingSection, samples: int | None, world_size: int)
 
 
 def global_batch(training: TrainingSection, world_size: int) -> int:
-    """Samples of one optimizer step over all ranks."""
+    """Return the samples of one optimizer step over all ranks."""
     if training.batch_size == AUTO:
         return training.global_batch_size or 1
     return training.batch_size * training.gradient_accumulation_steps * world_size
 
 
 def warmup_steps(training: TrainingSection, total: int) -> int:
-    """Return the number of steps in which the learning rate rises from 0; by a ratio the last step is never one."""
+    """Return the number of warm-up steps; a ratio never includes the last step."""
     if training.warmup_steps is not None:
         return training.warmup_steps
     return min(math.ceil(training.warmup_ratio * total), total - 1)
 
 
 def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
-    """The configuration with `training.global_batch_size` divided into micro-batches and accumulation.
+    """Return the configuration with `training.global_batch_size` divided into micro-batches and accumulation.
 
-    `auto` is the largest power of two, LARGEST_GLOBAL_BATCH at most, that leaves the run ENOUGH_STEPS steps, so that it
-    does not depend on the number of ranks unless there are more of them, or an odd number. A micro-batch that is larger
-    than, or no divisor of, a rank's part is made smaller. Raises UserError for a number that the ranks cannot share.
+    `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, that leaves the run ENOUGH_STEPS steps. So it only
+    depends on the number of ranks if there are more of them, or an odd number. A micro-batch that does not divide a
+    rank's part is made smaller. Raises UserError for a number that cannot be divided among the ranks.
     """
     training, wanted = config.training, config.training.global_batch_size
     if wanted is None:
@@ -74,9 +74,9 @@ def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -
 
 
 def with_looks_in_steps(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
-    """The configuration with evals_per_epoch and saves_per_epoch as steps, once the global batch is known.
+    """Return the configuration with evals_per_epoch and saves_per_epoch as steps; needs the global batch.
 
-    With best_checkpoint, which saves where it evaluated, saves fall on evaluations.
+    With best_checkpoint, saves coincide with evaluations.
     """
     training = config.training
     size = global_batch(training, world_size)
@@ -96,7 +96,7 @@ def with_looks_in_steps(config: RunConfig, samples: int | None, world_size: int)
 
 
 def smaller_batch_line(given: TrainingSection, shared: TrainingSection, world_size: int) -> str | None:
-    """That the micro-batch which was asked for is not what a rank's part of the global batch allows."""
+    """Return a line if the micro-batch is smaller than configured because of the global batch; else None."""
     if AUTO in (given.batch_size, given.global_batch_size) or given.batch_size == shared.batch_size:
         return None
     ranks = "the only rank" if world_size == 1 else f"each of {world_size} ranks"
@@ -107,7 +107,7 @@ def smaller_batch_line(given: TrainingSection, shared: TrainingSection, world_si
 
 
 def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
-    """`21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
+    """Return a line such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
         return f"{training.epochs:g} epochs of {samples or 0:,} samples; batch_size is chosen at the start"

@@ -1,14 +1,14 @@
-"""Streams: documents that are read, tokenised and packed while training asks for them, from any point of the order on.
+"""Streams: documents read, tokenized and packed on demand, from any position in the order.
 
-The order does not depend on the ranks: blocks of `BLOCK_ROWS` records, as the source gives them, are the unit of all
-work. Where the next global batch begins is only known when all blocks before it are tokenised, since records without
-trained tokens are left out and packs depend on lengths. So every rank needs all blocks, and they make them for each
-other: a rank that needs a block which is not there makes the first one ahead that nobody makes, and reads the others'
-from files (`SharedBlocks`): on one host in its folder for temporary files, on several in the run's folder. It needs no
-collective, and it makes no difference how many ranks there are or which is faster.
+The order does not depend on the ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's order. The
+start of the next global batch is only known once all blocks before it are tokenized, since records without trained
+tokens are left out and packs depend on lengths. So every rank needs all blocks, and they share the work: a rank that
+needs a missing block makes the first unclaimed one ahead, and reads those of other ranks from files (`SharedBlocks`),
+which are in the host's temporary folder on one host and in the run's folder on several. This needs no collective, and
+the number and speed of the ranks make no difference.
 
-`state_dict` names the block and the document in it (of each source of a mix, at the beginning of the window that is
-being packed), so that a resumed run passes over the records before it without tokenising them.
+`state_dict` has the block and the document in it (for each source of a mix, at the start of the current packing
+window), so that a resumed run skips earlier records without tokenizing them.
 """
 
 import sys
@@ -30,9 +30,9 @@ from trainer.data.source_files import where_from
 from trainer.data.sources import read_source, rows_of
 
 BLOCK_ROWS = 64
-# Records that a shuffled stream draws the next one from.
+# Records from which a shuffled stream draws the next one.
 SHUFFLE_BUFFER = 10_000
-# Documents that a packed stream has in hand while it packs.
+# Documents that a packed stream packs at a time.
 PACKING_WINDOW = 1_000
 State = dict[str, Any]
 
@@ -47,7 +47,7 @@ def stream_samples(
     state: State | None = None,
     shared: Path | None = None,
 ) -> SampleIterator:
-    """Samples of one pass, from its beginning or from where `state` was taken; `shared` is a folder for blocks."""
+    """Return the samples of one pass, from the beginning or from `state`; `shared` is a folder for blocks."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
@@ -64,7 +64,7 @@ def stream_samples(
 
 
 def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
-    """Read the first block of a stream, for its shape and what there is to say about it. Raises UserError."""
+    """Report on a stream from its first block. Raises UserError if it cannot be read."""
     rows = list(islice(rows_of(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
         raise UserError(f"{where_from(source, label)}: no records in it; give a data set that has some")
@@ -77,7 +77,7 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
 
 
 class SourceStream:
-    """The documents of one pass over a source; records without trained tokens are left out."""
+    """Documents of one pass over a source, without records that have no trained tokens."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class SourceStream:
 
     @property
     def skipped(self) -> int:
-        """Records that were skipped so far."""
+        """Number of skipped records so far."""
         return self._skipped + self._skipped_in_block
 
     def state_dict(self) -> State:
-        """Return the block, how many of its documents were given, and the records skipped before it."""
+        """Return the block, the number of its documents already yielded, and the records skipped before it."""
         return {"block": self._block, "taken": self._taken, "skipped": self._skipped}
 
     def _records(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
@@ -145,7 +145,7 @@ class SourceStream:
 
 
 class MixedStream:
-    """Draws from sources with odds as their weights; one that ends starts again until all have ended once."""
+    """Documents drawn from sources by weight; a source that ends starts again until all have ended once."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class MixedStream:
         return {stream.label: stream.skipped for stream in self._streams}
 
     def state_dict(self) -> State:
-        """Where each source stands, which have ended, and the state of the draw."""
+        """Return the position of each source, which have ended, and the state of the random generator."""
         return {
             "sources": [stream.state_dict() for stream in self._streams],
             "ended": list(self._ended),
@@ -199,7 +199,7 @@ class MixedStream:
 
 
 class PackedStream:
-    """Packs of `PACKING_WINDOW` documents at a time; `given` packs of the first window are passed over."""
+    """Packs of `PACKING_WINDOW` documents at a time; skips `given` packs of the first window."""
 
     def __init__(self, documents: MixedStream, max_length: int, given: int) -> None:
         self._documents, self._max_length, self._given = documents, max_length, given
@@ -224,9 +224,9 @@ class PackedStream:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Records that were skipped so far, by source, those of the window among them."""
+        """Number of skipped records per source so far, including those of the window."""
         return self._documents.skipped
 
     def state_dict(self) -> State:
-        """Where the window that is being packed begins, and how many of its packs were given."""
+        """Return the start of the current window and the number of its packs already yielded."""
         return {"documents": self._window_start, "packs": self._given}

@@ -27,7 +27,7 @@ from trainer.data.splits import no_such_split
 RAW = "zerolora_record"
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 SEPARATORS = ",;\t|"
-# Lines of a CSV file that say which separator it has.
+# Lines of a CSV file used to find its separator.
 _SNIFFED_LINES = 20
 _OTHER_ENCODINGS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -76,7 +76,7 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_padding(value: Any) -> Any:
-    """Remove the nulls that Arrow adds so that all records of a column have the same keys."""
+    """Remove the nulls that Arrow adds to give all records of a column the same keys."""
     if isinstance(value, Mapping):
         return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
     return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
@@ -111,10 +111,10 @@ def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         _refuse_compressed(file, where, number, error)
     except OSError as error:
-        if error.errno is None:  # bz2 says so of bytes that are none of its own
+        if error.errno is None:  # bz2's error for bytes in another format
             _refuse_compressed(file, where, number, error)
         raise UserError(
-            f"{where}: {file.name} cannot be read ({error.strerror}); mend its rights, or copy it"
+            f"{where}: {file.name} cannot be read ({error.strerror}); fix its permissions, or copy it"
         ) from None
 
 
@@ -124,7 +124,7 @@ def _refuse_compressed(file: Path, where: str, line: int, error: Exception) -> N
 
 
 def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:
-    """By the first line: text in another encoding, or what Git LFS leaves instead of a file."""
+    """Raise UserError if the first line shows another encoding, or a pointer of Git LFS."""
     if line.startswith(b"version https://git-lfs"):
         raise UserError(f"{where}: {file.name} is a pointer of Git LFS, not the data; fetch it with git lfs pull")
     name = next((name for mark, name in _OTHER_ENCODINGS.items() if line.startswith(mark)), None)
@@ -135,7 +135,7 @@ def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:
 
 
 def _decoded(line: bytes, start: int, where: str, offset: int) -> str:
-    """A line as text; `offset` is that of its first byte in the file."""
+    """Return a line as text; `offset` is that of its first byte in the file. Raises UserError if it is not UTF-8."""
     if (at := line.find(b"\0")) >= 0:
         raise UserError(
             f"{where} holds a NUL byte (offset {offset + at}), which no text does; is the file damaged, or not text?"
@@ -164,7 +164,7 @@ def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
 
 
 def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
-    """Yield one object a line or those of one list, as JSON; or the object that is the whole file, as it is."""
+    """Yield one object per line or the objects of one list, as JSON; or the single object of the file, as a dict."""
     lines = enumerate(_lines(file, where, keep_bad=True), start=1)
     number, first = next(((number, line) for number, line in lines if line.strip()), (0, ""))
     begin = first.strip()
@@ -192,19 +192,19 @@ def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
 
 
 def _raise_if_bad(line: str) -> bool:
-    """Raise UserError for a line that is the message of one, else return False."""
+    """Raise UserError for a `_BadLine`, else return False."""
     if isinstance(line, _BadLine):
         raise UserError(line)
     return False
 
 
 def _spread_out(line: str) -> bool:
-    """Whether a line that begins with a brace is the first of an object over several lines."""
+    """Return whether a line that begins with a brace is the first of an object over several lines."""
     return line == "{" or (line.endswith(("[", "{", ",")) and line.count('"') % 2 == 0)
 
 
 def _json_value(text: str, file: Path, where: str, line: int) -> Any:
-    """JSON that begins at `line` of a file."""
+    """Parse the JSON that starts at `line` of a file. Raises UserError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -215,14 +215,14 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
         problem = "more follows after the end of a value" if several else error.msg
         raise UserError(
             f"{where}: line {line + error.lineno - 1} of {file.name} is not JSON ({problem}, column {error.colno}); "
-            + ("write one record a line" if several else "mend or remove it")
+            + ("write one record per line" if several else "fix or remove it")
         ) from None
     except (RecursionError, ValueError) as error:  # nested too deep; a number of more than 4300 digits
         raise UserError(f"{where}: line {line} of {file.name} is JSON that cannot be read ({error})") from None
 
 
 def _refuse_lines_of_lists(first: str, file: Path, where: str, line: int) -> NoReturn:
-    """The line for a file that has a JSON value of its own on every line, which are not records."""
+    """Raise UserError for a file with a JSON value on every line that is not a record."""
     raise UserError(f"{where}: line {line} of {file.name} {_not_a_record(json.loads(first))}")
 
 
@@ -243,7 +243,7 @@ def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]
 
 
 def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
-    """The records in an object such as {"data": [...]} or {"train": [...], "test": [...]}; or the object itself."""
+    """Return the records in an object such as {"data": [...]} or {"train": [...], "test": [...]}, or the object."""
     lists = {
         name: items
         for name, items in value.items()
@@ -306,7 +306,7 @@ def _column_names(cells: list[str], place: str) -> list[str]:
 
 
 def separator_of(lines: list[str]) -> str:
-    """The separator that cuts the first line into most cells, the comma if none does."""
+    """Return the separator that splits the first line into the most cells; the comma if none does."""
     first = [line for line in lines if line.strip()][:1]
     cells = {separator: sum(len(row) for row in csv.reader(first, delimiter=separator)) for separator in SEPARATORS}
     return max(SEPARATORS, key=lambda separator: cells[separator])

@@ -1,4 +1,4 @@
-"""Texts with trained spans of characters to token ids with trained tokens, checked by decoding."""
+"""Encoding of texts with trained spans of characters as token ids with a loss mask, checked by decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from trainer.config import UserError
 from trainer.data.records import Text
 
 Span = tuple[int, int]
-# As warnings name it.
+# Name in warnings.
 LOST_END = "no token that ends the last answer, so that the model does not learn to stop"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: token ids, for each whether it is a target of the loss, and what of the record is missing."""
+    """One document: token ids, a loss mask, and the parts of the record that are missing."""
 
     input_ids: list[int]
     trained: list[bool]
@@ -28,7 +28,7 @@ class Encoded:
 def encode_spans(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], spans: Sequence[Sequence[Span]], where: Sequence[str]
 ) -> list[Encoded]:
-    """Tokenise texts whole, as the model will read them, and train the tokens that hold characters of the spans.
+    """Tokenize whole texts and train the tokens with characters of the spans.
 
     No special tokens are added. Raises UserError if the trained tokens do not decode to the spans' text.
     """
@@ -53,7 +53,7 @@ def encode_spans(
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
 ) -> list[Encoded]:
-    """Encode prompt and completion as one text, begun and ended as the model expects; the completion is trained.
+    """Encode prompt and completion as one text, with the model's first and last token; the completion is trained.
 
     The end-of-text token is appended and trained, so that the model learns to stop. `user` or `all` in `train_on`
     trains the prompt too.
@@ -78,7 +78,7 @@ def encode_texts(
 
 
 def _refuse_surrogates(text: str, where: str) -> None:
-    """JSON can write half of a character, as \\ud83d alone, which no tokenizer takes."""
+    """Raise UserError for half of a character, such as U+D83D alone, which JSON can write and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -87,7 +87,7 @@ def _refuse_surrogates(text: str, where: str) -> None:
 
 
 def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The beginning-of-text token, if this tokenizer puts one before plain text by itself."""
+    """Return the beginning-of-text token if this tokenizer puts one before plain text, else None."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id
     return bos if isinstance(bos, int) and first == [bos] else None
@@ -96,8 +96,8 @@ def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first and last+1 character of each token, without gaps.
 
-    Byte-level tokenizers may report a token without its white space, as (5, 5) for a lone line break; the tokens tile
-    the text all the same, so each begins no later than where the one before it ended.
+    Byte-level tokenizers may report a token without its white space, as (5, 5) for a single line break. Tokens still
+    cover the text, so each starts no later than the end of the previous one.
     """
     # Three times as fast as np.asarray.
     pairs = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
@@ -107,7 +107,7 @@ def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, where: str) -> None:
-    """Compare the trained tokens with the text they should hold; white space aside, which decoders treat freely."""
+    """Raise UserError if the trained tokens do not decode to their text, ignoring white space."""
 
     def decoded(tokens: list[int]) -> str:
         return "".join(tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False).split())
@@ -115,8 +115,8 @@ def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, w
     wanted, got = "".join(text.split()), decoded(ids)
     if wanted == got:
         return
-    # Tokenizers that change the text (lower case, unknown characters) are held to their own account of it, and the
-    # first and last token may reach over the edge of the span, but not lie outside.
+    # Tokenizers that change the text (lower case, unknown characters) are compared with their own decoding, and the
+    # first and last token may extend beyond the span, but not lie outside.
     alone = decoded(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     before = got.find(alone)
     after = len(got) - before - len(alone)
