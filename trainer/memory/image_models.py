@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import LoraSection, RunConfig
+from trainer.contract.replacements import replaces
 from trainer.memory.bytes import Estimate, Seen, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import weights_of
@@ -191,6 +192,14 @@ class _Flash(torch.autograd.Function):
         return result
 
 
+@replaces(
+    "`scaled_dot_product_attention`",
+    library="torch",
+    read_in="2.13.0",
+    why="on the meta device it is computed in parts and keeps its scores, unlike flash attention on a GPU",
+    active="the memory estimate of image models, which runs an empty denoiser once",
+    test="tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
+)
 @contextmanager
 def _flash_attention() -> Iterator[None]:
     """On the meta device torch would take attention apart, and keep its scores."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
@@ -37,6 +38,14 @@ from trainer.parallel.engine.linear_layers import experts_in, is_transposed
 Tensors = SafetensorsFiles | RandomTensors | Fp8Files
 
 
+@replaces(
+    "modules and parameters of the empty model",
+    library="transformers",
+    read_in="5.23.0",
+    why="weights are read, quantised and partitioned module by module, so that no rank ever holds the whole model",
+    active="loading a base in 4 bits or under ZeRO-3",
+    test="tests/distributed/test_memory.py",
+)
 def load_streamed(
     base_model: str,
     section: ModelSection,

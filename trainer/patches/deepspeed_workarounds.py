@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.contract.known_versions import changed, require
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
 
@@ -24,6 +25,16 @@ def answer_faults(engine: Engine) -> None:
             scale_the_loss(engine)
 
 
+@replaces(
+    "state and master weights of the 16-bit optimizer of stage 0 after its start",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="the state is created by an update with zero gradients, which decays the weights and counts as a step: "
+    "the first real update would be 0.74 of its size",
+    active="zero.stage: 0 in bf16 or fp16",
+    test="tests/unit/test_workarounds.py: test_stage_0_takes_a_step_of_zeros",
+    upstream="https://github.com/deepspeedai/DeepSpeed/issues/5151 (the same in BF16_Optimizer)",
+)
 def undo_the_step_of_zeros(optimizer: Any) -> None:
     """Give a 16-bit optimizer of stage 0 an empty state and the weights of the model.
 
@@ -37,6 +48,17 @@ def undo_the_step_of_zeros(optimizer: Any) -> None:
             master.data.copy_(weight.data)
 
 
+@replaces(
+    "`optimizer.step` and `_update_scale`",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="the loss scale is doubled before gradients are divided by it, which halves that step; stage 0 reports "
+    "the norm times the scale",
+    active="fp16",
+    test="tests/unit/test_workarounds.py: test_the_loss_scale_rises_before_gradients_are_divided_by_it, "
+    "test_stage_0_reports_the_norm_times_the_loss_scale; tests/unit/test_loss_scale.py",
+    upstream="https://github.com/deepspeedai/DeepSpeed/pull/8588",
+)
 def raise_the_loss_scale_last(optimizer: Any, *, scaled_norm: bool) -> None:
     """Let fp16's loss scale rise after the step and not within it; give the norm of stage 0 without the scale.
 
@@ -61,6 +83,15 @@ def raise_the_loss_scale_last(optimizer: Any, *, scaled_norm: bool) -> None:
     replace(optimizer, "_update_scale", update_after_overflow)
 
 
+@replaces(
+    "`engine.backward`",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="stage 0 divides gradients by a loss scale without multiplying the loss by it",
+    active="zero.stage: 0 in fp16, if the first gradient shows that DeepSpeed does not multiply",
+    test="tests/unit/test_workarounds.py: test_stage_0_divides_by_a_loss_scale_that_it_never_applied",
+    upstream="https://github.com/deepspeedai/DeepSpeed/pull/8393",
+)
 def scale_the_loss(engine: Engine) -> None:
     """Multiply the loss of stage 0 by fp16's loss scale, where DeepSpeed has not.
 

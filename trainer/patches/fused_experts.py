@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.contract.replacements import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import activation_of, adapted_forward
 from trainer.model.expert_layers import expert_modules
@@ -14,6 +15,14 @@ from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 
+@replaces(
+    "the forward of experts without an adapter",
+    library="transformers",
+    read_in="5.23.0",
+    why="our operator computes them the same way as adapted ones",
+    active="on a GPU, for activations that the operator supports",
+    test="tests/unit/test_experts.py",
+)
 def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
     """Let the operator compute experts without an adapter on a GPU as well; lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}

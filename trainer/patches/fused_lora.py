@@ -18,6 +18,7 @@ import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
@@ -60,6 +61,15 @@ class FusionReport:
         return lines
 
 
+@replaces(
+    "the forward of PEFT's LoRA layers",
+    library="peft",
+    read_in="0.21.2",
+    why="one operator computes the frozen product and the adapter, for shared-input projections in one call",
+    active="ops.backend: cuda or reference; layers that the operators do not support keep PEFT's forward, and the "
+    "reason is logged",
+    test="tests/unit/test_fused_lora.py",
+)
 def fuse(
     model: nn.Module,
     backend: Literal["auto", "cuda", "reference"],

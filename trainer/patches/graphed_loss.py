@@ -14,6 +14,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
+from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
 from trainer.parallel.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
@@ -251,6 +252,14 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
+@replaces(
+    "the model's forward in a replayed micro-step",
+    library="transformers",
+    read_in="5.23.0",
+    why="a captured pass already has its inputs, but the engine's hooks around the model's forward must still run",
+    active="training.cuda_graphs, in captured micro-steps",
+    test="tests/unit/test_static_shapes.py",
+)
 @contextmanager
 def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """The module computes something else for one forward pass; its hooks still run."""

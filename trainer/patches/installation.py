@@ -1,9 +1,9 @@
-"""What runs in place of a library's code on a model and its engine: one list, installed in order, undone last first.
+"""Replacements on a model and its engine: one list, installed in order and undone in reverse.
 
-Each forward holds the one that was there before it. On one adapted layer up to five may lie on each other, from the
-inside: PEFT's forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather.
-What belongs to the whole process, to how a layer is built, or to one pass alone is not here: entries.py lists
-everything, docs/decisions/11-patches.md says why.
+Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
+forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
+for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
+docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all of them.
 """
 
 from collections.abc import Callable
@@ -59,8 +59,6 @@ class Wanted:
 class Installation:
     """One step of the list."""
 
-    replaces: tuple[str, ...]
-    """The entries' words for it (trainer/patches/entries.py)."""
     stage: Stage
     """What it is installed on: the base, before adapters are added; the adapted model; DeepSpeed's engine."""
     install: Callable[[Any, Wanted], list[str]]
@@ -214,39 +212,16 @@ def _unguard(engine: Engine) -> None:
 
 
 INSTALLATIONS = (
-    Installation(("transformers' attention `sdpa`",), "base", _own_heads, lambda _: share_heads_again()),
-    Installation(
-        ("the attention of packed documents", "attention sinks of packed documents"), "base", _varlen, leave_varlen
-    ),
-    Installation(
-        ("forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",),
-        "base",
-        _elementwise,
-        undo,
-    ),
-    Installation(("mamba2_split_conv1d_scan_combined of modeling files",), "adapted", _mamba, undo),
-    Installation(("how stage 3 gathers a frozen base",), "adapted", _layer_gather, _ungather),
-    Installation(("forward of experts without an adapter",), "adapted", _experts, undo),
-    Installation(("forward of PEFT's LoRA layers",), "adapted", _fused_lora, undo),
-    Installation(("forward of PEFT's LoRA layers, rounded",), "adapted", _rounded, undo),
-    Installation(("forward of adapted layers, once more",), "adapted", _forgotten_inputs, undo),
-    Installation(
-        ("_gradient_checkpointing_func of decoder layers; forward of their feed-forward parts",),
-        "adapted",
-        _recomputation,
-        disable_recomputation,
-    ),
-    Installation(
-        (
-            "state and masters of the 16-bit optimizer of stage 0 after its start",
-            "optimizer.step and _update_scale",
-            "engine.backward",
-        ),
-        "engine",
-        _faults,
-        _unanswer,
-    ),
-    Installation(
-        ("get_grad_norm_direct", "grad_scale and found_inf of torch's fused AdamW"), "engine", _guard, _unguard
-    ),
+    Installation("base", _own_heads, lambda _: share_heads_again()),
+    Installation("base", _varlen, leave_varlen),
+    Installation("base", _elementwise, undo),
+    Installation("adapted", _mamba, undo),
+    Installation("adapted", _layer_gather, _ungather),
+    Installation("adapted", _experts, undo),
+    Installation("adapted", _fused_lora, undo),
+    Installation("adapted", _rounded, undo),
+    Installation("adapted", _forgotten_inputs, undo),
+    Installation("adapted", _recomputation, disable_recomputation),
+    Installation("engine", _faults, _unanswer),
+    Installation("engine", _guard, _unguard),
 )

@@ -11,6 +11,7 @@ from torch import nn
 
 from ops.head import divergence_sum, token_loss_sum
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
 from trainer.parallel.engine.flat_adapter import flat_adapter_of
@@ -330,6 +331,14 @@ def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.T
     return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
+@replaces(
+    "`_disable_adapters` of adapted layers",
+    library="peft",
+    read_in="0.21.2",
+    why="disable_adapter also changes requires_grad of every factor, which breaks an engine that holds them",
+    active="scu.measure: kl, during the base model's own pass",
+    test="tests/unit/test_divergence.py: test_the_adapter_is_off_without_a_gradient_flag_being_touched",
+)
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
     """The base's own forward pass, between those of a step.

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.config import UserError
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import beyond_text
 from trainer.parallel.engine.linear_layers import is_linear, model_shape, packed_experts_layout
@@ -98,6 +99,15 @@ def _is_mamba_2(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
 
+@replaces(
+    "`mamba2_split_conv1d_scan_combined` of modeling files",
+    library="transformers",
+    read_in="5.23.0",
+    why="the fused kernel reads the weight of out_proj without calling the layer, so its adapter would get no gradient",
+    active="hybrid models with out_proj adapted or in 4 bits",
+    test="tests/unit/test_architectures.py",
+    upstream="https://github.com/huggingface/peft/issues/2274",
+)
 def call_projections_of_mamba(model: Any) -> list[str]:
     """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; lines on how they compute.
 

@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.model_kind import takes_sdpa
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
@@ -81,6 +82,14 @@ class _States(tuple[torch.Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
+@replaces(
+    "the forward of everything below the head of an empty model",
+    library="transformers",
+    read_in="5.23.0",
+    why="running only what follows the head shows whether logits are more than a multiple of the head's output",
+    active="before weights are loaded, to decide whether head and loss are fused",
+    test="tests/unit/test_decisions.py",
+)
 def why_head_apart(model: Any) -> str | None:
     """Why the head of an empty model, adapted or not, is not computed with the loss; None if that cannot be seen here.
 

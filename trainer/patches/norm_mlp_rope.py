@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.elementwise import gelu_mul, recomputing, rms_norm, rope, silu_mul
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
@@ -118,6 +119,14 @@ def examine_elementwise(
     return examined
 
 
+@replaces(
+    "the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`",
+    library="transformers",
+    read_in="5.23.0",
+    why="each takes one pass over memory instead of several, and cheap results are recomputed instead of kept",
+    active="ops.elementwise: auto on a GPU, if a test on random data agrees with the model's own code",
+    test="tests/unit/test_elementwise.py",
+)
 def replace_elementwise(
     model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
 ) -> Replaced:
@@ -130,6 +139,14 @@ def replace_elementwise(
     ).install()
 
 
+@replaces(
+    "the forward of adapted layers, to recompute their inputs",
+    library="peft",
+    read_in="0.21.2",
+    why="the layers keep what a cheap input is recomputed from instead of the input itself",
+    active="ops.recompute: activations or norms, in layers without gradient checkpointing",
+    test="tests/unit/test_elementwise.py",
+)
 def forget_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
     """Have adapted layers, once they are there, keep the recipe of an input that has one, but those within `but`."""
     from peft.tuners.lora import LoraLayer

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ops.head import TrainedRows
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -68,6 +69,14 @@ _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
 """The indices on their device: copying them there in every pass would wait for it."""
 
 
+@replaces(
+    "the forward of the output head",
+    library="transformers",
+    read_in="5.23.0",
+    why="head and loss are computed in chunks, so the logits of a micro-batch never exist as a whole",
+    active="a frozen, unpartitioned head with at most a constant factor on its logits, for one forward pass at a time",
+    test="tests/unit/test_head.py",
+)
 @contextmanager
 def head_replaced(head: nn.Module | None, forward: Any) -> Iterator[None]:
     """The head computes something else for one forward pass; hooks on it, which may fetch its weight, still run."""

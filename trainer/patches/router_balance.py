@@ -10,9 +10,18 @@ import torch
 from torch import nn
 
 from trainer.contract.known_versions import replaced, require
+from trainer.contract.replacements import replaces
 from trainer.model.expert_targets import BALANCE
 
 
+@replaces(
+    "`load_balancing_loss_func` of modeling files",
+    library="transformers",
+    read_in="5.23.0",
+    why="it counts the padding of packed rows, for which the model gets no mask",
+    active="training.router_aux_loss",
+    test="tests/unit/test_router_loss.py: test_padding_of_packed_rows_is_not_balanced",
+)
 @contextmanager
 def balanced_by(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
     """Let the load-balancing loss of the model `base` count only the tokens where `mask` is 1."""

@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.layer_gather.shards import layer_shards_of
 from trainer.parallel.engine.layer_gather.unit import Waiting
 from trainer.parallel.engine.protocol import Engine
@@ -12,6 +13,14 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import StragglerWatch
 
 
+@replaces(
+    "the parameter fetch of stage 3, to time it",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="the wait for the shards of other ranks must not count as work of a rank when slow ranks are reported",
+    active="zero.stage: 3 with zero.gather: module, on several ranks",
+    test="tests/integration/test_restarts.py",
+)
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
     """A watch that knows of the waits for gathers; None for a rank alone. Every rank must call it."""
     if ranks.world_size == 1:

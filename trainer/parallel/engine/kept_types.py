@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 
@@ -33,6 +34,14 @@ def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.float()
 
 
+@replaces(
+    "the dtype of frozen fp32 weights",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="the engine would convert weights to 16 bits that transformers keeps in fp32",
+    active="16-bit training of models such as ERNIE 4.5 with an fp32 router",
+    test="tests/unit/test_weight_types.py: test_the_engine_keeps_frozen_weights_in_32_bits",
+)
 @contextmanager
 def frozen_types_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hide frozen weights in 32 bits from DeepSpeed's engine, which converts all parameters to its own type."""

@@ -29,6 +29,7 @@ from trainer.contract.rank_variables import (
     read_place,
     srun_meeting_point,
 )
+from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
 
 
@@ -110,6 +111,15 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         raise told_if_taken(error) from None
 
 
+@replaces(
+    "DeepSpeed's shared-memory all-reduce for CPU ranks",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="joining the ranks compiles an operator that only tensor parallelism uses, and leaves 66 MiB per rank in "
+    "/dev/shm",
+    active="while the ranks join",
+    test="tests/unit/test_workarounds.py: test_deepspeed_compiles_what_training_does_not_call",
+)
 def nothing_compiled_for_cpus() -> AbstractContextManager[None]:
     """Within it DeepSpeed joins CPU ranks without its sums in shared memory, which tensor parallelism alone calls.
 
@@ -127,6 +137,15 @@ def told_if_taken(error: dist.DistNetworkError) -> Exception:
     return UserError(port_is_taken(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
+@replaces(
+    "the timeouts of DeepSpeed's process groups",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="DeepSpeed does not pass the timeout of the first group on to the groups that it creates itself",
+    active="training on several ranks",
+    test="tests/unit/test_workarounds.py: test_deepspeeds_own_groups_wait_as_long_as_torch_says",
+    upstream="https://github.com/huggingface/transformers/issues/38933",
+)
 def extend_timeouts(minutes: float) -> None:
     """Let every process group wait as long as the first one: DeepSpeed makes one of its own, which has torch's default.
 

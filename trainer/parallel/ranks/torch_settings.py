@@ -3,6 +3,7 @@
 import torch
 
 from trainer.config import TrainingSection
+from trainer.contract.replacements import replaces
 
 
 def set_up_torch(training: TrainingSection, device: torch.device) -> None:
@@ -15,6 +16,15 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
             torch.cuda.set_per_process_memory_fraction(training.memory_fraction, device)
 
 
+@replaces(
+    "cuDNN as a backend of `scaled_dot_product_attention`",
+    library="torch",
+    read_in="2.13.0",
+    why="its gradients are NaN with a mask if the last tile of 128 tokens holds 64, and at FLUX's shapes",
+    active="training on a GPU; causal attention without a mask over whole tiles still uses cuDNN",
+    test="tests/unit/test_attention.py: test_cudnn_is_left_to_whole_tiles",
+    upstream="https://github.com/pytorch/pytorch/issues/196678",
+)
 def leave_out_cudnn() -> None:
     """From now on torch takes cuDNN's attention in this process only where it is asked for (packed_attention.py).
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, slots_of
 from trainer.parallel.engine.layer_gather.units_of_model import UnitPlan, plan_units
 from trainer.parallel.engine.partitioned import keep_own_values
@@ -86,6 +87,15 @@ class LayerShards:
             keep_own_values(parameter)
             self._unit_of[id(parameter)] = unit
 
+    @replaces(
+        "the all-gather of a frozen base in ZeRO stage 3",
+        library="deepspeed",
+        read_in="0.19.8",
+        why="DeepSpeed's hooks gather parameter by parameter, which the host cannot keep up with; its start would "
+        "broadcast rank 0's weights over the shards of the others",
+        active="zero.stage: 3 with zero.gather: layer",
+        test="tests/unit/test_layer_shards.py",
+    )
     def attach(self, model: Any) -> None:
         """Hook the modules that read the units, of the adapted model, before its first forward pass."""
         assert not self._plan, f"never filled: {sorted(self._plan)}"
