@@ -204,7 +204,7 @@ def test_where_reference_text_is_not_worth_a_capture_others_are(even: Path, monk
     monkeypatch.setattr(Recorder, "record", refused)
     texts = texts_of_lengths(even / "reference.jsonl", [48] * 60)
     run = Trained(even, **with_kl(texts), training__gradient_accumulation_steps=2, training__cuda_graphs="on")
-    assert "micro-steps with reference text are launched: it does not pay" in run.graph_lines()
+    assert "off for micro-steps with reference text: it does not pay" in run.graph_lines()
     assert set(run.graphed[10:]) == {0.5}
 
 

@@ -198,12 +198,12 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
     try:
         assert "the extra `mamba` has kernels" in told(mamba_ssm="")[0] and not has_scan_kernels()
         (line,) = told(selective_scan_cuda=broken)
-        assert "in plain torch; mamba_ssm is installed and cannot be imported (undefined symbol: a" in line
+        assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
         assert not has_scan_kernels()
         (line,) = told(selective_scan_cuda="", mamba_ssm=broken)
-        assert "in plain torch; mamba_ssm is installed and cannot be imported (undefined symbol: a" in line
+        assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
         scan, convolution = told(mamba_ssm="# in order")
-        assert has_scan_kernels() and "apart from mamba-ssm's kernel" in scan
+        assert has_scan_kernels() and "outside mamba-ssm's kernel" in scan
         assert "convolutions in plain torch; the extra `mamba`" in convolution
     finally:
         for name in ("mamba_ssm", "selective_scan_cuda"):

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch, played back from CUDA graphs where the host cannot launch kernels as fast as they run.
+"""The loss of a micro-batch, replayed from CUDA graphs if the host cannot launch kernels as fast as they run.
 
-A batch is padded to one of few shapes (trainer/data/static_shapes.py); the passes of a shape are recorded once it has
-come twice (trainer/parallel/engine/cuda_graphs.py). What fits no recording is launched kernel by kernel, as ever.
+A batch is padded to one of a few shapes (trainer/data/static_shapes.py); the passes of a shape are captured when it
+occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that fit no graph are launched eagerly.
 """
 
 import time
@@ -23,19 +23,19 @@ from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, Sta
 from trainer.patches.loss_head import TokenLoss
 
 UNMEASURED = 3
-"""First micro-batches, which compile, tune and allocate."""
+"""Number of first micro-batches, which compile, tune and allocate."""
 MEASURED = 3
 HOST_BOUND = 0.8
-"""Fraction of a forward pass's time in which the host launches it, from which on recording is tried."""
+"""Capture is tried if launching takes the host at least this fraction of a forward pass."""
 MOST_RECORDINGS = 16
 Say = Callable[[str], None]
 Played = tuple[Shape, tuple[StaticInputs, Recording]]
 
 
 class GraphedLoss:
-    """As the `TokenLoss` that it is made of, for training alone.
+    """A `TokenLoss` for training that replays CUDA graphs.
 
-    `mode` auto: where the first steps show that the host is what they wait for, and playing back is faster.
+    With `mode` auto only if the first steps are bound by the host and a replay is faster.
     """
 
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
@@ -50,38 +50,37 @@ class GraphedLoss:
         self._refused: set[Shape] = set()
         self._launches_reference = False
         self.why_not = ""
-        """Why nothing is played back any more."""
+        """Why nothing is replayed any more; empty while graphs are in use."""
 
     @classmethod
     def of(
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, mixture: bool
     ) -> "GraphedLoss | None":
-        """Return None where passes cannot be replayed: without a flat adapter, with experts or more trained weights."""
+        """Return None if passes cannot be replayed: no flat adapter, experts, or other trained weights."""
         flat = flat_adapter_of(module)
         if flat is None:
             return None
         others = len(trained_parameters(module)) - len(flat.members)
         if others:
-            say(f"CUDA graphs: off, for {others} trained tensors are not in the adapter's buffer")
+            say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
             return None
         if mixture:
-            say("CUDA graphs: off, for every batch visits other experts")
+            say("CUDA graphs: off: every batch uses different experts")
             return None
         return cls(loss, module, flat, mode, say)
 
     @property
     def balancing(self) -> Tensor | float:
-        """See `TokenLoss`."""
         return self._loss.balancing
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        """Return sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
         return self._run(LossPass(self._loss, batch), model, device)
 
     def with_reference(
         self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `TokenLoss`."""
+        """See `TokenLoss.with_reference`."""
         both = self._run(JointPass(self._loss, own, batch, base_states), model, device)
         loss, divergence = both.unbind()
         return loss, divergence
@@ -104,16 +103,16 @@ class GraphedLoss:
         return result
 
     def take_share(self) -> float:
-        """Fraction of the batches since the last call that were played back."""
+        """Return the fraction of batches since the last call that were replayed."""
         share = self._played / max(self._calls, 1)
         self._calls = self._played = 0
         return share
 
     def drop(self, why_not: str = "") -> None:
-        """Let go of all recordings and their memory; with a reason for good."""
+        """Free all graphs and their memory; with a reason, replay nothing from now on."""
         if why_not and not self.why_not:
             self.why_not = why_not
-            self._say(f"CUDA graphs: off, kernels are launched one by one: {escape(why_not)}")
+            self._say(f"CUDA graphs: off: {escape(why_not)}")
         if self._recorder is not None:
             self._recordings.clear()
             self._recorder = None
@@ -123,7 +122,7 @@ class GraphedLoss:
             torch.cuda.empty_cache()
 
     def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`compute`, a scalar of the flat adapter that the loss is added to, played back where the loss is."""
+        """Return `compute`, a penalty on the flat adapter, replayed while the loss is."""
         self._terms.append(GraphedTerm(compute, self._flat))
         return self._terms[-1]
 
@@ -131,7 +130,7 @@ class GraphedLoss:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
     def _looked_at(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
-        """The pass, launched; from the second few batches on, how long launching takes of it."""
+        """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
         self._sizes.append(sizes_of(wanted.batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
             return wanted.launch(model, device)
@@ -142,13 +141,13 @@ class GraphedLoss:
         torch.cuda.synchronize(device)
         self._host_shares.append((launched - started) / (time.perf_counter() - started))
         if len(self._host_shares) == MEASURED and (share := sorted(self._host_shares)[MEASURED // 2]) < HOST_BOUND:
-            self.drop(f"the host launches a forward pass in {share:.0%} of its time")
+            self.drop(f"the host needs only {share:.0%} of a forward pass to launch it")
         return found
 
     def _recording_for(self, wanted: Pass, device: torch.device) -> Played | None:
-        """What plays this pass back, recorded now if its shape has come before; None where it is to be launched."""
+        """Return the graph that replays this pass, captured now if its shape recurs; None to launch the pass."""
         if self._recorder is not None and not self._recorder.is_current:
-            self._give_up("the adapter lies elsewhere in memory than it did", warn=True)
+            self._give_up("the adapter's address in memory has changed", warn=True)
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
         shape = wanted.shape(usual)
@@ -184,21 +183,21 @@ class GraphedLoss:
         except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
             self._give_up(_first_line(error), warn=True)
             return None
-        if refusal:  # not above, where the error holds what was recorded
+        if refusal:  # after the except blocks, whose error keeps the captured tensors alive
             self._refuse(shape, refusal, no_room=no_room)
             return None
         if not self._recordings:
-            took = f"{recording.played_s * 1e3:.1f} ms for {recording.launched_s * 1e3:.1f} launched"
+            took = f"{recording.played_s * 1e3:.1f} ms instead of {recording.launched_s * 1e3:.1f}"
             self._say(
-                f"CUDA graphs: a micro-step is played back, {took}; recorded in {time.perf_counter() - started:.1f} s"
+                f"CUDA graphs: micro-steps are replayed: {took}; captured in {time.perf_counter() - started:.1f} s"
             )
         self._recordings[shape] = inputs, recording
         return shape, self._recordings[shape]
 
     def _refuse(self, shape: Shape, reason: str, *, no_room: bool) -> None:
-        """Launch what cannot be recorded: this shape, all with reference text, or everything.
+        """Launch what cannot be captured from now on: this shape, all shapes with reference text, or everything.
 
-        Reference text of a step is in one of its micro-batches, which may be many times as long as the others.
+        The reference text of a step is in one of its micro-batches, which may be many times longer than the others.
         """
         joint = [other for other in self._recordings if isinstance(other, JointShape)]
         if not (joint or isinstance(shape, JointShape)):
@@ -207,35 +206,35 @@ class GraphedLoss:
             self._refused.add(shape)
         else:
             if self._mode == "on":
-                self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
+                self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
             self._launches_reference = True
-            self._say(f"CUDA graphs: micro-steps with reference text are launched: {escape(reason)}")
+            self._say(f"CUDA graphs: off for micro-steps with reference text: {escape(reason)}")
             if no_room:
-                self.drop()  # the others are recorded anew
+                self.drop()  # the other shapes are captured again
 
     def _give_up(self, reason: str, *, warn: bool) -> None:
         if warn:
-            self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
+            self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
         self.drop(reason)
 
 
 class GraphedTerm:
-    """A scalar of the adapter alone, with its gradient: two launches for some hundred small ones."""
+    """A penalty on the adapter with its gradient, as two launches instead of a few hundred small ones."""
 
     def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter) -> None:
         self._compute, self._flat = compute, flat
         self._recording: Recording | None = None
 
     def __call__(self) -> Tensor:
-        """The scalar, launched while nothing is recorded."""
+        """Return the penalty, replayed if it was captured."""
         return self._compute() if self._recording is None else self._recording()
 
     def record(self) -> None:
-        """Between two steps; in memory of its own, for it is played beside the loss."""
+        """Capture the penalty between two steps, in its own memory because the loss is replayed alongside."""
         self._recording = Recorder(self._flat, beside=True).record(self._of_fresh_stacks, must_pay=False)
 
     def drop(self) -> None:
-        """Launch it from here on."""
+        """Launch the penalty from now on."""
         self._recording = None
 
     def _of_fresh_stacks(self) -> Tensor:
@@ -245,7 +244,7 @@ class GraphedTerm:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the error that came first: what ends a capture that has failed fails as well."""
+    """Return type and first line of the original error: ending a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()
@@ -262,7 +261,7 @@ def _first_line(error: BaseException) -> str:
 )
 @contextmanager
 def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module computes something else for one forward pass; its hooks still run."""
+    """Replace the module's forward within the block; its hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

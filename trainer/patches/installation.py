@@ -30,28 +30,28 @@ Stage = Literal["base", "adapted", "engine"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of the patches: its settings, and what was decided (trainer/memory/decisions.py)."""
+    """The patches that a run needs: its settings and decisions (trainer/memory/decisions.py)."""
 
     config: RunConfig
     device: torch.device
     dtype: torch.dtype
     varlen: bool
-    """Packs are computed by the variable-length attention."""
+    """Whether packs use variable-length attention."""
     own_elementwise: bool
     ours: frozenset[str]
-    """Parts (of norm_mlp_rope.PARTS) expected to be ours; a difference is said, for memory was estimated by it."""
+    """Parts (of norm_mlp_rope.PARTS) that the memory estimate expects to be ours; a difference is a warning."""
     elementwise_reason: str
-    """Why none is; empty if some are."""
+    """Why none of them is ours; empty if some are."""
     recomputed: str
-    """`none`, `activations`, or `norms` as well."""
+    """`none`, `activations`, or `norms` (both)."""
     adapters: str
-    """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
+    """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
     no_siblings: str | None
-    """Why siblings are not computed together; None if they are."""
+    """Why shared-input projections are not computed together; None if they are."""
     clips_on_device: bool
     small_pass: Callable[[Any], object]
-    """A forward pass over as little as the model takes."""
+    """Runs a minimal forward pass."""
     shards: LayerShards | None = None
 
 
@@ -60,20 +60,20 @@ class Installation:
     """One step of the list."""
 
     stage: Stage
-    """What it is installed on: the base, before adapters are added; the adapted model; DeepSpeed's engine."""
+    """Owner of the replacement: the base before adapters are added, the adapted model, or DeepSpeed's engine."""
     install: Callable[[Any, Wanted], list[str]]
-    """On that owner; lines for the console."""
+    """Installs it on the owner and returns lines for the console."""
     undo: Callable[[Any], object]
-    """The opposite, on the same owner; nothing where it was not installed."""
+    """Undoes it on the owner; does nothing if it was not installed."""
 
 
 def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
-    """Put in place what belongs to this stage, in the order of the list; lines for the console."""
+    """Run the installation steps of this stage in order; return lines for the console."""
     return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted)]
 
 
 def uninstall(model: Any, engine: Engine | None = None) -> None:
-    """Take everything back, last first; what the libraries had is there again."""
+    """Undo all steps in reverse order, which restores the libraries' own code."""
     for step in reversed(INSTALLATIONS):
         if step.stage != "engine":
             step.undo(model)
@@ -93,7 +93,6 @@ def _varlen(model: Any, wanted: Wanted) -> list[str]:
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
-    """Our norms, SwiGLU and rotary embedding, where they give what the model's own code gives."""
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
     _load_operators(wanted.config)
@@ -138,7 +137,7 @@ def _ungather(model: Any) -> None:
 def _experts(model: Any, wanted: Wanted) -> list[str]:
     if wanted.config.adapter == "none" or not expert_modules(model):
         return []
-    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
+    from trainer.patches.fused_experts import compute_experts  # imports peft, and with it bitsandbytes
 
     on_gpu = wanted.device.type == "cuda"
     if on_gpu:
@@ -151,7 +150,7 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
         return []
     if wanted.adapters == "peft":
         return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
-    from trainer.patches.fused_lora import fuse  # brings bitsandbytes and the operators
+    from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
 
     backend = wanted.config.ops.backend
     assert backend != "peft"
@@ -173,7 +172,7 @@ def _rounded(model: Any, wanted: Wanted) -> list[str]:
     kind = wanted.config.training.qat
     if wanted.adapters != "rounded" or kind is None:
         return []
-    from trainer.patches.fake_quantised_lora import compute_rounded  # brings peft
+    from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
 
     return compute_rounded(model, kind, wanted.dtype)
 
@@ -201,7 +200,7 @@ def _unanswer(engine: Engine) -> None:
 
 def _guard(engine: Engine, wanted: Wanted) -> list[str]:
     if wanted.clips_on_device:
-        ours: Any = engine  # DeepSpeed's has no such attribute
+        ours: Any = engine  # DeepSpeed's engine does not declare the attribute
         ours.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
     return []
 

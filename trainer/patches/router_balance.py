@@ -1,4 +1,4 @@
-"""The load-balancing loss of transformers over the tokens that are no padding, also in packs."""
+"""The load-balancing loss of transformers without padding tokens, also for packed rows."""
 
 import inspect
 import sys
@@ -24,7 +24,7 @@ from trainer.model.expert_targets import BALANCE
 )
 @contextmanager
 def balanced_by(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
-    """Let the load-balancing loss of the model `base` count only the tokens where `mask` is 1."""
+    """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
     owner = sys.modules[type(base).__module__]
     balance = require(owner, BALANCE, "transformers")
 
