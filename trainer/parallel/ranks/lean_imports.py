@@ -1,15 +1,14 @@
-"""Libraries are imported without what nothing here calls in them: torch's compiler, torchao, SciPy and others.
+"""Import libraries without what no run calls: torch's compiler, torchao, SciPy and others.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
-for whatever adapter, compiles two functions of its CPU backend while it is imported, and DeepSpeed (0.19.8) three of an
-optimizer that it looks for by name. Compiled when they are called, they are the same functions.
+for any adapter, compiles two functions of its CPU backend at import, and DeepSpeed (0.19.8) three of an optimizer that
+it looks up by name. They are compiled at their first call instead.
 
-Where torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it,
-and Inductor with it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been
-imported.
+If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
+Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported.
 
-Where SciPy and scikit-learn are installed, transformers imports them for what no run calls: losses of detected objects
-and (5.17.0, no more 5.23.0) drafts of answers. torchvision stays: who calls a processor of pictures needs it.
+If SciPy and scikit-learn are installed, transformers imports them for code that no run calls: object detection losses
+and (in 5.17.0, not in 5.23.0) assisted generation. torchvision is still imported: image processors need it.
 """
 
 import gc
@@ -36,9 +35,9 @@ ASK_FOR = {
     "transformers.generation.candidate_generator": ("transformers.utils", "sklearn"),
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
-"""Modules, where each takes the function from that says whether a package is installed, and that package."""
+"""Module -> module that it imports `is_..._available` from, and the package that this function checks."""
 LISTS_ITSELF = "transformers.utils.import_utils"
-"""Reads all of transformers' files for the names in them, twice: what it keeps of it is too little for its folders."""
+"""Reads the names in all of transformers' files twice, because its cache is smaller than the number of folders."""
 OF_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -46,11 +45,11 @@ OF_EVERY_RUN = (
     "deepspeed",
     "peft",
 )
-"""What imports most of what comes late otherwise: torch's tensors over ranks, its compiler's front, SymPy."""
+"""Modules that import most of what would be imported later: torch's DTensor, the front end of its compiler, SymPy."""
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules as the other finders do, each once."""
+    """Finds each of the modules once, like the other finders, and wraps its loader."""
 
     def __init__(self) -> None:
         self._wanted = {name for name in (*COMPILE, *ASK_FOR, LISTS_ITSELF) if name not in sys.modules}
@@ -145,15 +144,15 @@ def _there_once_imported(asked: str, package: str) -> Iterator[None]:
     test="tests/unit/test_workarounds.py: test_transformers_reads_its_files_twice",
 )
 def import_lean() -> None:
-    """From now on; what is imported already stays as it is."""
+    """Install the finder; modules that are already imported stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def import_what_every_run_uses() -> None:
-    """After this the collector of cycles, off until then, is on, and passes over all that stands there.
+    """Import `OF_EVERY_RUN`, then freeze all objects and turn the cycle collector on, which is off until then.
 
-    Half a million objects do, of which none goes: looking through them again and again is a fifth of the imports.
+    The half million objects are never freed; scanning them again and again would take a fifth of the import time.
     """
     for name in OF_EVERY_RUN:
         importlib.import_module(name)
@@ -162,7 +161,7 @@ def import_what_every_run_uses() -> None:
 
 
 def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
-    """`torch.compile` whose work begins with the first call."""
+    """Return `function` compiled at its first call."""
     if function is None:
         return partial(_when_called, compile, **options)
     compiled: list[Callable[..., Any]] = []

@@ -1,4 +1,4 @@
-"""How torch is set up in the process of a rank, whatever it trains."""
+"""Global settings of torch in the process of a rank."""
 
 import torch
 
@@ -7,7 +7,7 @@ from trainer.contract.replacements import replaces
 
 
 def set_up_torch(training: TrainingSection, device: torch.device) -> None:
-    """What a run asks of torch, and what we never ask of it."""
+    """Apply the settings of `training` that are global to torch, and turn cuDNN's attention off."""
     torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = training.cudnn_benchmark
@@ -26,9 +26,9 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
     upstream="https://github.com/pytorch/pytorch/issues/196678",
 )
 def leave_out_cudnn() -> None:
-    """From now on torch takes cuDNN's attention in this process only where it is asked for (packed_attention.py).
+    """Let torch use cuDNN's attention in this process only on request (packed_attention.py).
 
-    Its derivative is not a number with a mask where 64 tokens of the last tile of 128 are left (torch 2.11 to 2.13,
-    pytorch#196678), and reads memory that is not its own at FLUX's shapes (torch 2.11, cuDNN 9.19, an H200).
+    Its gradient is NaN with a mask if the last tile of 128 tokens holds 64 (torch 2.11 to 2.13, pytorch#196678), and
+    reads out of bounds at FLUX's shapes (torch 2.11, cuDNN 9.19, an H200).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
