@@ -1,4 +1,4 @@
-"""What a rank waits in its forward passes for the others' shares of the weights (ZeRO-3) is no work of its own."""
+"""Subtract waits for all-gathers in forward passes (ZeRO-3) from the time by which slow ranks are found."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -22,7 +22,7 @@ from trainer.parallel.ranks.stragglers import StragglerWatch
     test="tests/integration/test_restarts.py",
 )
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """A watch that knows of the waits for gathers; None for a rank alone. Every rank must call it."""
+    """Return a StragglerWatch that subtracts waits for gathers; None on a single rank. Every rank must call it."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
@@ -35,10 +35,10 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
 
 
 def _time_fetches(engine: Engine, waiting: Waiting) -> None:
-    """Of DeepSpeed's own stage 3: in a fetch the compute stream does nothing but wait.
+    """Time the fetches of DeepSpeed's own stage 3, during which the compute stream only waits.
 
-    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and what
-    takes them apart run on a stream of their own.
+    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and the
+    copies out of their buffers run on a separate stream.
     """
     offload = require(engine.optimizer, "parameter_offload", "deepspeed")
     coordinator = require(offload, "get_param_coordinator", "deepspeed")()

@@ -1,4 +1,4 @@
-"""Weights that transformers keeps in 32 bits in a model of 16 bits, such as the biases by which a router chooses."""
+"""Weights that transformers keeps in fp32 in a 16-bit model, such as a router's biases."""
 
 import re
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 
 def kept_in_32_bits(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return what matches the names that `from_pretrained` loads in 32 bits into a model of `dtype`; None for none."""
+    """Return a pattern of the names that `from_pretrained` loads in fp32 into a model of `dtype`; None without any."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_keep_in_fp32_modules_strict"):
-        return None  # no model of transformers
+        return None  # not a model of transformers
     names = require(base, "_get_dtype_plan", "transformers")(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
 
 
 def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters and buffers of an empty model of `dtype` the types that `from_pretrained` gives them."""
+    """Convert parameters and buffers of an empty model to fp32 where `from_pretrained` would."""
     pattern = kept_in_32_bits(model, dtype)
     for path, module in model.named_modules() if pattern is not None else ():
         for name, parameter in module.named_parameters(recurse=False):
@@ -44,7 +44,7 @@ def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
 )
 @contextmanager
 def frozen_types_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Hide frozen weights in 32 bits from DeepSpeed's engine, which converts all parameters to its own type."""
+    """Hide frozen fp32 weights from DeepSpeed's engine, which converts all parameters to its own dtype."""
     pattern = kept_in_32_bits(model, dtype)
     hidden = [
         (parameter, parameter.data)
