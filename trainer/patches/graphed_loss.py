@@ -97,7 +97,7 @@ class GraphedLoss:
         shape, (inputs, recording) = found
         wanted.fill(inputs, shape)
         self._played += 1
-        # Through the engine, whose hooks on what a model returns prepare the backward pass.
+        # Through the engine: its hooks on a model's outputs prepare the backward pass.
         with self._flat.stacks_alone(), forward_replaced(self._module, lambda: recording()):
             result: Tensor = model()
         return result

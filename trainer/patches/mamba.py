@@ -20,7 +20,7 @@ from trainer.patches.replace import replace
 # Name, in transformers' modeling files, of mamba-ssm's kernel for a whole Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
 SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "causal_conv1d_cuda")
-"""A package of which transformers uses a kernel if it can be imported, and the compiled library that it builds."""
+"""A package with a kernel that transformers uses if the import succeeds, and the compiled library of the package."""
 
 
 def check_packable(model: Any) -> None:

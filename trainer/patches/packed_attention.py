@@ -98,7 +98,7 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
     "transformers' attention `sdpa`",
     library="transformers",
     read_in="5.23.0",
-    why="it leaves grouped key heads to torch, whose kernels without flash attention keep L x L probabilities per head",
+    why="it leaves grouped key heads to torch, which without flash attention keeps L x L probabilities per head",
     active="GPUs without flash attention: fp32, or compute capability below 8.0",
     test="tests/unit/test_workarounds.py: test_transformers_leaves_shared_heads_to_torch",
     upstream="https://github.com/huggingface/transformers/issues/48633",
@@ -128,7 +128,7 @@ def sdpa_with_own_heads(
 ) -> tuple[torch.Tensor, None]:
     """Compute transformers' sdpa with shared key and value heads copied for each query head; [B, heads, L, head_dim].
 
-    Without a mask transformers leaves shared heads to torch, whose memory-efficient kernels do not support them.
+    Without a mask transformers leaves shared heads to torch, but its memory-efficient kernels do not support them.
     Without flash attention only plain products remain, which keep L x L probabilities per head.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward

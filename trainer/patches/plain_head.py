@@ -19,7 +19,7 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
     """Return c if the logits are c times the head's output (1 for most models, 1 / scaling for Granite), else None."""
     seen: list[float] = []
     training = module.training
-    module.eval()  # no dropout, whose draws would be missing in the first step
+    module.eval()  # without dropout, which would advance the random state of the first step
     for probe in (1.0, 2.0, -64.0):
         with head_replaced(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
             logits = module(input_ids=tokens, use_cache=False).logits

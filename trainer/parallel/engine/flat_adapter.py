@@ -66,7 +66,7 @@ class FlatAdapter:
     """The buffers, their blocks, and the views that the current forward pass reads."""
 
     def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, multiple: int = 1) -> None:
-        """Copy the factors into buffers, the size of which is a multiple of `multiple`.
+        """Copy the factors into buffers with a multiple of `multiple` elements.
 
         `separate_up` puts the factors B into a second buffer, for a separate learning rate (LoRA+).
         """

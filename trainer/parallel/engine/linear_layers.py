@@ -11,7 +11,7 @@ from trainer.parallel.engine.partitioned import whole_shape
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: nn.Linear, or a subclass of which a small instance does.
+    """Return whether a module computes x W^T + b: nn.Linear, or a subclass if a small instance of it does.
 
     Falcon's linear layers do; routers of experts, also subclasses, return more than that.
     """

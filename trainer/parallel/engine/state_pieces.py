@@ -25,7 +25,7 @@ class Pieces:
     shards: list[list[Any]]
     """[name, partition, start in it, start in the tensor, elements] of trained tensors."""
     shapes: dict[str, list[int]]
-    """Shapes of the trained tensors of which this rank has a shard."""
+    """Shapes of the trained tensors that have a shard on this rank."""
     offsets: list[int] | None = None
     """Starts of the partitions in the flat buffers, if no block of 8-bit moments spans two ranks."""
     layout: int = 0
