@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
-from trainer.parallel.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
+from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NoRoom, NotCapturable, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, flat_adapter_of, trained_parameters
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
@@ -27,9 +27,9 @@ UNMEASURED = 3
 MEASURED = 3
 HOST_BOUND = 0.8
 """Capture is tried if launching takes the host at least this fraction of a forward pass."""
-MOST_RECORDINGS = 16
+MOST_CAPTURES = 16
 Say = Callable[[str], None]
-Played = tuple[Shape, tuple[StaticInputs, Recording]]
+Replayed = tuple[Shape, tuple[StaticInputs, CapturedPass]]
 
 
 class GraphedLoss:
@@ -40,13 +40,13 @@ class GraphedLoss:
 
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
         self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
-        self._recorder: Recorder | None = None
-        self._recordings: dict[Shape, tuple[StaticInputs, Recording]] = {}
-        self._terms: list[GraphedTerm] = []
+        self._capturer: GraphCapturer | None = None
+        self._captures: dict[Shape, tuple[StaticInputs, CapturedPass]] = {}
+        self._penalties: list[GraphedPenalty] = []
         self._seen: Counter[Shape] = Counter()
         self._sizes: list[tuple[int, int]] = []
-        self._host_shares: list[float] = []
-        self._calls = self._played = 0
+        self._host_fractions: list[float] = []
+        self._calls = self._replayed = 0
         self._refused: set[Shape] = set()
         self._launches_reference = False
         self.why_not = ""
@@ -54,7 +54,7 @@ class GraphedLoss:
 
     @classmethod
     def of(
-        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, mixture: bool
+        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
         """Return None if passes cannot be replayed: no flat adapter, experts, or other trained weights."""
         flat = flat_adapter_of(module)
@@ -64,7 +64,7 @@ class GraphedLoss:
         if others:
             say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
             return None
-        if mixture:
+        if has_experts:
             say("CUDA graphs: off: every batch uses different experts")
             return None
         return cls(loss, module, flat, mode, say)
@@ -87,25 +87,25 @@ class GraphedLoss:
 
     def _run(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
         self._calls += 1
-        if self.why_not or not self._may_be_played():
+        if self.why_not or not self._may_replay():
             return wanted.launch(model, device)
         if len(self._sizes) < UNMEASURED + MEASURED:
-            return self._looked_at(wanted, model, device)
-        found = self._recording_for(wanted, device)
+            return self._measure(wanted, model, device)
+        found = self._find_capture(wanted, device)
         if found is None:
             return wanted.launch(model, device)
-        shape, (inputs, recording) = found
+        shape, (inputs, captured) = found
         wanted.fill(inputs, shape)
-        self._played += 1
+        self._replayed += 1
         # Through the engine: its hooks on a model's outputs prepare the backward pass.
-        with self._flat.stacks_alone(), forward_replaced(self._module, lambda: recording()):
+        with self._flat.stacks_alone(), forward_replaced(self._module, lambda: captured()):
             result: Tensor = model()
         return result
 
     def take_share(self) -> float:
         """Return the fraction of batches since the last call that were replayed."""
-        share = self._played / max(self._calls, 1)
-        self._calls = self._played = 0
+        share = self._replayed / max(self._calls, 1)
+        self._calls = self._replayed = 0
         return share
 
     def drop(self, why_not: str = "") -> None:
@@ -113,23 +113,23 @@ class GraphedLoss:
         if why_not and not self.why_not:
             self.why_not = why_not
             self._say(f"CUDA graphs: off: {escape(why_not)}")
-        if self._recorder is not None:
-            self._recordings.clear()
-            self._recorder = None
-            for term in self._terms:
-                term.drop()
+        if self._capturer is not None:
+            self._captures.clear()
+            self._capturer = None
+            for penalty in self._penalties:
+                penalty.drop()
             release_workspaces()
             torch.cuda.empty_cache()
 
-    def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def penalty(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return `compute`, a penalty on the flat adapter, replayed while the loss is."""
-        self._terms.append(GraphedTerm(compute, self._flat))
-        return self._terms[-1]
+        self._penalties.append(GraphedPenalty(compute, self._flat))
+        return self._penalties[-1]
 
-    def _may_be_played(self) -> bool:
+    def _may_replay(self) -> bool:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
-    def _looked_at(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
+    def _measure(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
         self._sizes.append(sizes_of(wanted.batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
@@ -139,44 +139,47 @@ class GraphedLoss:
         found = wanted.launch(model, device)
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
-        self._host_shares.append((launched - started) / (time.perf_counter() - started))
-        if len(self._host_shares) == MEASURED and (share := sorted(self._host_shares)[MEASURED // 2]) < HOST_BOUND:
+        self._host_fractions.append((launched - started) / (time.perf_counter() - started))
+        if (
+            len(self._host_fractions) == MEASURED
+            and (share := sorted(self._host_fractions)[MEASURED // 2]) < HOST_BOUND
+        ):
             self.drop(f"the host needs only {share:.0%} of a forward pass to launch it")
         return found
 
-    def _recording_for(self, wanted: Pass, device: torch.device) -> Played | None:
+    def _find_capture(self, wanted: Pass, device: torch.device) -> Replayed | None:
         """Return the graph that replays this pass, captured now if its shape recurs; None to launch the pass."""
-        if self._recorder is not None and not self._recorder.is_current:
+        if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
         shape = wanted.shape(usual)
         if shape is None or shape in self._refused or (self._launches_reference and isinstance(shape, JointShape)):
             return None
-        fitting = [other for other in self._recordings if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
+        fitting = [other for other in self._captures if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
         if fitting:
             best = shape if shape in fitting else min(fitting, key=lambda other: other.places)
-            return best, self._recordings[best]
+            return best, self._captures[best]
         self._seen[shape] += 1
-        comes_back = self._seen[shape] > 1 or not self._recordings
-        if not comes_back or not self._loss.observed or len(self._recordings) == MOST_RECORDINGS:
+        recurs = self._seen[shape] > 1 or not self._captures
+        if not recurs or not self._loss.observed or len(self._captures) == MOST_CAPTURES:
             return None
-        return self._record(wanted, shape, device)
+        return self._capture(wanted, shape, device)
 
-    def _record(self, wanted: Pass, shape: Shape, device: torch.device) -> Played | None:
+    def _capture(self, wanted: Pass, shape: Shape, device: torch.device) -> Replayed | None:
         started, refusal, no_room = time.perf_counter(), "", False
         try:
-            if self._recorder is None:
-                self._recorder = Recorder(self._flat)
+            if self._capturer is None:
+                self._capturer = GraphCapturer(self._flat)
             inputs = wanted.static(shape, device)
-            recording = self._recorder.record(
+            captured = self._capturer.capture(
                 lambda: wanted.compute(self._module, inputs), must_pay=self._mode == "auto"
             )
-            self._recorder.check_room()
-            if not self._recordings:
-                for term in self._terms:
-                    term.record()
-        except NotRecordable as reason:
+            self._capturer.check_room()
+            if not self._captures:
+                for penalty in self._penalties:
+                    penalty.capture()
+        except NotCapturable as reason:
             refusal, no_room = str(reason), isinstance(reason, NoRoom)
         except torch.OutOfMemoryError as error:
             refusal, no_room = _first_line(error), True
@@ -186,20 +189,20 @@ class GraphedLoss:
         if refusal:  # after the except blocks, whose error keeps the captured tensors alive
             self._refuse(shape, refusal, no_room=no_room)
             return None
-        if not self._recordings:
-            took = f"{recording.played_s * 1e3:.1f} ms instead of {recording.launched_s * 1e3:.1f}"
+        if not self._captures:
+            took = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
             self._say(
                 f"CUDA graphs: micro-steps are replayed: {took}; captured in {time.perf_counter() - started:.1f} s"
             )
-        self._recordings[shape] = inputs, recording
-        return shape, self._recordings[shape]
+        self._captures[shape] = inputs, captured
+        return shape, self._captures[shape]
 
     def _refuse(self, shape: Shape, reason: str, *, no_room: bool) -> None:
         """Launch what cannot be captured from now on: this shape, all shapes with reference text, or everything.
 
         The reference text of a step is in one of its micro-batches, which may be many times longer than the others.
         """
-        joint = [other for other in self._recordings if isinstance(other, JointShape)]
+        joint = [other for other in self._captures if isinstance(other, JointShape)]
         if not (joint or isinstance(shape, JointShape)):
             self._give_up(reason, warn=self._mode == "on")
         elif joint and not no_room:
@@ -218,26 +221,28 @@ class GraphedLoss:
         self.drop(reason)
 
 
-class GraphedTerm:
+class GraphedPenalty:
     """A penalty on the adapter with its gradient, as two launches instead of a few hundred small ones."""
 
     def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter) -> None:
         self._compute, self._flat = compute, flat
-        self._recording: Recording | None = None
+        self._captured: CapturedPass | None = None
 
     def __call__(self) -> Tensor:
         """Return the penalty, replayed if it was captured."""
-        return self._compute() if self._recording is None else self._recording()
+        return self._compute() if self._captured is None else self._captured()
 
-    def record(self) -> None:
+    def capture(self) -> None:
         """Capture the penalty between two steps, in its own memory because the loss is replayed alongside."""
-        self._recording = Recorder(self._flat, beside=True).record(self._of_fresh_stacks, must_pay=False)
+        self._captured = GraphCapturer(self._flat, shares_workspaces=True).capture(
+            self._compute_from_new_stacks, must_pay=False
+        )
 
     def drop(self) -> None:
         """Launch the penalty from now on."""
-        self._recording = None
+        self._captured = None
 
-    def _of_fresh_stacks(self) -> Tensor:
+    def _compute_from_new_stacks(self) -> Tensor:
         with self._flat.stacks_alone():
             self._flat.read_through_views()
         return self._compute()

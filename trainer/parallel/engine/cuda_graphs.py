@@ -35,59 +35,59 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _WAITS = "called a synchronizing CUDA operation"
 
 
-class NotRecordable(RuntimeError):
+class NotCapturable(RuntimeError):
     """A pass cannot be captured; nothing has changed."""
 
 
-class NoRoom(NotRecordable):
+class NoRoom(NotCapturable):
     """Not enough memory for both graphs and launched passes."""
 
 
-class Recording:
+class CapturedPass:
     """One captured pass: `value()` replays its forward, `gradients()` its backward."""
 
     def __init__(
-        self, recorder: "Recorder", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
+        self, capturer: "GraphCapturer", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
     ) -> None:
-        self._recorder, self._value, self._grad_output = recorder, value, grad_output
+        self._capturer, self._value, self._grad_output = capturer, value, grad_output
         self._forward, self._backward = graphs
-        self.launched_s = self.played_s = 0.0
+        self.launched_s = self.replayed_s = 0.0
         """Seconds of one pass, forward and backward, launched and replayed."""
 
     def __call__(self) -> Tensor:
         """Return the value for the current static inputs, differentiable in the flat buffers."""
-        result: Tensor = _Played.apply(self, *self._recorder.flat.buffers)
+        result: Tensor = _Replay.apply(self, *self._capturer.flat.buffers)
         return result
 
     def value(self) -> Tensor:
         """Return the value; no other pass may be replayed before `gradients`."""
-        self._recorder.played = self
+        self._capturer.replaying = self
         self._forward.replay()
         return self._value.clone()
 
     def gradients(self, grad_output: Tensor) -> list[Tensor]:
         """Return the gradients of the latest `value` in every flat buffer."""
-        if self._recorder.played is not self:
+        if self._capturer.replaying is not self:
             raise RuntimeError("another graph was replayed between forward and backward pass of this one")
-        self._recorder.played = None
+        self._capturer.replaying = None
         self._grad_output.copy_(grad_output)
         self._backward.replay()
-        return [gradient.clone() for gradient in self._recorder.gradients]
+        return [gradient.clone() for gradient in self._capturer.gradients]
 
 
-class Recorder:
+class GraphCapturer:
     """Captures passes over one flat adapter in one memory pool."""
 
-    def __init__(self, flat: FlatAdapter, *, beside: bool = False) -> None:
-        """Set up a memory pool; with `beside`, captures use the workspaces of another one: free both together."""
+    def __init__(self, flat: FlatAdapter, *, shares_workspaces: bool = False) -> None:
+        """Set up a memory pool; with `shares_workspaces` another one has the workspaces: free both together."""
         self.flat = flat
-        self._has_workspaces = beside
+        self._has_workspaces = shares_workspaces
         # Autograd sees these instead of the buffers, without the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         device = self._leaves[0].device
         self._device = device
         self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in self._leaves]
-        self.played: Recording | None = None
+        self.replaying: CapturedPass | None = None
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
         self._reserved = 0
@@ -98,10 +98,10 @@ class Recorder:
         pairs = zip(self._leaves, self.flat.buffers, strict=True)
         return all(leaf.data_ptr() == buffer.data_ptr() for leaf, buffer in pairs)
 
-    def record(self, compute: Callable[[], Tensor], *, must_pay: bool) -> Recording:
+    def capture(self, compute: Callable[[], Tensor], *, must_pay: bool) -> CapturedPass:
         """Capture `compute`, fp32, a function of the flat adapter and of static inputs, with its backward pass.
 
-        It is run a few times first. Raises NotRecordable if it waits for the device, returns other numbers, or with
+        It is run a few times first. Raises NotCapturable if it waits for the device, returns other numbers, or with
         `must_pay` is not faster. Errors of CUDA and of memory are not caught.
         """
         random_state = torch.cuda.get_rng_state(self._device)
@@ -115,14 +115,14 @@ class Recorder:
                 self._make_room()
                 before = torch.cuda.memory_reserved(self._device)
                 with self._restored_after_failure():
-                    recording = self._recorded(compute, graphs)
+                    captured = self._capture_graphs(compute, graphs)
                 self._has_workspaces = True
                 self._reserved += torch.cuda.memory_reserved(self._device) - before
             torch.cuda.set_rng_state(random_state, self._device)
-            self._check(recording, *wanted, must_pay=must_pay)
+            self._check(captured, *wanted, must_pay=must_pay)
         finally:
             torch.cuda.set_rng_state(random_state, self._device)
-        return recording
+        return captured
 
     def check_room(self) -> None:
         """Raise NoRoom if less memory is left for a launched pass than the graphs hold for theirs."""
@@ -149,7 +149,7 @@ class Recorder:
                 self._pass(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if places:
-            raise NotRecordable(f"the forward or backward pass waits for the device ({places[0]})")
+            raise NotCapturable(f"the forward or backward pass waits for the device ({places[0]})")
 
     def _launched(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
         """Return value and gradients of a launched pass, and its seconds."""
@@ -164,7 +164,9 @@ class Recorder:
         value = compute()
         return value.detach(), list(torch.autograd.grad(value, self._leaves, torch.ones_like(value)))
 
-    def _recorded(self, compute: Callable[[], Tensor], graphs: "tuple[torch.cuda.CUDAGraph, ...]") -> Recording:
+    def _capture_graphs(
+        self, compute: Callable[[], Tensor], graphs: "tuple[torch.cuda.CUDAGraph, ...]"
+    ) -> CapturedPass:
         # Other threads, such as the checkpoint writer, may continue with calls that a capture forbids.
         where: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graphs[0], **where):
@@ -175,14 +177,14 @@ class Recorder:
             for static, gradient in zip(self.gradients, found, strict=True):
                 static.copy_(gradient)
             del found, gradient
-        return Recording(self, value.detach(), grad_output, graphs)
+        return CapturedPass(self, value.detach(), grad_output, graphs)
 
     def _check(
-        self, recording: Recording, value: Tensor, gradients: Sequence[Tensor], seconds: float, *, must_pay: bool
+        self, captured: CapturedPass, value: Tensor, gradients: Sequence[Tensor], seconds: float, *, must_pay: bool
     ) -> None:
         """Replay the pass, and compare its numbers and its time with those of the launched pass."""
         grad_output = torch.ones_like(value)
-        found, found_gradients = recording.value(), recording.gradients(grad_output)
+        found, found_gradients = captured.value(), captured.gradients(grad_output)
         torch.cuda.synchronize(self._device)
         allowed = TOLERANCE.get(gradients[0].dtype, 2e-2)
         errors = [_difference(got, wanted) for got, wanted in zip(found_gradients, gradients, strict=True)]
@@ -194,15 +196,15 @@ class Recorder:
         ]
         for error in errors:
             if not error <= allowed:
-                raise NotRecordable(f"the replay is off by {error:.2g} (allowed {allowed})")
+                raise NotCapturable(f"the replay is off by {error:.2g} (allowed {allowed})")
         del found_gradients
         started = time.perf_counter()
-        recording.value()
-        recording.gradients(grad_output)
+        captured.value()
+        captured.gradients(grad_output)
         torch.cuda.synchronize(self._device)
-        recording.launched_s, recording.played_s = seconds, (took := time.perf_counter() - started)
+        captured.launched_s, captured.replayed_s = seconds, (took := time.perf_counter() - started)
         if must_pay and took > PAYS_BELOW * seconds:
-            raise NotRecordable(f"it is not faster: {took * 1e3:.1f} ms replayed, {seconds * 1e3:.1f} ms launched")
+            raise NotCapturable(f"it is not faster: {took * 1e3:.1f} ms replayed, {seconds * 1e3:.1f} ms launched")
 
     @contextmanager
     def _restored_after_failure(self) -> Iterator[None]:
@@ -228,16 +230,16 @@ def release_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-class _Played(torch.autograd.Function):
+class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recording: Recording, *buffers: Tensor) -> Tensor:
-        ctx.recording = recording
-        return recording.value()
+    def forward(ctx: Any, captured: CapturedPass, *buffers: Tensor) -> Tensor:
+        ctx.captured = captured
+        return captured.value()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.recording.gradients(grad_output)
+        return None, *ctx.captured.gradients(grad_output)
 
 
 @contextmanager
