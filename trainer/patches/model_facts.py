@@ -39,7 +39,7 @@ class ModelFacts:
     """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not replaced in the whole model."""
 
 
-def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
+def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelFacts:
     """Return the properties of an empty base model, except `head`, before adapters are added."""
     model.float()  # the configuration has a dtype of its own
     return ModelFacts(
