@@ -22,7 +22,7 @@ from trainer.memory.model_widths import weights_of
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.model.adapter import apply_adapter
-from trainer.patches.model_facts import ModelFacts
+from trainer.patches.model_facts import ModelProperties
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
 
@@ -90,7 +90,7 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         norm=NO_NORMS,
         weights=tuple(weights_of(model, blocks, None, in_mxfp4=False)),
         layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
-        facts=ModelFacts(True, False, False, False, "an image model", False, {}),
+        facts=ModelProperties(True, False, False, False, "an image model", False, {}),
         softcap=False,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in base.denoiser.buffers()),
     )

@@ -20,7 +20,7 @@ _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelProperties:
     """Model properties that decisions depend on; an empty reason means that nothing is in the way."""
 
     sdpa: bool
@@ -39,10 +39,10 @@ class ModelFacts:
     """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not replaced in the whole model."""
 
 
-def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelFacts:
+def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
     """Return the properties of an empty base model, except `head`, before adapters are added."""
     model.float()  # the configuration has a dtype of its own
-    return ModelFacts(
+    return ModelProperties(
         sdpa=takes_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
         masked=_is_given_a_mask(model),
