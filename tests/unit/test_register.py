@@ -86,7 +86,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
     ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}
     assert {name for name in ours if name.partition(": ")[2] not in called} == {
         "graphed_loss: forward_replaced",
-        "model_facts: why_head_apart",
+        "model_properties: why_head_apart",
         "plain_head: head_replaced",
         "loss_head: adapter_off",
         "router_balance: balanced_by",

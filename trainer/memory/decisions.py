@@ -13,7 +13,7 @@ from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_laye
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
 from trainer.patches.mamba import has_scan_kernels
-from trainer.patches.model_facts import ModelProperties
+from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
 
 Kernels = Literal["ours", "model"]

@@ -22,7 +22,7 @@ from trainer.memory.model_widths import weights_of
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.model.adapter import apply_adapter
-from trainer.patches.model_facts import ModelProperties
+from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
 

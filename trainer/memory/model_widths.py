@@ -19,7 +19,7 @@ from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores, is_mxfp4
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.parallel.engine.linear_layers import experts_in, is_linear, is_transposed
-from trainer.patches.model_facts import CAPPED, inspect_base_model, why_head_apart
+from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
 OUTPUTS = ("o_proj", "out_proj", "down_proj", "output_linear", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo", "dense")

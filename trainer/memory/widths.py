@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.patches.model_facts import ModelProperties
+from trainer.patches.model_properties import ModelProperties
 
 
 @dataclass(frozen=True)
