@@ -18,7 +18,7 @@ from trainer.contract.replacements import Replacement
 from trainer.patches import register
 from trainer.patches.fused_lora import fuse
 from trainer.patches.installation import INSTALLATIONS
-from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_shared_heads, sdpa_with_own_heads, share_heads_again
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
@@ -125,7 +125,7 @@ def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
     tokens = torch.arange(8)[None]
     plain = {name for name, module in model.named_modules() if "forward" in vars(module)}
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
-    forget_inputs(model)
+    recompute_inputs(model)
     enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
     patched = model(input_ids=tokens, use_cache=False).logits
     assert {name for name, module in model.named_modules() if "forward" in vars(module)} > plain

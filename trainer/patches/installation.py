@@ -19,7 +19,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import answer_faults
 from trainer.patches.mamba import call_projections_of_mamba
-from trainer.patches.norm_mlp_rope import PARTS, forget_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_heads_without_flash, leave_varlen, share_heads_again, use_varlen
 from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
 from trainer.patches.replace import undo, undo_on
@@ -179,7 +179,7 @@ def _rounded(model: Any, wanted: Wanted) -> list[str]:
 
 def _forgotten_inputs(model: Any, wanted: Wanted) -> list[str]:
     if wanted.recomputed != "none":
-        forget_inputs(model, recomputed_whole(model, wanted.config.training))
+        recompute_inputs(model, recomputed_whole(model, wanted.config.training))
     return []
 
 

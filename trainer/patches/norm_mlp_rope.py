@@ -148,7 +148,7 @@ def replace_elementwise(
     active="ops.recompute: activations or norms, in layers without gradient checkpointing",
     test="tests/unit/test_elementwise.py",
 )
-def forget_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
+def recompute_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
     """Let adapted layers, except those within `but`, recompute inputs instead of keeping them; return their number."""
     from peft.tuners.lora import LoraLayer
 
