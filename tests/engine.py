@@ -16,7 +16,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, s
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import nothing_compiled_for_cpus
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.patches.deepspeed_workarounds import install_workarounds
 
 IDS = torch.arange(3, 35)[None]
 
@@ -94,7 +94,7 @@ def adapted_engine_of(
     optimizer = build_optimizer(model, section, LoraSection(loraplus_lr_ratio=loraplus or None), fused=fused)
     settings = deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, one_gradient=True)
     engine = start_engine(model, optimizer, settings)
-    answer_faults(engine)
+    install_workarounds(engine)
     if one_buffer is not None:
         one_buffer.repoint()
     return engine

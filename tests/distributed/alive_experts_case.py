@@ -17,7 +17,7 @@ from trainer.parallel.engine.deepspeed_engine import deepspeed_config, partition
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import end_process, leave_process_group
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.fused_experts import compute_experts
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def measured(folder: Path, kind: str, adapted: str, gather: str, *, recomputed: 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     engine: Any = start_engine(model, build_optimizer(model, training, ADAPTERS[adapted], fused=False), config)
-    answer_faults(engine)
+    install_workarounds(engine)
     watch = Watch(model)
     engine.train()
     ids, alive, losses = torch.arange(3, 27).view(2, 12), None, []

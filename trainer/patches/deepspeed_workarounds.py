@@ -14,7 +14,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
 
 
-def answer_faults(engine: Engine) -> None:
+def install_workarounds(engine: Engine) -> None:
     """Install the workarounds that a new engine needs at its stage and precision; `undo_on` removes them."""
     at_stage_0 = engine.zero_optimization_stage() == 0
     if at_stage_0 and engine.optimizer is not engine.basic_optimizer:  # wrapped in 16 bits

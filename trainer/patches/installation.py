@@ -17,7 +17,7 @@ from trainer.model.expert_layers import expert_modules
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_heads_without_flash, leave_varlen, share_heads_again, use_varlen
@@ -189,7 +189,7 @@ def _recomputation(model: Any, wanted: Wanted) -> list[str]:
 
 
 def _faults(engine: Engine, _: Wanted) -> list[str]:
-    answer_faults(engine)
+    install_workarounds(engine)
     return []
 
 
