@@ -81,7 +81,7 @@ def test_deepspeed_clips_if_nothing_is_said() -> None:
 
 
 def test_stage_0_takes_a_step_of_zeros() -> None:
-    """deepspeed_workarounds.undo_the_step_of_zeros."""
+    """deepspeed_workarounds.undo_zero_step."""
 
     def decaying(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)

@@ -18,7 +18,7 @@ def install_workarounds(engine: Engine) -> None:
     """Install the workarounds that a new engine needs at its stage and precision; `undo_on` removes them."""
     at_stage_0 = engine.zero_optimization_stage() == 0
     if at_stage_0 and engine.optimizer is not engine.basic_optimizer:  # wrapped in 16 bits
-        undo_the_step_of_zeros(engine.optimizer)
+        undo_zero_step(engine.optimizer)
     if engine.fp16_enabled():
         raise_the_loss_scale_last(engine.optimizer, scaled_norm=at_stage_0)
         if at_stage_0:
@@ -35,7 +35,7 @@ def install_workarounds(engine: Engine) -> None:
     test="tests/unit/test_workarounds.py: test_stage_0_takes_a_step_of_zeros",
     upstream="https://github.com/deepspeedai/DeepSpeed/issues/5151 (the same in BF16_Optimizer)",
 )
-def undo_the_step_of_zeros(optimizer: Any) -> None:
+def undo_zero_step(optimizer: Any) -> None:
     """Clear the state of a 16-bit optimizer of stage 0, and reset its master weights to those of the model.
 
     DeepSpeed creates the state by an update with zero gradients. This decays the weights and counts as a step, so the
