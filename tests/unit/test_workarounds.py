@@ -94,7 +94,7 @@ def test_stage_0_takes_a_step_of_zeros() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_loss_scale_rises_before_gradients_are_divided_by_it(stage: int) -> None:
-    """deepspeed_workarounds.raise_the_loss_scale_last."""
+    """deepspeed_workarounds.delay_loss_scale."""
     engine = raw_engine(stage)
     changes = []
     for _ in range(4):

@@ -20,7 +20,7 @@ def install_workarounds(engine: Engine) -> None:
     if at_stage_0 and engine.optimizer is not engine.basic_optimizer:  # wrapped in 16 bits
         undo_zero_step(engine.optimizer)
     if engine.fp16_enabled():
-        raise_the_loss_scale_last(engine.optimizer, scaled_norm=at_stage_0)
+        delay_loss_scale(engine.optimizer, scaled_norm=at_stage_0)
         if at_stage_0:
             scale_the_loss(engine)
 
@@ -59,7 +59,7 @@ def undo_zero_step(optimizer: Any) -> None:
     "test_stage_0_reports_the_norm_times_the_loss_scale; tests/unit/test_loss_scale.py",
     upstream="https://github.com/deepspeedai/DeepSpeed/pull/8588",
 )
-def raise_the_loss_scale_last(optimizer: Any, *, scaled_norm: bool) -> None:
+def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
     """Raise fp16's loss scale after the step instead of within it; report the norm of stage 0 without the scale.
 
     DeepSpeed doubles the scale before it divides the gradients by it, which would halve the gradients of that step. Its
