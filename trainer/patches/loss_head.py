@@ -17,7 +17,7 @@ from trainer.data.static_shapes import JointShape
 from trainer.parallel.engine.flat_adapter import flat_adapter_of
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
 from trainer.patches.plain_head import head_replaced, linear_layer, observed_factor, trained_rows, why_not_plain
-from trainer.patches.router_balance import balanced_by
+from trainer.patches.router_balance import mask_balancing_loss
 
 
 class TokenLoss:
@@ -148,7 +148,7 @@ class TokenLoss:
         mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
         if mask is not None:
             mask = to_device(mask, inputs["input_ids"].device)
-        with balanced_by(mask, self._base):
+        with mask_balancing_loss(mask, self._base):
             result = model(**inputs, use_cache=False, output_router_logits=True)
         self.balancing = self._balance * result.aux_loss * batch.target_count
         return result

@@ -23,7 +23,7 @@ from trainer.model.expert_targets import BALANCE
     test="tests/unit/test_router_loss.py: test_padding_of_packed_rows_is_not_balanced",
 )
 @contextmanager
-def balanced_by(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
+def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
     """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
     owner = sys.modules[type(base).__module__]
     balance = require(owner, BALANCE, "transformers")
