@@ -82,7 +82,7 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         model.set_attn_implementation(VARLEN)
 
 
-def leave_varlen(model: Any) -> None:
+def disable_varlen(model: Any) -> None:
     """Restore transformers' sdpa, which masks packed documents."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.config._attn_implementation == VARLEN:

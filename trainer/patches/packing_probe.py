@@ -14,7 +14,7 @@ from trainer.config import UserError
 from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, leave_varlen
+from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, disable_varlen
 
 LENGTHS = (5, 4)
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
@@ -58,7 +58,7 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
     flat = base.config._attn_implementation in FLAT_ATTENTION
     seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
     if seen and base.config._attn_implementation == VARLEN:
-        leave_varlen(base)
+        disable_varlen(base)
         flat = False
         seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
     if seen:
