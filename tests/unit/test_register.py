@@ -19,7 +19,7 @@ from trainer.patches import register
 from trainer.patches.fused_lora import fuse
 from trainer.patches.installation import INSTALLATIONS
 from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_shared_heads, sdpa_with_own_heads, share_heads_again
+from trainer.patches.packed_attention import copy_shared_heads, restore_sdpa, sdpa_with_own_heads
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
 
@@ -141,7 +141,7 @@ def test_sdpa_is_transformers_own_again() -> None:
 
     copy_shared_heads()
     assert AttentionInterface()["sdpa"] is sdpa_with_own_heads
-    share_heads_again()
+    restore_sdpa()
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
 
 

@@ -20,7 +20,7 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_heads_without_flash, disable_varlen, share_heads_again, use_varlen
+from trainer.patches.packed_attention import copy_heads_without_flash, disable_varlen, restore_sdpa, use_varlen
 from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
 from trainer.patches.replace import undo, undo_on
 from trainer.patches.update_guard import UpdateGuard
@@ -211,7 +211,7 @@ def _unguard(engine: Engine) -> None:
 
 
 INSTALLATIONS = (
-    Installation("base", _own_heads, lambda _: share_heads_again()),
+    Installation("base", _own_heads, lambda _: restore_sdpa()),
     Installation("base", _varlen, disable_varlen),
     Installation("base", _elementwise, undo),
     Installation("adapted", _mamba, undo),

@@ -110,7 +110,7 @@ def copy_shared_heads() -> None:
     AttentionInterface.register("sdpa", sdpa_with_own_heads)
 
 
-def share_heads_again() -> None:
+def restore_sdpa() -> None:
     """Restore transformers' own `sdpa`."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
