@@ -19,7 +19,7 @@ from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.reference_text import reference_samples
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.patches.loss_head import TokenLoss, adapter_off
+from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.controller import ScuFault, Steering
 from trainer.scu.divergence import BaseStates, Divergence, Reference
 
@@ -142,7 +142,7 @@ def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
     model = adapted()
     ids = torch.tensor([[5, 6, 7, 8]])
     before = [(name, p.requires_grad) for name, p in model.named_parameters()]
-    with adapter_off(model):
+    with bypass_adapter(model):
         off = model(input_ids=ids).logits
         assert [(name, p.requires_grad) for name, p in model.named_parameters()] == before
     with model.disable_adapter():

@@ -17,7 +17,7 @@ from trainer.contract import versions
 from trainer.contract.known_versions import KNOWN, require, unproven, warning
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
-from trainer.patches.loss_head import adapter_off
+from trainer.patches.loss_head import bypass_adapter
 from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba, has_scan_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -123,12 +123,12 @@ def test_adapters_that_peft_would_switch_off_by_another_name_are_no_base(monkeyp
 
     model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
     layer: Any = next(part for part in model.modules() if isinstance(part, Linear))
-    with adapter_off(model):
+    with bypass_adapter(model):
         assert layer.disable_adapters
     assert not layer.disable_adapters
     monkeypatch.delattr(BaseTunerLayer, "_disable_adapters")
     del layer._disable_adapters
-    with pytest.raises(UserError, match=r"^peft .*: Linear has no `_disable_adapters`"), adapter_off(model):
+    with pytest.raises(UserError, match=r"^peft .*: Linear has no `_disable_adapters`"), bypass_adapter(model):
         pass
 
 

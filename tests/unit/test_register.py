@@ -88,7 +88,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "graphed_loss: forward_replaced",
         "model_properties: why_head_apart",
         "plain_head: head_replaced",
-        "loss_head: adapter_off",
+        "loss_head: bypass_adapter",
         "router_balance: mask_balancing_loss",
     }
 

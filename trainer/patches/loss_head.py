@@ -268,7 +268,7 @@ class TokenLoss:
                 seen.append(hidden.flatten(0, 1).index_select(0, places))
                 return hidden.new_zeros(1, 1, 1)
 
-            with torch.no_grad(), adapter_off(self._module), head_replaced(self._head, keep):
+            with torch.no_grad(), bypass_adapter(self._module), head_replaced(self._head, keep):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 
@@ -338,7 +338,7 @@ def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.T
     test="tests/unit/test_divergence.py: test_the_adapter_is_off_without_a_gradient_flag_being_touched",
 )
 @contextmanager
-def adapter_off(module: nn.Module) -> Iterator[None]:
+def bypass_adapter(module: nn.Module) -> Iterator[None]:
     """Disable the adapter within the block, without PEFT's changes to requires_grad of every factor.
 
     These would break a graph, an engine or a flat buffer that holds the factors.
