@@ -87,7 +87,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
     assert {name for name in ours if name.partition(": ")[2] not in called} == {
         "graphed_loss: forward_replaced",
         "model_properties: why_head_apart",
-        "plain_head: head_replaced",
+        "plain_head: replace_head",
         "loss_head: bypass_adapter",
         "router_balance: mask_balancing_loss",
     }

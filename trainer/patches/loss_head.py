@@ -16,7 +16,7 @@ from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
 from trainer.parallel.engine.flat_adapter import flat_adapter_of
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
-from trainer.patches.plain_head import head_replaced, linear_layer, observed_factor, trained_rows, why_not_plain
+from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 from trainer.patches.router_balance import mask_balancing_loss
 
 
@@ -125,7 +125,7 @@ class TokenLoss:
                 states = states.index_select(0, places)
             return self._token_loss_sum(states, chosen).view(1, 1, 1)
 
-        with head_replaced(self._head, loss_of):
+        with replace_head(self._head, loss_of):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
@@ -189,7 +189,7 @@ class TokenLoss:
             loss, divergence = self._token_loss_sum(ours, chosen), self._divergence_sum(others, base)
             return torch.stack([loss, divergence]).view(1, 1, 2)
 
-        with head_replaced(self._head, both):
+        with replace_head(self._head, both):
             scaled: torch.Tensor = model(**inputs, use_cache=False).logits
         return scaled.flatten() / (self._factor or 1.0)
 
@@ -246,7 +246,7 @@ class TokenLoss:
             def compare(hidden: torch.Tensor) -> torch.Tensor:
                 return self._divergence_sum(hidden.flatten(0, 1).index_select(0, places), base_states).view(1, 1, 1)
 
-            with torch.set_grad_enabled(with_gradient), head_replaced(head, compare):
+            with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             if head is not None:
                 # As in the loss: undo the factor that the model applies to its logits.
@@ -268,7 +268,7 @@ class TokenLoss:
                 seen.append(hidden.flatten(0, 1).index_select(0, places))
                 return hidden.new_zeros(1, 1, 1)
 
-            with torch.no_grad(), bypass_adapter(self._module), head_replaced(self._head, keep):
+            with torch.no_grad(), bypass_adapter(self._module), replace_head(self._head, keep):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 

@@ -21,7 +21,7 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
     training = module.training
     module.eval()  # without dropout, which would advance the random state of the first step
     for probe in (1.0, 2.0, -64.0):
-        with head_replaced(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
+        with replace_head(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
             logits = module(input_ids=tokens, use_cache=False).logits
         seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
     module.train(training)
@@ -78,7 +78,7 @@ _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
     test="tests/unit/test_head.py",
 )
 @contextmanager
-def head_replaced(head: nn.Module | None, forward: Any) -> Iterator[None]:
+def replace_head(head: nn.Module | None, forward: Any) -> Iterator[None]:
     """Replace the head's forward within the block; its hooks, which may gather its weight, still run."""
     if head is None:
         yield
