@@ -85,7 +85,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
     installed_by = {entry.installed_by.removeprefix("trainer.patches.") for entry in entries}
     ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}
     assert {name for name in ours if name.partition(": ")[2] not in called} == {
-        "graphed_loss: forward_replaced",
+        "graphed_loss: replace_forward",
         "model_properties: why_head_apart",
         "plain_head: replace_head",
         "loss_head: bypass_adapter",

@@ -98,7 +98,7 @@ class GraphedLoss:
         wanted.fill(inputs, shape)
         self._replayed += 1
         # Through the engine: its hooks on a model's outputs prepare the backward pass.
-        with self._flat.stacks_alone(), forward_replaced(self._module, lambda: captured()):
+        with self._flat.stacks_alone(), replace_forward(self._module, lambda: captured()):
             result: Tensor = model()
         return result
 
@@ -265,7 +265,7 @@ def _first_line(error: BaseException) -> str:
     test="tests/unit/test_static_shapes.py",
 )
 @contextmanager
-def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the module's forward within the block; its hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward
