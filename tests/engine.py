@@ -15,7 +15,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.optimizer import build_optimizer
-from trainer.parallel.ranks.group import nothing_compiled_for_cpus
+from trainer.parallel.ranks.group import skip_shm_build
 from trainer.patches.deepspeed_workarounds import install_workarounds
 
 IDS = torch.arange(3, 35)[None]
@@ -35,7 +35,7 @@ def one_rank(folder: Path) -> Iterator[None]:
     backend = "nccl" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "gloo"
     store = dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    with nothing_compiled_for_cpus():
+    with skip_shm_build():
         comm.init_distributed(backend, verbose=False)
     # On a CPU without fp16 instructions, where torch is only slow, DeepSpeed refuses the format.
     accelerator = get_accelerator()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ops
 from trainer.parallel.engine.deepspeed_engine import start_engine
-from trainer.parallel.ranks.group import nothing_compiled_for_cpus
+from trainer.parallel.ranks.group import skip_shm_build
 from trainer.patches.deepspeed_workarounds import install_workarounds
 
 WIDTH, RANK, STEPS = 64, 4, 3
@@ -92,7 +92,7 @@ def train(base: str, stage: int, kind: str) -> list[float]:
 
 
 def main() -> None:
-    with nothing_compiled_for_cpus():
+    with skip_shm_build():
         deepspeed.init_distributed(dist_backend="gloo")
     found = {
         base: {

@@ -99,7 +99,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
     try:
-        with nothing_compiled_for_cpus():
+        with skip_shm_build():
             deepspeed.init_distributed(
                 dist_backend="nccl" if device.type == "cuda" else "gloo",
                 auto_mpi_discovery=False,  # done above: the ranks meet before they form a group
@@ -119,7 +119,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     active="while the ranks join",
     test="tests/unit/test_workarounds.py: test_deepspeed_compiles_what_training_does_not_call",
 )
-def nothing_compiled_for_cpus() -> AbstractContextManager[None]:
+def skip_shm_build() -> AbstractContextManager[None]:
     """Let DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
 
     Compiling it takes 40 s on two cores, at the first start and whenever another environment of the same Python was the
