@@ -26,7 +26,7 @@ from trainer.contract.folder_lock import is_seen
 from trainer.contract.home import CHECKOUT
 from trainer.contract.rank_variables import host_name
 from trainer.contract.versions import installed_version, package_versions
-from trainer.parallel.ranks.group import Ranks, find_meeting_point, told_if_taken
+from trainer.parallel.ranks.group import Ranks, explain_taken_port, find_meeting_point
 from trainer.parallel.ranks.progress import WAITING_PHASE, phase
 
 PACKAGES = ("trainer", "ops")
@@ -92,7 +92,7 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
     try:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:
-        raise told_if_taken(error) from None
+        raise explain_taken_port(error) from None
     # An earlier run of these processes may have left values in the store.
     exchange = PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store)
     exchange.set_timeout(patience)

@@ -107,7 +107,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
                 verbose=False,
             )
     except dist.DistNetworkError as error:
-        raise told_if_taken(error) from None
+        raise explain_taken_port(error) from None
 
 
 @replaces(
@@ -129,7 +129,7 @@ def skip_shm_build() -> AbstractContextManager[None]:
     return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
-def told_if_taken(error: dist.DistNetworkError) -> Exception:
+def explain_taken_port(error: dist.DistNetworkError) -> Exception:
     """Return a UserError about --master-port if the port is taken, which only rank 0 can see; else the error itself."""
     if "EADDRINUSE" not in str(error):
         return error
