@@ -10,7 +10,7 @@ from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
-from trainer.parallel.engine.kept_types import frozen_types_kept
+from trainer.parallel.engine.kept_types import keep_frozen_dtypes
 from trainer.parallel.engine.layer_gather.shards import layer_shards_of
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.parallel.engine.protocol import Engine
@@ -158,7 +158,7 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
         require_own_values_kept()
     compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
     not_supported = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
-    with frozen_types_kept(model, compute), not_supported:
+    with keep_frozen_dtypes(model, compute), not_supported:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)

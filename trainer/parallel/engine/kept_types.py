@@ -43,7 +43,7 @@ def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
     test="tests/unit/test_weight_types.py: test_the_engine_keeps_frozen_weights_in_32_bits",
 )
 @contextmanager
-def frozen_types_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def keep_frozen_dtypes(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hide frozen fp32 weights from DeepSpeed's engine, which converts all parameters to its own dtype."""
     pattern = kept_in_32_bits(model, dtype)
     hidden = [
