@@ -125,7 +125,7 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
 
 
 @contextmanager
-def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
+def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
     """Announce partitioned parameters to transformers and PEFT, so that they gather what they read (stage 3)."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
