@@ -22,7 +22,7 @@ from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
-from trainer.parallel.engine.layer_gather.shards import LayerShards, layer_shards_of
+from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
@@ -114,7 +114,7 @@ def fuse(
                 report.groups += [(name,) for name in group.names]
                 report.alone += [(name, "layers with this input differ in base or dropout") for name in group.names]
     installed = [_Group([members[name] for name in names]) for names in report.groups]
-    check_operators(installed, layer_shards_of(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    check_operators(installed, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for layers_together in installed:
         layers_together.install()
     return report

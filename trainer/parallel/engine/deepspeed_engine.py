@@ -11,7 +11,7 @@ from trainer.config.errors import shown
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
-from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.parallel.engine.protocol import Engine
 
@@ -154,7 +154,7 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     elements = sum(map(whole_size, trainable))
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
-    if layer_shards_of(model) is not None:
+    if find_layer_shards(model) is not None:
         require_own_values_kept()
     compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
     not_supported = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.layer_gather.unit import Waiting
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -26,7 +26,7 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
-    shards = layer_shards_of(engine.module)
+    shards = find_layer_shards(engine.module)
     if shards is not None:
         shards.time_waits(watch.waiting)
     elif engine.zero_optimization_stage() == 3:

@@ -216,7 +216,7 @@ class LayerShards:
         self._current = None
 
 
-def layer_shards_of(model: Any) -> LayerShards | None:
+def find_layer_shards(model: Any) -> LayerShards | None:
     """Return the model's shards if its base is gathered per layer, otherwise None."""
     return getattr(model, "layer_shards", None)
 
