@@ -18,7 +18,7 @@ from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NoRoom, NotCapturable, release_workspaces
-from trainer.parallel.engine.flat_adapter import FlatAdapter, flat_adapter_of, trained_parameters
+from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
@@ -57,7 +57,7 @@ class GraphedLoss:
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
         """Return None if passes cannot be replayed: no flat adapter, experts, or other trained weights."""
-        flat = flat_adapter_of(module)
+        flat = find_flat_adapter(module)
         if flat is None:
             return None
         others = len(trained_parameters(module)) - len(flat.members)

@@ -14,7 +14,7 @@ from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
-from trainer.parallel.engine.flat_adapter import flat_adapter_of
+from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 from trainer.patches.router_balance import mask_balancing_loss
@@ -276,7 +276,7 @@ class TokenLoss:
     def _no_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
         """Allow forward passes next to that of the loss: keep the flat adapter's views for its backward pass."""
         self._observe(batch, device)
-        flat = flat_adapter_of(self._module)
+        flat = find_flat_adapter(self._module)
         with flat.views_kept() if flat is not None else nullcontext():
             yield
 

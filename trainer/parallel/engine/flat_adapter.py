@@ -246,14 +246,14 @@ def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> Flat
     return flat
 
 
-def flat_adapter_of(model: Any) -> FlatAdapter | None:
+def find_flat_adapter(model: Any) -> FlatAdapter | None:
     """Return the model's flat adapter, if it has one."""
     return getattr(model, "flat_adapter", None)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trained parameters by PEFT's names, with the factors in a flat buffer instead of the buffer itself."""
-    flat = flat_adapter_of(model)
+    flat = find_flat_adapter(model)
     inside = {id(member.parameter) for member in flat.members} if flat else set()
     buffers = {id(buffer) for buffer in flat.buffers} if flat else set()
     return [

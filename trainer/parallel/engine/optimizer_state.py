@@ -22,7 +22,7 @@ from trainer.parallel.engine.eight_bit_moments import (
     dequantised,
     requantise,
 )
-from trainer.parallel.engine.flat_adapter import flat_adapter_of, trained_parameters
+from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.engine.state_pieces import LAYOUT, QUANTITIES, Pieces
@@ -151,7 +151,7 @@ class EngineState:
 
     def _block_offsets(self) -> list[int] | None:
         """Return the starts of this rank's holders in the flat buffers; None if a block may span two ranks."""
-        flat, stage = flat_adapter_of(self._engine.module), self._engine.zero_optimization_stage()
+        flat, stage = find_flat_adapter(self._engine.module), self._engine.zero_optimization_stage()
         if flat is None or stage == 3 or len(flat.members) != len(self._trained):
             return None
         sizes = [holder.numel() for holder in self._holders]
@@ -161,7 +161,7 @@ class EngineState:
 
     def _layout(self) -> int:
         """Return a hash of the positions of all factors in the flat buffers."""
-        flat = flat_adapter_of(self._engine.module)
+        flat = find_flat_adapter(self._engine.module)
         assert flat is not None, "a layout without a flat adapter"
         return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
 
@@ -227,7 +227,7 @@ class EngineState:
 
 def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     """Yield the shards of the trained tensors, including the factors of a flat adapter."""
-    flat = flat_adapter_of(engine.module)
+    flat = find_flat_adapter(engine.module)
     if flat is None:
         yield from _shards_of_parameters(engine, trained)
         return
