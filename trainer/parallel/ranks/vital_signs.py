@@ -28,7 +28,7 @@ def main_thread_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def collective_of(frame: FrameType | None) -> str | None:
+def find_collective(frame: FrameType | None) -> str | None:
     """Return the function of torch.distributed in a stack, such as "all_reduce", or None."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py"):

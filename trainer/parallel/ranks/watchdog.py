@@ -32,7 +32,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 from trainer.parallel.ranks.vital_signs import (
     Work,
-    collective_of,
+    find_collective,
     free_host_memory,
     free_shared_memory,
     main_thread_frame,
@@ -114,7 +114,7 @@ class Watchdog:
         """Return this rank's current heartbeat."""
         progress, now = PROGRESS, time.monotonic()
         frame = main_thread_frame()
-        collective, begun = collective_of(frame), None
+        collective, begun = find_collective(frame), None
         in_long_phase = not LONG_PHASES.isdisjoint(progress.phases)
         if in_long_phase or now - progress.changed_at > self._interval_s:
             if torch.distributed.is_initialized() and torch.cuda.is_initialized():
