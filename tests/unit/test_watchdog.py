@@ -20,7 +20,7 @@ from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clea
 from trainer.contract.rank_variables import host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS, Progress
-from trainer.parallel.ranks.vital_signs import Work, find_collective, free_host_memory, main_thread_frame, place_of
+from trainer.parallel.ranks.vital_signs import Work, find_collective, find_place, free_host_memory, main_thread_frame
 from trainer.parallel.ranks.watchdog import Watchdog, describe_hang, ranks_behind
 
 BEAT = Heartbeat(
@@ -331,7 +331,7 @@ def test_phases_nest_and_steps_count() -> None:
 
 def test_the_main_threads_place_is_read_from_another_thread() -> None:
     places: list[str | None] = []
-    thread = threading.Thread(target=lambda: places.append(place_of(main_thread_frame())))
+    thread = threading.Thread(target=lambda: places.append(find_place(main_thread_frame())))
     thread.start()
     thread.join()
     assert places[0] is not None and places[0].startswith("tests/unit/test_watchdog.py:")

@@ -37,7 +37,7 @@ def find_collective(frame: FrameType | None) -> str | None:
     return None
 
 
-def place_of(frame: FrameType | None) -> str | None:
+def find_place(frame: FrameType | None) -> str | None:
     """Return the innermost line of zerolora in a stack, as "trainer/step.py:134 train_step", or the awaited lock."""
     while frame is not None:
         path = frame.f_code.co_filename

@@ -33,10 +33,10 @@ from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 from trainer.parallel.ranks.vital_signs import (
     Work,
     find_collective,
+    find_place,
     free_host_memory,
     free_shared_memory,
     main_thread_frame,
-    place_of,
     recorded_collectives,
 )
 
@@ -127,7 +127,7 @@ class Watchdog:
         if in_long_phase and not waits and self._work.has_moved():
             self._worked_at = now
         idle_s = now - max(progress.changed_at, self._worked_at)
-        place = (place_of(frame) or "")[:160] if idle_s > self._interval_s else None
+        place = (find_place(frame) or "")[:160] if idle_s > self._interval_s else None
         allowed_s = self._timeout_s * (FIRST_STEP_FACTOR if progress.step == progress.first_step else 1.0)
         if place == BUILD_LOCK:
             allowed_s = max(allowed_s, BUILD_PATIENCE_S)
