@@ -33,7 +33,7 @@ def is_whole_here(parameter: Tensor) -> bool:
     return not is_partitioned(parameter) or _of(parameter, "ds_status").name == "AVAILABLE"
 
 
-def own_share(parameter: Tensor) -> Tensor:
+def get_local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a partitioned parameter, flat; the last ranks' shards are padded."""
     share: Tensor = _of(parameter, "ds_tensor")
     return share
