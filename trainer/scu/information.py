@@ -26,9 +26,9 @@ from trainer.model.expert_factor import ExpertFactor
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 from trainer.parallel.engine.partitioned import (
     get_local_shard,
+    get_partition_group,
     is_partitioned,
     is_whole_here,
-    sharing_group,
     whole_shape,
 )
 
@@ -280,7 +280,7 @@ def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
 
 def _partitions(parameter: Partitionable) -> int:
     """Return the number of shards of a parameter under ZeRO-3; 1 if it is not partitioned."""
-    return dist.get_world_size(sharing_group(parameter)) if is_partitioned(parameter) else 1
+    return dist.get_world_size(get_partition_group(parameter)) if is_partitioned(parameter) else 1
 
 
 def _whole(parameters: list[Partitionable]) -> list[Tensor]:
@@ -295,7 +295,7 @@ def _whole(parameters: list[Partitionable]) -> list[Tensor]:
         shards = torch.cat([get_local_shard(p).to(p.device) for p in partitioned])
         ranks = _partitions(partitioned[0])
         buffer = shards.new_empty(ranks * shards.numel())
-        dist.all_gather_into_tensor(buffer, shards, group=sharing_group(partitioned[0]))
+        dist.all_gather_into_tensor(buffer, shards, group=get_partition_group(partitioned[0]))
         columns = buffer.view(ranks, -1).split([get_local_shard(p).numel() for p in partitioned], dim=1)
         for parameter, column in zip(partitioned, columns, strict=True):
             shape = whole_shape(parameter)
@@ -312,7 +312,7 @@ def _owned(parameters: list[Partitionable]) -> list[Tensor]:
             tensors.append(parameter)
             continue
         shard, shape = get_local_shard(parameter), whole_shape(parameter)
-        start = dist.get_rank(sharing_group(parameter)) * shard.numel()
+        start = dist.get_rank(get_partition_group(parameter)) * shard.numel()
         length = max(0, min(shard.numel(), shape.numel() - start))
         owned = torch.zeros(shape.numel(), dtype=shard.dtype, device=parameter.device)
         if length:

@@ -39,7 +39,7 @@ def get_local_shard(parameter: Tensor) -> Tensor:
     return share
 
 
-def sharing_group(parameter: Tensor) -> Any:
+def get_partition_group(parameter: Tensor) -> Any:
     """Return the process group over which a parameter is partitioned."""
     return _of(parameter, "ds_process_group")
 
