@@ -70,7 +70,7 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     inputs.fill(*loss.on_host(padded(batch, shape), shape.places))
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
-        found = loss.of_inputs(model, *inputs.read())
+        found = loss.compute_from_inputs(model, *inputs.read())
         ours = torch.autograd.grad(found, leaves)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-9)
     for got, expected in zip(ours, gradients, strict=True):

@@ -37,7 +37,7 @@ class StaticInputs:
         self._buffer.copy_(together, non_blocking=True)
 
     def read(self) -> tuple[dict[str, Any], Tensor]:
-        """Return the arguments of `TokenLoss.of_inputs`."""
+        """Return the arguments of `TokenLoss.compute_from_inputs`."""
         tensors = {name: self._views[name].to(dtype) for name, dtype in self._types.items()}
         return tensors | self._numbers, self._views[""]
 
@@ -83,7 +83,7 @@ class LossPass:
         inputs.fill(*self._on_host(shape))
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
-        return self._loss.of_inputs(module, *inputs.read())
+        return self._loss.compute_from_inputs(module, *inputs.read())
 
     def _on_host(self, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
         return self._loss.on_host(padded(self.batch, shape), shape.places)

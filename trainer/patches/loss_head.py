@@ -75,7 +75,7 @@ class TokenLoss:
         return self._in_chunks(call, inputs, chosen, places_on_device if len(places) != len(flat) else None)
 
     def on_host(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the arguments of `of_inputs` on the host: model inputs and targets [B, K], K at least `places`."""
+        """Return the arguments of `compute_from_inputs` on the host: model inputs and targets [B, K], K at least `places`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
@@ -92,7 +92,7 @@ class TokenLoss:
             inputs["logits_to_keep"] = kept
         return inputs, targets
 
-    def of_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+    def compute_from_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
         """Return the loss from tensors on the device, without a wait for it; `observed` must be True.
 
         Rows of IGNORED count 0.
