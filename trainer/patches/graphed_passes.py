@@ -119,7 +119,7 @@ class JointPass:
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
         assert inputs.base_states is not None
-        return self._loss.of_inputs_with_reference(module, *inputs.read(), inputs.base_states)
+        return self._loss.compute_both_from_inputs(module, *inputs.read(), inputs.base_states)
 
     def _on_host(self, shape: JointShape) -> tuple[dict[str, Any], Tensor]:
         batch = padded(self._together, shape.whole)

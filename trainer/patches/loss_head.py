@@ -196,7 +196,7 @@ class TokenLoss:
     def on_host_with_reference(
         self, batch: MicroBatch, shape: JointShape, own: int
     ) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the arguments of `of_inputs_with_reference` on the host for a batch with `own` training targets.
+        """Return the arguments of `compute_both_from_inputs` on the host for a batch with `own` training targets.
 
         Rows that only fill the shape are copies of the first position.
         """
@@ -210,7 +210,7 @@ class TokenLoss:
             inputs |= {"equal_documents": shape.equal, "others_seqlen": shape.reference}
         return inputs, torch.cat([targets[0, :own], more + IGNORED])
 
-    def of_inputs_with_reference(
+    def compute_both_from_inputs(
         self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
     ) -> torch.Tensor:
         """Return `with_reference` as [2] from tensors on the device, without a wait; head and loss must be fused.
