@@ -78,7 +78,7 @@ class _FlashWithSinks(torch.autograd.Function):
         found = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), query, key, value, out, lse_hT, *lengths, 0.0, True, rng_state, unused, **ctx.bounds
         )
-        of_sinks = grad_of_sinks(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
+        of_sinks = compute_sink_gradient(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
         return *found, of_sinks, None, None, None, None
 
 
@@ -89,7 +89,7 @@ def with_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor
     return (out_Thd * kept_Th[..., None]).to(out_Thd.dtype), lse_with
 
 
-def grad_of_sinks(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
+def compute_sink_gradient(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
     """Return the gradient of the sinks from out' and lse'."""
     share_hT = torch.exp(sinks_h.float()[:, None] - lse_hT)
     seen_hT = (grad_Thd.float() * out_Thd.float()).sum(-1).t()
