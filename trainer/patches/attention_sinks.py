@@ -65,7 +65,7 @@ class _FlashWithSinks(torch.autograd.Function):
         out, lse_hT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *lengths, 0.0, True, False, **bounds
         )
-        out, lse_hT = with_sinks(out, lse_hT, sinks)
+        out, lse_hT = add_sinks(out, lse_hT, sinks)
         ctx.save_for_backward(query, key, value, out, lse_hT, sinks, cu_seqlens, rng_state, unused)
         ctx.max_seqlen, ctx.bounds = max_seqlen, bounds
         return out
@@ -82,7 +82,7 @@ class _FlashWithSinks(torch.autograd.Function):
         return *found, of_sinks, None, None, None, None
 
 
-def with_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
     """Return out' and lse' of attention that was computed without sinks."""
     lse_with = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
     kept_Th = torch.exp(lse_hT - lse_with).t()
