@@ -98,7 +98,7 @@ class GraphedLoss:
         wanted.fill(inputs, shape)
         self._replayed += 1
         # Through the engine: its hooks on a model's outputs prepare the backward pass.
-        with self._flat.stacks_alone(), replace_forward(self._module, lambda: captured()):
+        with self._flat.build_stacks_only(), replace_forward(self._module, lambda: captured()):
             result: Tensor = model()
         return result
 
@@ -243,7 +243,7 @@ class GraphedPenalty:
         self._captured = None
 
     def _compute_from_new_stacks(self) -> Tensor:
-        with self._flat.stacks_alone():
+        with self._flat.build_stacks_only():
             self._flat.read_through_views()
         return self._compute()
 

@@ -182,7 +182,7 @@ class FlatAdapter:
                 member.module.__dict__.pop("weight", None)
 
     @contextmanager
-    def stacks_alone(self) -> Iterator[None]:
+    def build_stacks_only(self) -> Iterator[None]:
         """Create only the stacks within the block, not the views: no adapter module reads its weight."""
         self._stacks_alone = True
         try:
