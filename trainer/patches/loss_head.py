@@ -277,7 +277,7 @@ class TokenLoss:
         """Allow forward passes next to that of the loss: keep the flat adapter's views for its backward pass."""
         self._observe(batch, device)
         flat = find_flat_adapter(self._module)
-        with flat.views_kept() if flat is not None else nullcontext():
+        with flat.keep_views() if flat is not None else nullcontext():
             yield
 
     def _inputs_and_places(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:

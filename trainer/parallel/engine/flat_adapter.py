@@ -157,7 +157,7 @@ class FlatAdapter:
                         self._watcher(member.name, view)
 
     @contextmanager
-    def views_kept(self) -> Iterator[None]:
+    def keep_views(self) -> Iterator[None]:
         """Allow other passes between a forward and its backward, which recomputes with the views of its forward."""
         stacks, views = self.stacks, [member.module.__dict__.get("weight") for member in self.members]
         try:
