@@ -18,7 +18,7 @@ from trainer.model.base import empty_model
 from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores, is_mxfp4
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
-from trainer.parallel.engine.linear_layers import experts_in, is_linear, is_transposed
+from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
@@ -91,9 +91,11 @@ def weights_of(
         if fp8 is None or fp8.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
     }
     packable = {id(module.weight) for module in held.values() if is_linear(module) and module is not head}
-    experts = {id(each): len(each) for module in model.modules() for each in experts_in(module).values()}
-    packable |= {id(each) for module in held.values() for each in experts_in(module).values()}
-    turned = {id(each) for module in held.values() if is_transposed(module) for each in experts_in(module).values()}
+    experts = {id(each): len(each) for module in model.modules() for each in find_expert_weights(module).values()}
+    packable |= {id(each) for module in held.values() for each in find_expert_weights(module).values()}
+    turned = {
+        id(each) for module in held.values() if is_transposed(module) for each in find_expert_weights(module).values()
+    }
     for name, parameter in model.named_parameters():
         frozen = id(parameter) in packable and not parameter.requires_grad
         matrix = parameter.mT if id(parameter) in turned else parameter

@@ -33,7 +33,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import widen_kept
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.linear_layers import experts_in, is_transposed
+from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
 
 Tensors = SafetensorsFiles | RandomTensors | Fp8Files
 
@@ -198,7 +198,7 @@ def _to_pack(
 ) -> dict[str, ExpertsLayout]:
     """The experts that a module holds and that will not stay in 16 or 32 bits, and how they will be packed."""
     found, transposed = {}, is_transposed(module)
-    for name, experts in experts_in(module).items():
+    for name, experts in find_expert_weights(module).items():
         if layout[_join(path, name)].is_mxfp4:
             if not unpack:
                 found[name] = mxfp4_layout(experts.shape, dtype)
@@ -215,7 +215,7 @@ def _to_pack(
 
 def _cell(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
     """What shares a scale in all tensors of these experts, (1, 0) for rows; None where one of them is dequantised."""
-    shapes = {name: experts.shape for name, experts in experts_in(module).items()}
+    shapes = {name: experts.shape for name, experts in find_expert_weights(module).items()}
     found = {name: fp8.block(layout[_join(path, name)], 3) for name in shapes}
     cells = [cell for cell in found.values() if cell is not None]
     if len(cells) < len(found):

@@ -19,7 +19,7 @@ def is_linear(module: nn.Module) -> bool:
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _acts_linear(kind))
 
 
-def experts_in(module: nn.Module) -> dict[str, nn.Parameter]:
+def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters that hold one matrix per expert."""
     if "expert" not in type(module).__name__.lower():
         return {}
@@ -28,7 +28,7 @@ def experts_in(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def is_transposed(experts: nn.Module) -> bool:
     """Return whether experts compute x W instead of x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
-    shapes = {name: whole_shape(each) for name, each in experts_in(experts).items()}
+    shapes = {name: whole_shape(each) for name, each in find_expert_weights(experts).items()}
     if not {"gate_up_proj", "down_proj"} <= shapes.keys():
         return bool(getattr(experts, "is_transposed", False))
     gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
