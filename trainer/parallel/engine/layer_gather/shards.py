@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from trainer.contract.replacements import replaces
-from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, slots_of
+from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
 from trainer.parallel.engine.layer_gather.units_of_model import UnitPlan, plan_units
 from trainer.parallel.engine.partitioned import keep_own_values
 
@@ -77,7 +77,7 @@ class LayerShards:
         if plan is None:
             return
         parameters = [model.get_parameter(name) for name in plan.parameters]
-        slots = [slot for parameter in parameters for slot in slots_of(parameter)]
+        slots = [slot for parameter in parameters for slot in find_slots(parameter)]
         unit = ShardedUnit(
             plan.path, slots, self._device, in_host_memory=self._in_host_memory, pin_memory=self._pin_memory
         )

@@ -99,7 +99,7 @@ class ShardedUnit:
             self.is_gathered = False
 
 
-def slots_of(parameter: nn.Parameter) -> Iterator[Slot]:
+def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
     """Yield the slot of the parameter, and for a 4-bit weight those of the scales of its blocks."""
     yield parameter, partial(setattr, parameter, "data")
     state = packed_state(parameter)
