@@ -11,7 +11,7 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
     torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = training.cudnn_benchmark
-        leave_out_cudnn()
+        disable_cudnn_attention()
         if training.memory_fraction:
             torch.cuda.set_per_process_memory_fraction(training.memory_fraction, device)
 
@@ -25,7 +25,7 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
     test="tests/unit/test_attention.py: test_cudnn_is_left_to_whole_tiles",
     upstream="https://github.com/pytorch/pytorch/issues/196678",
 )
-def leave_out_cudnn() -> None:
+def disable_cudnn_attention() -> None:
     """Let torch use cuDNN's attention in this process only on request (packed_attention.py).
 
     Its gradient is NaN with a mask if the last tile of 128 tokens holds 64 (torch 2.11 to 2.13, pytorch#196678), and
