@@ -149,7 +149,7 @@ def import_lean() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def import_what_every_run_uses() -> None:
+def import_common_modules() -> None:
     """Import `OF_EVERY_RUN`, then freeze all objects and turn the cycle collector on, which is off until then.
 
     The half million objects are never freed; scanning them again and again would take a fifth of the import time.
