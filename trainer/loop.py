@@ -230,7 +230,7 @@ class Loop:
         patience = NONFINITE_IN_A_ROW * 2 if searching else NONFINITE_IN_A_ROW
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
-        PROGRESS.fails_for(step)
+        PROGRESS.attribute_failures_to(step)
         if result.nonfinite_ranks and not result.own_is_nonfinite:
             one = result.nonfinite_rank
             who = f"{result.nonfinite_ranks} other ranks" if one is None else f"rank {one}"

@@ -42,9 +42,9 @@ class Progress:
             self._start.at_first_step()
         self.first_step = self.first_step or step
         self.changed_at = time.monotonic()
-        self.fails_for(step)
+        self.attribute_failures_to(step)
 
-    def fails_for(self, step: int) -> None:
+    def attribute_failures_to(self, step: int) -> None:
         """Attribute failures from now on to step `step`: a device's results are read in the step after it."""
         self.step = step
         if self.tell_step is not None:
