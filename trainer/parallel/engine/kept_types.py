@@ -22,7 +22,7 @@ def kept_in_32_bits(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
 
 
-def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
+def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert parameters and buffers of an empty model to fp32 where `from_pretrained` would."""
     pattern = kept_in_32_bits(model, dtype)
     for path, module in model.named_modules() if pattern is not None else ():
