@@ -13,7 +13,7 @@ from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 
-def kept_in_32_bits(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Return a pattern of the names that `from_pretrained` loads in fp32 into a model of `dtype`; None without any."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_keep_in_fp32_modules_strict"):
@@ -24,7 +24,7 @@ def kept_in_32_bits(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert parameters and buffers of an empty model to fp32 where `from_pretrained` would."""
-    pattern = kept_in_32_bits(model, dtype)
+    pattern = find_fp32_names(model, dtype)
     for path, module in model.named_modules() if pattern is not None else ():
         for name, parameter in module.named_parameters(recurse=False):
             if pattern is not None and pattern.search(f"{path}.{name}"):
@@ -45,7 +45,7 @@ def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def keep_frozen_dtypes(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hide frozen fp32 weights from DeepSpeed's engine, which converts all parameters to its own dtype."""
-    pattern = kept_in_32_bits(model, dtype)
+    pattern = find_fp32_names(model, dtype)
     hidden = [
         (parameter, parameter.data)
         for name, parameter in model.named_parameters()
