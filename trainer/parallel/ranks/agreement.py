@@ -79,7 +79,7 @@ def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
     every rank with the hosts that differ, and TimeoutError if a rank does not arrive within `training.timeout_minutes`,
     or the time that the watchdog needs if that is longer.
     """
-    report = own_report(ranks, config)
+    report = build_report(ranks, config)
     if ranks.world_size == 1:
         return World(summary([report]), None)
     with phase(WAITING_PHASE):
@@ -139,7 +139,7 @@ def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[]
     return decision
 
 
-def own_report(ranks: Ranks, config: RunConfig) -> Report:
+def build_report(ranks: Ranks, config: RunConfig) -> Report:
     """Return this rank's report."""
     device, device_id = "cpu", ""
     if torch.cuda.is_available():
