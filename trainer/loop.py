@@ -155,7 +155,7 @@ class Loop:
         if parts.batches.samples_per_epoch and position.offset >= parts.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
         known = {"train/learning_rate": float(parts.schedule.get_last_lr()[0])}
-        known["perf/graphed"] = parts.graphs.take_share() if parts.graphs is not None else 0.0
+        known["perf/graphed"] = parts.graphs.take_fraction() if parts.graphs is not None else 0.0
         self._in_flight = position.step, launched, known
         if not launched.on_device:
             self._settle()

@@ -122,7 +122,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
     samples = documents(4)
     batch = collate(samples, 0, packed=False, flat=False)
     loss = TokenLoss(model, fused=fused)
-    base = loss.of_base(model, batch, CPU)
+    base = loss.compute_base_states(model, batch, CPU)
     got = loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = torch.autograd.grad(got, list(trained.values()), allow_unused=True)
@@ -166,7 +166,7 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         total = loss(model, batch, torch.device("cpu"))
         if between:
             other = collate(documents(5), 0, packed=False, flat=False)
-            base = loss.of_base(model, other, CPU)
+            base = loss.compute_base_states(model, other, CPU)
             divergence = loss.divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
             total = total + 0.0 * divergence
         total.backward()

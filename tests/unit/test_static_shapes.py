@@ -66,8 +66,8 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     shape = shape_of(batch)
     assert shape.length > batch.input_ids.shape[1] or shape.places > (batch.targets != IGNORED).any(0).sum()
     other = replace(batch, input_ids=batch.input_ids.flip(1))
-    inputs = StaticInputs(*loss.on_host(padded(other, shape), shape.places), CPU)
-    inputs.fill(*loss.on_host(padded(batch, shape), shape.places))
+    inputs = StaticInputs(*loss.build_host_inputs(padded(other, shape), shape.places), CPU)
+    inputs.fill(*loss.build_host_inputs(padded(batch, shape), shape.places))
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
         found = loss.compute_from_inputs(model, *inputs.read())
@@ -95,7 +95,7 @@ def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_grad
     own = collate([sample(*lengths, prompt=prompt)], 0, packed=True, flat=True)
 
     def with_text(documents: list[Sample]) -> JointPass:
-        states = loss.of_base(model, collate(documents, 0, packed=True, flat=True), CPU)
+        states = loss.compute_base_states(model, collate(documents, 0, packed=True, flat=True), CPU)
         return JointPass(loss, own, with_documents(own, documents, 0), states)
 
     before, wanted = with_text([sample(22, seed=7), sample(14, seed=8)]), with_text(REFERENCE)

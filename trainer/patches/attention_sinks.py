@@ -96,7 +96,7 @@ def compute_sink_gradient(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sin
     return -(share_hT * seen_hT).sum(1).to(sinks_h.dtype)
 
 
-def one_by_one(
+def attend_per_document(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

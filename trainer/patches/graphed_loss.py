@@ -102,7 +102,7 @@ class GraphedLoss:
             result: Tensor = model()
         return result
 
-    def take_share(self) -> float:
+    def take_fraction(self) -> float:
         """Return the fraction of batches since the last call that were replayed."""
         share = self._replayed / max(self._calls, 1)
         self._calls = self._replayed = 0

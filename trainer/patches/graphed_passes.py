@@ -86,7 +86,7 @@ class LossPass:
         return self._loss.compute_from_inputs(module, *inputs.read())
 
     def _on_host(self, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
-        return self._loss.on_host(padded(self.batch, shape), shape.places)
+        return self._loss.build_host_inputs(padded(self.batch, shape), shape.places)
 
 
 class JointPass:
@@ -123,7 +123,7 @@ class JointPass:
 
     def _on_host(self, shape: JointShape) -> tuple[dict[str, Any], Tensor]:
         batch = padded(self._together, shape.whole)
-        return self._loss.on_host_with_reference(batch, shape, self.batch.target_count)
+        return self._loss.build_host_inputs_with_reference(batch, shape, self.batch.target_count)
 
     def _fill_states(self, static: Tensor) -> None:
         static[: len(self._base_states)].copy_(self._base_states)

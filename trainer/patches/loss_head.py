@@ -74,8 +74,8 @@ class TokenLoss:
         places_on_device, chosen = to_device(places, device), to_device(flat[places], device)
         return self._in_chunks(call, inputs, chosen, places_on_device if len(places) != len(flat) else None)
 
-    def on_host(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the arguments of `compute_from_inputs` on the host: model inputs and targets [B, K], K at least `places`."""
+    def build_host_inputs(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return model inputs and targets [B, K], K at least `places`, on the host for `compute_from_inputs`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
@@ -159,7 +159,7 @@ class TokenLoss:
         """Return the loss sum of `own` and the sum of KL(adapted || base) on reference text, from one pass.
 
         Both are in nats, fp32. `batch` is `own` followed by reference documents, and `base_states` are the result of
-        `of_base` for these documents.
+        `compute_base_states` for these documents.
         """
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
@@ -193,14 +193,14 @@ class TokenLoss:
             scaled: torch.Tensor = model(**inputs, use_cache=False).logits
         return scaled.flatten() / (self._factor or 1.0)
 
-    def on_host_with_reference(
+    def build_host_inputs_with_reference(
         self, batch: MicroBatch, shape: JointShape, own: int
     ) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the arguments of `compute_both_from_inputs` on the host for a batch with `own` training targets.
 
         Rows that only fill the shape are copies of the first position.
         """
-        inputs, targets = self.on_host(batch)
+        inputs, targets = self.build_host_inputs(batch)
         kept: torch.Tensor = inputs["logits_to_keep"]
         others = int((batch.targets != IGNORED).sum()) - own
         more, more_others = kept.new_zeros(shape.places - own), kept.new_zeros(shape.reference - others)
@@ -237,7 +237,7 @@ class TokenLoss:
     ) -> torch.Tensor:
         """Return sum_t KL(adapted_t || base_t) over the positions of the targets, nats, fp32.
 
-        `base_states` are the result of `of_base` for this batch.
+        `base_states` are the result of `compute_base_states` for this batch.
         """
         with self._no_step(batch, device):
             inputs, places = self._inputs_and_places(batch, device)
@@ -258,7 +258,7 @@ class TokenLoss:
         with self._no_step(batch, device):
             return self._head is not None
 
-    def of_base(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+    def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `in_chunks`."""
         with self._no_step(batch, device):
             inputs, places = self._inputs_and_places(batch, device)
@@ -309,7 +309,7 @@ class TokenLoss:
 
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
-        inputs, targets = self.on_host(batch)
+        inputs, targets = self.build_host_inputs(batch)
         return {name: to_device(value, device) for name, value in inputs.items()}, targets
 
     def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:

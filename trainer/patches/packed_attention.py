@@ -16,7 +16,7 @@ from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
 from trainer.model.model_kind import takes_sdpa
-from trainer.patches.attention_sinks import flash_with_sinks, has_sinks, one_by_one
+from trainer.patches.attention_sinks import attend_per_document, flash_with_sinks, has_sinks
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -166,7 +166,7 @@ def varlen_attention(
     sinks = kwargs.get("s_aux")
     if sinks is not None and (cu_seqlens is None or dropout or not has_flash(query.device, query.dtype)):
         tensors = (query, key, value, attention_mask)
-        return one_by_one(module, *tensors, scaling, cu_seqlens, sliding_window, dropout), None
+        return attend_per_document(module, *tensors, scaling, cu_seqlens, sliding_window, dropout), None
     if cu_seqlens is None:
         if attention_mask is None:
             attention_mask = _mask_of_one_text(query.shape[2], key.shape[2], sliding_window, query.device)

@@ -30,7 +30,7 @@ class Progress:
         self.seconds: dict[str, float] = {}
         """Time spent in each outermost phase so far, without the steps themselves."""
         self.first_phase_at: float | None = None
-        self.tell_step: Callable[[int, int], None] | None = None
+        self.write_step: Callable[[int, int], None] | None = None
         """Writes the step and the first step at once; set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
         """Marks the device's work of this step when a phase of OF_A_STEP begins; set by the watchdog."""
@@ -47,8 +47,8 @@ class Progress:
     def attribute_failures_to(self, step: int) -> None:
         """Attribute failures from now on to step `step`: a device's results are read in the step after it."""
         self.step = step
-        if self.tell_step is not None:
-            self.tell_step(step, self.first_step)
+        if self.write_step is not None:
+            self.write_step(step, self.first_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

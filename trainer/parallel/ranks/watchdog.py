@@ -56,7 +56,7 @@ class Watchdog:
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
         self.all_write = False
         """Whether every rank writes heartbeats from its start, so that a rank without any has not started."""
-        PROGRESS.tell_step = self._tell_step
+        PROGRESS.write_step = self._write_step
         self._host = host_name()
         self._work = Work()
         self._worked_at = time.monotonic()
@@ -94,7 +94,7 @@ class Watchdog:
         """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
         self._folder.note_end(exit_code)
 
-    def _tell_step(self, step: int, first: int) -> None:
+    def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
             self._folder.publish(self._look_inward())  # the launcher forwards signals to the process named here
         self._folder.note_step(step, first)
