@@ -19,8 +19,8 @@ from launcher.supervision.silence import Silence
 from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.rank_variables import host_name
 from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.process_state import Work, find_collective, find_place, free_host_memory, main_thread_frame
 from trainer.parallel.ranks.progress import PROGRESS, Progress
-from trainer.parallel.ranks.vital_signs import Work, find_collective, find_place, free_host_memory, main_thread_frame
 from trainer.parallel.ranks.watchdog import Watchdog, describe_hang, ranks_behind
 
 BEAT = Heartbeat(
@@ -345,7 +345,7 @@ import time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
-from trainer.parallel.ranks.vital_signs import recorded_collectives
+from trainer.parallel.ranks.process_state import recorded_collectives
 dist.init_process_group("gloo")
 assert recorded_collectives() == (None, None)
 value = torch.ones(4)

@@ -29,8 +29,7 @@ from trainer.contract.launcher_process import read_stat
 from trainer.contract.rank_variables import host_name
 from trainer.parallel.ranks.device_marks import DeviceMarks
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
-from trainer.parallel.ranks.vital_signs import (
+from trainer.parallel.ranks.process_state import (
     Work,
     find_collective,
     find_place,
@@ -39,6 +38,7 @@ from trainer.parallel.ranks.vital_signs import (
     main_thread_frame,
     recorded_collectives,
 )
+from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
 # Another process is building; the launcher removes the lock of one that was killed.
 BUILD_PATIENCE_S = 600.0
