@@ -89,7 +89,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "model_properties: why_head_apart",
         "plain_head: replace_head",
         "loss_head: bypass_adapter",
-        "router_balance: mask_balancing_loss",
+        "loss_head: mask_balancing_loss",
     }
 
 

@@ -1,6 +1,7 @@
 """The sum of token losses of a micro-batch, with logits only at targets, computed in chunks."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,14 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops.head import divergence_sum, token_loss_sum
-from trainer.contract.known_versions import require
+from trainer.contract.known_versions import replaced, require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
+from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
-from trainer.patches.router_balance import mask_balancing_loss
 
 
 class TokenLoss:
@@ -355,6 +356,27 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@replaces(
+    "`load_balancing_loss_func` of modeling files",
+    library="transformers",
+    read_in="5.23.0",
+    why="it counts the padding of packed rows, for which the model gets no mask",
+    active="training.router_aux_loss",
+    test="tests/unit/test_router_loss.py: test_padding_of_packed_rows_is_not_balanced",
+)
+@contextmanager
+def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
+    """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
+    owner = sys.modules[type(base).__module__]
+    balance = require(owner, BALANCE, "transformers")
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
+
+    with replaced(owner, BALANCE, masked, "transformers"):
+        yield
 
 
 def to_device(value: Any, device: torch.device) -> Any:
