@@ -61,7 +61,7 @@ class Installation:
 
     stage: Stage
     """Owner of the replacement: the base before adapters are added, the adapted model, or DeepSpeed's engine."""
-    install: Callable[[Any, Wanted], list[str]]
+    install: Callable[[Any, Wanted], list[str] | None]
     """Installs it on the owner and returns lines for the console."""
     undo: Callable[[Any], object]
     """Undoes it on the owner; does nothing if it was not installed."""
@@ -69,7 +69,7 @@ class Installation:
 
 def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
     """Run the installation steps of this stage in order; return lines for the console."""
-    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted)]
+    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted) or []]
 
 
 def uninstall(model: Any, engine: Engine | None = None) -> None:
@@ -81,15 +81,13 @@ def uninstall(model: Any, engine: Engine | None = None) -> None:
             step.undo(engine)
 
 
-def _own_heads(_: Any, wanted: Wanted) -> list[str]:
+def _own_heads(_: Any, wanted: Wanted) -> None:
     copy_heads_without_flash(wanted.device, wanted.dtype)
-    return []
 
 
-def _varlen(model: Any, wanted: Wanted) -> list[str]:
+def _varlen(model: Any, wanted: Wanted) -> None:
     if wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
-    return []
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
@@ -123,10 +121,9 @@ def _mamba(model: Any, wanted: Wanted) -> list[str]:
     return call_projections_of_mamba(model) if wanted.config.adapter != "none" else []
 
 
-def _layer_gather(model: Any, wanted: Wanted) -> list[str]:
+def _layer_gather(model: Any, wanted: Wanted) -> None:
     if wanted.shards is not None:
         wanted.shards.attach(model)
-    return []
 
 
 def _ungather(model: Any) -> None:
@@ -177,10 +174,9 @@ def _rounded(model: Any, wanted: Wanted) -> list[str]:
     return compute_rounded(model, kind, wanted.dtype)
 
 
-def _forgotten_inputs(model: Any, wanted: Wanted) -> list[str]:
+def _inputs(model: Any, wanted: Wanted) -> None:
     if wanted.recomputed != "none":
         recompute_inputs(model, recomputed_whole(model, wanted.config.training))
-    return []
 
 
 def _recomputation(model: Any, wanted: Wanted) -> list[str]:
@@ -188,21 +184,19 @@ def _recomputation(model: Any, wanted: Wanted) -> list[str]:
     return [line] if line else []
 
 
-def _faults(engine: Engine, _: Wanted) -> list[str]:
+def _workarounds(engine: Engine, _: Wanted) -> None:
     install_workarounds(engine)
-    return []
 
 
-def _unanswer(engine: Engine) -> None:
+def _remove_workarounds(engine: Engine) -> None:
     undo_on(engine.optimizer)
     undo_on(engine)
 
 
-def _guard(engine: Engine, wanted: Wanted) -> list[str]:
+def _guard(engine: Engine, wanted: Wanted) -> None:
     if wanted.clips_on_device:
         ours: Any = engine  # DeepSpeed's engine does not declare the attribute
         ours.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
-    return []
 
 
 def _unguard(engine: Engine) -> None:
@@ -219,8 +213,8 @@ INSTALLATIONS = (
     Installation("adapted", _experts, undo),
     Installation("adapted", _fused_lora, undo),
     Installation("adapted", _rounded, undo),
-    Installation("adapted", _forgotten_inputs, undo),
+    Installation("adapted", _inputs, undo),
     Installation("adapted", _recomputation, disable_recomputation),
-    Installation("engine", _faults, _unanswer),
+    Installation("engine", _workarounds, _remove_workarounds),
     Installation("engine", _guard, _unguard),
 )

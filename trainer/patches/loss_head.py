@@ -288,7 +288,7 @@ class TokenLoss:
     def _observe(self, batch: MicroBatch, device: torch.device) -> None:
         """Find out once whether head and loss can be computed together on this model."""
         if self._head is not None and self._factor is None:
-            self._factor = self._observed_factor(batch, device)
+            self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
                 self._head = None
             self._compare(self._head is not None)
@@ -312,10 +312,6 @@ class TokenLoss:
         # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
         inputs, targets = self.build_host_inputs(batch)
         return {name: to_device(value, device) for name, value in inputs.items()}, targets
-
-    def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:
-        tokens = batch.input_ids[:1, :2].to(device)
-        return observed_factor(self._module, self._head, tokens)
 
     def _compare(self, fused: bool) -> None:
         """Warn if the loaded model differs from the empty one that the memory estimate used."""

@@ -6,7 +6,6 @@ offload_activations        keep the inputs in page-locked host memory; copies ov
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -81,12 +80,13 @@ def _repeating_draws(function: Callable[..., Any], *args: Any) -> Any:
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
     seeds = Seeds()
-    contexts = partial(_contexts_of, seeds)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-
-def _contexts_of(seeds: Seeds) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return seeds.record(), seeds.replay()
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (seeds.record(), seeds.replay()),
+    )
 
 
 def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:

@@ -80,7 +80,8 @@ class _Loader(Loader):
         with _compiled_when_called() if asked is None else _there_once_imported(*asked):
             self._loader.exec_module(module)
         if module.__name__ == LISTS_ITSELF:
-            _keep_what_was_read(module)
+            lists: Any = module
+            lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
 
 
 @contextmanager
@@ -93,10 +94,6 @@ def _compiled_when_called() -> Iterator[None]:
         yield
     finally:
         torch.compile = eager
-
-
-def _keep_what_was_read(lists: Any) -> None:
-    lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
 
 
 @contextmanager

@@ -30,14 +30,14 @@ def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: b
     """
     modules = dict(model.named_modules())
     if hasattr(model, "gathered_blocks"):
-        return _units(model, modules, model.gathered_blocks(), _kept(model, keep_whole, keep_embeddings))
+        return _units(modules, model.gathered_blocks(), _kept(model, keep_whole, keep_embeddings))
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
     outermost = [path for path in lists if not path.startswith(tuple(f"{other}." for other in lists))]
     blocks = [path for path in modules if path.rpartition(".")[0] in outermost]
-    return _units(model, modules, blocks, _kept(model, keep_whole, keep_embeddings))
+    return _units(modules, blocks, _kept(model, keep_whole, keep_embeddings))
 
 
-def _units(model: Any, modules: dict[str, Any], blocks: Sequence[str], kept: set[int]) -> list[UnitPlan]:
+def _units(modules: dict[str, Any], blocks: Sequence[str], kept: set[int]) -> list[UnitPlan]:
     in_blocks = Counter(id(parameter) for block in blocks for parameter in modules[block].parameters())
     kept |= {identity for identity, times in in_blocks.items() if times > 1}
     units = []
