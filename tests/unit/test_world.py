@@ -68,16 +68,16 @@ def test_nothing_differs() -> None:
 
 def test_a_version_is_named_with_its_hosts() -> None:
     reports = world()
-    reports[2] = replace(reports[2], facts=FACTS | {"torch": "2.11.0"})
-    reports[3] = replace(reports[3], facts=FACTS | {"torch": "2.11.0"})
+    reports[2] = replace(reports[2], values=FACTS | {"torch": "2.11.0"})
+    reports[3] = replace(reports[3], values=FACTS | {"torch": "2.11.0"})
     told = differences(reports)
     assert told == ["torch differs: 2.13.0 on n1, n3; 2.11.0 on n2; install one version of torch on all hosts"]
 
 
 def test_a_missing_package_and_other_code_and_another_configuration() -> None:
     reports = world()
-    facts = {name: value for name, value in FACTS.items() if name != "deepspeed"}
-    reports[4] = replace(reports[4], facts=facts | {"code": "0.1.0+bb", "configuration": "dd"})
+    values = {name: value for name, value in FACTS.items() if name != "deepspeed"}
+    reports[4] = replace(reports[4], values=values | {"code": "0.1.0+bb", "configuration": "dd"})
     told = "\n".join(differences(reports))
     assert "deepspeed differs: 0.19.8 on n1, n2, n3; not installed on n3" in told
     assert "code differs: 0.1.0+aa on n1, n2; 0.1.0+bb on n3; use one checkout" in told

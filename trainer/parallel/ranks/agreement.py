@@ -47,8 +47,8 @@ class Report:
     """Kind of device, `cuda NVIDIA H200` or `cpu`."""
     device_id: str
     """Different for any two GPUs; empty for a CPU, which ranks may share."""
-    facts: dict[str, str]
-    """Values by name that must be the same on all ranks."""
+    values: dict[str, str]
+    """Versions and digests by name, which must be the same on all ranks."""
     sees_folder: bool = True
     """Whether this rank can read what rank 0 writes into the output folder."""
 
@@ -145,11 +145,11 @@ def build_report(ranks: Ranks, config: RunConfig) -> Report:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(ranks.device())
         device, device_id = f"cuda {properties.name}", str(properties.uuid)
-    facts = {"python": platform.python_version()} | package_versions()
-    facts["cuda"] = str(torch.version.cuda)
-    facts["code"] = code_version()
-    facts["configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
-    return Report(ranks.rank, host_name(), device, device_id, facts)
+    values = {"python": platform.python_version()} | package_versions()
+    values["cuda"] = str(torch.version.cuda)
+    values["code"] = code_version()
+    values["configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    return Report(ranks.rank, host_name(), device, device_id, values)
 
 
 @cache
@@ -165,14 +165,14 @@ def code_version() -> str:
 def differences(reports: Sequence[Report]) -> list[str]:
     """Return a line for everything that differs between ranks, with the hosts; empty if nothing does."""
     lines = []
-    names = dict.fromkeys(name for report in reports for name in report.facts)
+    names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):
         hosts: dict[str, list[str]] = defaultdict(list)
         # A file saved while the ranks of one host read it would make them differ despite one checkout.
         first_of_host = {report.host: report for report in reversed(reports)}
         asked = [report for report in reports if name != "code" or first_of_host[report.host] is report]
         for report in asked:
-            value = report.device if name == "device" else report.facts.get(name, "not installed")
+            value = report.device if name == "device" else report.values.get(name, "not installed")
             hosts[value].append(report.host)
         if len(hosts) > 1:
             ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
@@ -209,8 +209,8 @@ def _shared_devices(reports: Sequence[Report]) -> list[str]:
 def summary(reports: Sequence[Report]) -> str:
     """Return one line with the number of ranks, hosts, device and versions."""
     hosts = list(dict.fromkeys(report.host for report in reports))
-    facts = reports[0].facts
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "deepspeed") if name in facts)
+    values = reports[0].values
+    versions = ", ".join(f"{name} {values[name]}" for name in ("torch", "deepspeed") if name in values)
     rank_word = "rank" if len(reports) == 1 else "ranks"
     return f"world        {len(reports)} {rank_word} on {_listed(hosts)}: {reports[0].device}; {versions}"
 
