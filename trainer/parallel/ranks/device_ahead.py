@@ -28,6 +28,7 @@ def make_context_ahead(environment: Mapping[str, str] = os.environ) -> threading
 
 def hash_triton_ahead() -> threading.Thread:
     """Start to hash Triton's library of a few hundred MB; the hash is part of the name of every compiled kernel.
+
     It takes 0.4 s without holding the GIL, and is cached for the first kernel of the first step.
     """
     thread = threading.Thread(target=_hash_triton, name="triton", daemon=True)
