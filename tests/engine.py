@@ -15,8 +15,8 @@ from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.optimizer import build_optimizer
-from trainer.parallel.ranks.group import nothing_compiled_for_cpus
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.parallel.ranks.group import skip_shm_build
+from trainer.patches.deepspeed_workarounds import install_workarounds
 
 IDS = torch.arange(3, 35)[None]
 
@@ -35,7 +35,7 @@ def one_rank(folder: Path) -> Iterator[None]:
     backend = "nccl" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "gloo"
     store = dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    with nothing_compiled_for_cpus():
+    with skip_shm_build():
         comm.init_distributed(backend, verbose=False)
     # On a CPU without fp16 instructions, where torch is only slow, DeepSpeed refuses the format.
     accelerator = get_accelerator()
@@ -94,7 +94,7 @@ def adapted_engine_of(
     optimizer = build_optimizer(model, section, LoraSection(loraplus_lr_ratio=loraplus or None), fused=fused)
     settings = deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, one_gradient=True)
     engine = start_engine(model, optimizer, settings)
-    answer_faults(engine)
+    install_workarounds(engine)
     if one_buffer is not None:
         one_buffer.repoint()
     return engine

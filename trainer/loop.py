@@ -155,7 +155,7 @@ class Loop:
         if parts.batches.samples_per_epoch and position.offset >= parts.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
         known = {"train/learning_rate": float(parts.schedule.get_last_lr()[0])}
-        known["perf/graphed"] = parts.graphs.take_share() if parts.graphs is not None else 0.0
+        known["perf/graphed"] = parts.graphs.take_fraction() if parts.graphs is not None else 0.0
         self._in_flight = position.step, launched, known
         if not launched.on_device:
             self._settle()
@@ -230,7 +230,7 @@ class Loop:
         patience = NONFINITE_IN_A_ROW * 2 if searching else NONFINITE_IN_A_ROW
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
-        PROGRESS.fails_for(step)
+        PROGRESS.attribute_failures_to(step)
         if result.nonfinite_ranks and not result.own_is_nonfinite:
             one = result.nonfinite_rank
             who = f"{result.nonfinite_ranks} other ranks" if one is None else f"rank {one}"

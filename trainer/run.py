@@ -323,9 +323,9 @@ class Run:
         mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None
-        graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, mixture=mixture)
+        graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.use_captured(graphs.term, graphs.with_reference)
+            self.steering.use_captured(graphs.penalty, graphs.with_reference)
         return graphs
 
     @phase("save")

@@ -9,7 +9,7 @@ import sys
 
 from trainer.contract import held_start
 from trainer.contract.standard_streams import PROGRESS
-from trainer.parallel.ranks.lean_imports import import_what_every_run_uses
+from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.training_process import begin
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         return train_when_released(words)
     from trainer.entry.rank import main as train
 
-    import_what_every_run_uses()
+    import_common_modules()
     return train(words)
 
 

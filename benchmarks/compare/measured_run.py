@@ -32,7 +32,7 @@ from trainer.monitor.metrics import read_metrics
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.patches.loss_head import TokenLoss, adapter_off
+from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.run import Run
 from trainer.setup.preflight import prepare
 
@@ -184,7 +184,7 @@ def compute_row_divergences(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the sum over targets of KL(adapter || base) of each row of a micro-batch, nats, fp64 [B]."""
     loss = TokenLoss(model)
     adapted, targets = loss.logits(model, batch, model.device)
-    with adapter_off(model):
+    with bypass_adapter(model):
         base, _ = loss.logits(model, batch, model.device)
     rows = []
     for one, other, target in zip(adapted, base, targets, strict=True):

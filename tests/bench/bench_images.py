@@ -104,13 +104,13 @@ def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
     from peft import LoraConfig
 
     from trainer.config import ModelSection
-    from trainer.parallel.ranks.torch_settings import leave_out_cudnn
+    from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
     from trainer.tasks.images.encoding import random_conditions
     from trainer.tasks.images.pipeline import read_pipeline
 
     case = CASES[name]
     if not case.get("cudnn", True):
-        leave_out_cudnn()  # its derivative ends such a loop in an illegal memory access
+        disable_cudnn_attention()  # its derivative ends such a loop in an illegal memory access
     pipeline = read_pipeline(case["base_model"], ModelSection())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = random_denoiser(pipeline, device, nf4=case.get("adapter") == "qlora")

@@ -163,9 +163,9 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     code, _, err = run.end()
     assert code == 1, err
     first = err.splitlines()[0]
-    assert first.startswith(f"the run failed: the run hangs: rank 1 on {HOST} (process {run.pid(1)}) gives no sign"), (
-        err
-    )
+    assert first.startswith(
+        f"the run failed: the run hangs: rank 1 on {HOST} (process {run.pid(1)}) sends no heartbeat"
+    ), err
     assert "the process is stopped (SIGSTOP, or a debugger)" in first
     assert "; rank 0 waits for it in" in first
     assert '  File "' in err, "its stack, written once it was allowed to run again"
@@ -177,8 +177,8 @@ def test_a_rank_stopped_before_its_first_heartbeat_is_named(start: Start) -> Non
     code, _, err = start(SOON, mischief="1:stop@begin:1").end()
     assert code == 1
     assert err.startswith(
-        f"the run failed: the run hangs: rank 1 on {HOST} has given no sign of life since it was started: it is "
-        "stopped, or its host is gone; rank 0 waits for it in join/meet"
+        f"the run failed: the run hangs: rank 1 on {HOST} has sent no heartbeat since it was started: it is "
+        "stopped, or its host is down; rank 0 waits for it in join/meet"
     ), err
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_hangs_before_a_collective_is_named(start: Start) -> None:
     assert code == 1, err
     first = err.splitlines()[0]
     assert re.match(
-        rf"the run failed: the run hangs: rank 1 on {HOST} \(process \d+\) has got nowhere for 0\.\d min", first
+        rf"the run failed: the run hangs: rank 1 on {HOST} \(process \d+\) has made no progress for 0\.\d min", first
     )
     assert re.search(r"step \d+, phase .*, at tests/cluster/mischief/sitecustomize.py:\d+ misbehave", first), first
     assert re.search(r"; rank 0 waits for it in (all_reduce|allreduce|reduce)", first), first

@@ -13,11 +13,11 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_layers import expert_modules, expert_names
-from trainer.parallel.engine.deepspeed_engine import deepspeed_config, partitioning_announced, start_engine
+from trainer.parallel.engine.deepspeed_engine import announce_partitioning, deepspeed_config, start_engine
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import end_process, leave_process_group
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.fused_experts import compute_experts
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def measured(folder: Path, kind: str, adapted: str, gather: str, *, recomputed: 
     base = load_base_model(
         str(folder / model_name), ModelSection(), shards=shards, deepspeed_config=None if shards else config, **how
     )
-    with partitioning_announced(config):
+    with announce_partitioning(config):
         torch.manual_seed(0)
         model: Any = apply_adapter(base, ADAPTERS[adapted], torch.float32)
     compute_experts(model, on_gpu=True)  # on a CPU the operator is plain torch: frozen experts by it as well
@@ -90,7 +90,7 @@ def measured(folder: Path, kind: str, adapted: str, gather: str, *, recomputed: 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     engine: Any = start_engine(model, build_optimizer(model, training, ADAPTERS[adapted], fused=False), config)
-    answer_faults(engine)
+    install_workarounds(engine)
     watch = Watch(model)
     engine.train()
     ids, alive, losses = torch.arange(3, 27).view(2, 12), None, []

@@ -82,17 +82,17 @@ ADAPTED = {
 SAID = {
     "granite": [
         "fused 14 of 14 adapted layers",
-        "3 of them with siblings",
+        "3 of them grouped",
         "not grouped: 11 layers",
-        "without adapter, being no linear layers: conv1d (2 of 160 x 1 x 4)",
+        "without adapter, not linear layers: conv1d (2 of 160 x 1 x 4)",
         "mamba: 2 layers in plain torch",
     ],
     "granite-moe": [
         "experts: 3 layers with an adapter of r=4 for each expert (down_proj, gate_up_proj)",
         "router (3 of",
     ],
-    "qwen2": ["fused 14 of 14 adapted layers", "10 of them with siblings"],
-    "phi3": ["fused 8 of 8 adapted layers", "0 of them with siblings"],
+    "qwen2": ["fused 14 of 14 adapted layers", "10 of them grouped"],
+    "phi3": ["fused 8 of 8 adapted layers", "0 of them grouped"],
     "mixtral": ["fused 8 of 8 adapted layers", "experts: 2 layers with an adapter of r=4", "gate (2 of 4 x 64)"],
 }
 FUSED = {"ops__backend": "reference", "logging__report_to": "none", "training__learning_rate": 1e-2}

@@ -1,4 +1,4 @@
-"""Micro-steps played back from CUDA graphs train as launched ones do: same losses, same adapter, same memory.
+"""Micro-steps replayed from CUDA graphs train as launched ones do: same losses, same adapter, same memory.
 
 Packs of documents of one length are computed by the same kernels on the same numbers, to the bit; packs of ragged ones
 are padded, which changes the order of sums. Keep the output with `pytest -s`: it has the times.
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from benchmarks.bench.cases import write_texts
 from tests.runs_in_process import make_ground, train
-from trainer.parallel.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
+from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, Member
 
 pytestmark = pytest.mark.gpu
@@ -82,9 +82,9 @@ class Trained:
 
 
 def both(ground: Path, **settings: Any) -> tuple[Trained, Trained]:
-    """The same run launched kernel by kernel, and played back."""
+    """The same run launched kernel by kernel, and replayed."""
     launched, played = (Trained(ground, **settings, training__cuda_graphs=mode) for mode in ("off", "on"))
-    print(f"\n{settings}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} ms played, graphed {played.graphed}")
+    print(f"\n{settings}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} replayed, graphed {played.graphed}")
     print(played.graph_lines())
     return launched, played
 
@@ -162,11 +162,11 @@ def texts_of_lengths(path: Path, lengths: list[int]) -> Path:
 @pytest.mark.parametrize("name", KL)
 @pytest.mark.parametrize("alike", [True, False], ids=["of one length", "ragged"])
 def test_reference_text_of_kl_is_replayed_with_the_step(even: Path, name: str, alike: bool) -> None:
-    """Of one length from the first shape on; ragged texts have a recording for each of few sizes."""
+    """Of one length from the first shape on; ragged texts have a captured for each of few sizes."""
     lengths = [48] * 60 if alike else [20 + 7 * index % 61 for index in range(60)]
     settings = with_kl(texts_of_lengths(even / f"reference-{alike}.jsonl", lengths)) | KL[name]
     (launched, before), (played, after) = (with_records(even, mode, settings) for mode in ("off", "on"))
-    print(f"\n{name}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} ms played, graphed {played.graphed}")
+    print(f"\n{name}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} replayed, graphed {played.graphed}")
     print(played.graph_lines())
     print("kl_bits", before[-1]["kl_bits"], after[-1]["kl_bits"], "lambda", before[-1]["lambda"], after[-1]["lambda"])
     assert sum(played.graphed[20:]) >= (19.9 if alike else 15), played.graph_lines()
@@ -193,18 +193,18 @@ def with_kl(texts: Path) -> dict[str, Any]:
 
 def test_where_reference_text_is_not_worth_a_capture_others_are(even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The micro-step that has it may be many times as long."""
-    record = Recorder.record
+    record = GraphCapturer.capture
 
-    def refused(self: Recorder, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> Recording:
-        recording = record(self, compute, must_pay=must_pay)
-        if recording._value.numel() > 1:
-            raise NotRecordable("it does not pay")
-        return recording
+    def refused(self: GraphCapturer, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> CapturedPass:
+        captured = record(self, compute, must_pay=must_pay)
+        if captured._value.numel() > 1:
+            raise NotCapturable("it does not pay")
+        return captured
 
-    monkeypatch.setattr(Recorder, "record", refused)
+    monkeypatch.setattr(GraphCapturer, "capture", refused)
     texts = texts_of_lengths(even / "reference.jsonl", [48] * 60)
     run = Trained(even, **with_kl(texts), training__gradient_accumulation_steps=2, training__cuda_graphs="on")
-    assert "micro-steps with reference text are launched: it does not pay" in run.graph_lines()
+    assert "off for micro-steps with reference text: it does not pay" in run.graph_lines()
     assert set(run.graphed[10:]) == {0.5}
 
 
@@ -235,19 +235,19 @@ def test_memory_that_runs_out_while_a_step_is_captured(
     even: Path, monkeypatch: pytest.MonkeyPatch, captures: int
 ) -> None:
     """The allocator gets no more from the card from there on, until the capture has failed; the run continues."""
-    record, warm_up, begin = Recorder.record, Recorder._warm_up, torch.cuda.graph.__enter__
+    record, warm_up, begin = GraphCapturer.capture, GraphCapturer._warm_up, torch.cuda.graph.__enter__
     begun = []
 
     def no_more() -> None:
         torch.cuda.set_per_process_memory_fraction(1e-6)
 
-    def recorded(self: Recorder, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> Recording:
+    def recorded(self: GraphCapturer, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> CapturedPass:
         try:
             return record(self, compute, must_pay=must_pay)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
-    def warmed_up(self: Recorder, compute: Callable[[], torch.Tensor]) -> None:
+    def warmed_up(self: GraphCapturer, compute: Callable[[], torch.Tensor]) -> None:
         if captures == 0:
             no_more()
         warm_up(self, compute)
@@ -261,8 +261,8 @@ def test_memory_that_runs_out_while_a_step_is_captured(
     settings = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
     settings |= {"lora__dropout": 0.1}
     launched = Trained(even, **settings, training__cuda_graphs="off")
-    monkeypatch.setattr(Recorder, "record", recorded)
-    monkeypatch.setattr(Recorder, "_warm_up", warmed_up)
+    monkeypatch.setattr(GraphCapturer, "capture", recorded)
+    monkeypatch.setattr(GraphCapturer, "_warm_up", warmed_up)
     monkeypatch.setattr(torch.cuda.graph, "__enter__", begin_capture)
     played = Trained(even, **settings, training__cuda_graphs="on")
     print(f"\n{played.graph_lines()}")
@@ -276,7 +276,7 @@ def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -
     """What is reserved differs by more: recordings have a pool of their own, with workspaces of 32 MiB in it."""
     shape = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
     launched, played = both(even, **shape, **settings)
-    reserved = f"reserved {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back"
+    reserved = f"reserved {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB replayed"
     print(f"{settings}: peak {launched.peak:.0f} and {played.peak:.0f} MiB, {reserved}")
     assert played.graphed[-1] == 1.0, played.graph_lines()
     assert played.peak < 1.05 * launched.peak
@@ -291,10 +291,10 @@ def test_auto_captures_host_bound_steps(even: Path) -> None:
 
 
 def test_a_failed_capture_leaves_torch_as_it_was() -> None:
-    """Allocation, the generator and the stream work afterwards, and another recording can be made."""
+    """Allocation, the generator and the stream work afterwards, and another captured can be made."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
-    recorder = flat_recorder()
+    capturer = flat_capturer()
     stream = torch.cuda.current_stream()
 
     def waits_while_recorded(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -306,24 +306,24 @@ def test_a_failed_capture_leaves_torch_as_it_was() -> None:
         return computed
 
     def compute() -> torch.Tensor:
-        return (torch.rand(64, device="cuda") * recorder._leaves[0]).sum()
+        return (torch.rand(64, device="cuda") * capturer._leaves[0]).sum()
 
     with pytest.raises(Exception):  # noqa: B017  torch's type of it differs between versions
-        recorder.record(waits_while_recorded(compute), must_pay=False)
+        capturer.capture(waits_while_recorded(compute), must_pay=False)
     assert torch.cuda.current_stream() == stream
     torch.rand(4, device="cuda").sum().item()
-    recorder = again = flat_recorder()
+    capturer = again = flat_capturer()
     torch.manual_seed(1)
-    recording = again.record(compute, must_pay=False)
+    captured = again.capture(compute, must_pay=False)
     torch.manual_seed(1)
-    first, second = recording(), recording()
+    first, second = captured(), captured()
     torch.manual_seed(1)
     wanted = [float((torch.rand(64, device="cuda") * again._leaves[0]).sum()) for _ in range(2)]
     assert [float(first), float(second)] == wanted
 
 
-def flat_recorder() -> Recorder:
+def flat_capturer() -> GraphCapturer:
     down, up = (torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((4, 8), (8, 4)))
     pair = Member("a", torch.nn.Module(), down), Member("b", torch.nn.Module(), up)
     flat = FlatAdapter([pair], separate_up=False)
-    return Recorder(flat)
+    return GraphCapturer(flat)

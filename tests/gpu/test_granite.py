@@ -72,7 +72,7 @@ def test_every_kind_of_layer_is_adapted(run: tuple[Path, str]) -> None:
     rows = {tuple(line.split()[:5]) for line in run[1].splitlines()}
     for (name, shape), count in LAYERS.items():
         assert (name, *shape.split(), str(count)) in rows, run[1]
-    assert "fused 168 of 168 adapted layers" in run[1] and "12 of them with siblings" in run[1]
+    assert "fused 168 of 168 adapted layers" in run[1] and "12 of them grouped" in run[1]
     assert "conv1d (36 of 3328 x 1 x 4)" in run[1]
 
 

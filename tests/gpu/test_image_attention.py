@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.parallel.ranks.torch_settings import leave_out_cudnn
+from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ def test_gradients_are_those_of_wider_numbers(tokens: int, heads: int, width: in
     """cuDNN's kernels (torch 2.11, cuDNN 9.19, an H200) end the first in an illegal memory access, or in no numbers."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        leave_out_cudnn()
+        disable_cudnn_attention()
         torch.manual_seed(0)
         # As diffusers has them: [B, T, heads, width] in memory.
         leaves = [torch.randn(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

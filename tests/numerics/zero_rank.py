@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ops
 from trainer.parallel.engine.deepspeed_engine import start_engine
-from trainer.parallel.ranks.group import nothing_compiled_for_cpus
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.parallel.ranks.group import skip_shm_build
+from trainer.patches.deepspeed_workarounds import install_workarounds
 
 WIDTH, RANK, STEPS = 64, 4, 3
 
@@ -78,7 +78,7 @@ def train(base: str, stage: int, kind: str) -> list[float]:
     model = Stack(base, kind)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = start_engine(model, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1), config)
-    answer_faults(engine)
+    install_workarounds(engine)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 + 2 * step + dist.get_rank())
@@ -92,7 +92,7 @@ def train(base: str, stage: int, kind: str) -> list[float]:
 
 
 def main() -> None:
-    with nothing_compiled_for_cpus():
+    with skip_shm_build():
         deepspeed.init_distributed(dist_backend="gloo")
     found = {
         base: {

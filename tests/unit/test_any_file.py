@@ -70,7 +70,7 @@ CONFIG = {"base_model": "m", "output_dir": "run", "dataset": {"path": "d"}}
 JSON_FILES: dict[str, Any] = {
     "logs/lock.json": {"token": "t", "since": "s", "job": "", "restarts": 0, "holders": [HOLDER, HOLDER]},
     "logs/heartbeat-0.json": BEAT,
-    "logs/hang.json": {"ranks": [0], "text": "the run hangs: rank 0 has given no sign of life"},
+    "logs/hang.json": {"ranks": [0], "text": "the run hangs: rank 0 has sent no heartbeat"},
     "logs/out_of_memory.json": NOTE,
     "logs/restarts.json": [RESTART, RESTART],
     "logs/slurm-starts.json": [{"job": "7", "newest": "checkpoint-2", "record": 5, "code": 75}],

@@ -57,7 +57,7 @@ def test_every_linear_layer_of_a_published_shape_is_adapted(shape: str) -> None:
 
 def test_a_hybrids_convolutions_are_said_to_have_no_adapter() -> None:
     [line] = unadapted_lines(adapted("granite-4.0-h-1b"), quantized=False)
-    assert line == "without adapter, being no linear layers: conv1d (36 of 3328 x 1 x 4): 0.0% of all parameters"
+    assert line == "without adapter, not linear layers: conv1d (36 of 3328 x 1 x 4): 0.0% of all parameters"
 
 
 @pytest.mark.parametrize("shape", ["qwen2.5-7b", "phi3-mini"])
@@ -72,7 +72,7 @@ def test_experts_without_adapter_are_said_with_their_share() -> None:
     config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=2, num_experts=8, vocab_size=1000)
     model = apply_adapter(empty_model(config, ModelSection()), LoraSection(r=8, experts=False), torch.float32)
     [line] = unadapted_lines(model, quantized=True)
-    assert line.startswith("without adapter, being no linear layers, and not in 4 bits: ")
+    assert line.startswith("without adapter, not linear layers, and not in 4 bits: ")
     assert "experts.gate_up_proj (2 of 8 x 2816 x 2048)" in line and "experts.down_proj (2 of 8 x 2048 x 1408)" in line
     total = sum(parameter.numel() for parameter in model.parameters())
     share = (2 * 8 * 3 * 1408 * 2048 + 2 * 8 * 2048) / total
@@ -86,7 +86,7 @@ def test_adapted_layers_in_whole_precision_are_said() -> None:
 def test_a_model_without_linear_layers_has_nothing_to_quantise() -> None:
     from transformers import AutoConfig
 
-    line = "adapter=qlora: GPT2LMHeadModel has no linear layer that could be quantised; use adapter: lora"
+    line = "adapter=qlora: GPT2LMHeadModel has no linear layer to quantise; use adapter: lora"
     with pytest.raises(UserError, match=line):
         check_packable(empty_model(AutoConfig.for_model("gpt2"), ModelSection()))
     check_packable(empty_model(AutoConfig.for_model("falcon", num_hidden_layers=1), ModelSection()))

@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from trainer.config import ModelSection, UserError
 from trainer.data.batches import MicroBatch
 from trainer.model.base import load_base_model
-from trainer.parallel.ranks.torch_settings import leave_out_cudnn
+from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
 from trainer.patches import packed_attention
 from trainer.patches.packed_attention import (
     VARLEN,
@@ -167,7 +167,7 @@ def test_cudnn_is_left_to_whole_tiles(folder: Path) -> None:
     """Not with a mask, and not where a document ends within 128 tokens: pytorch#196678."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        leave_out_cudnn()
+        disable_cudnn_attention()
         with AtAttention() as seen:
             for length in (128, 192):
                 query = torch.zeros(1, 1, 2 * length, 8)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.test_architectures import SMALL
 from tests.mixtures import EXPERTS, FUSED
-from trainer.patches.attention_sinks import grad_of_sinks, has_sinks, with_sinks
+from trainer.patches.attention_sinks import add_sinks, compute_sink_gradient, has_sinks
 from trainer.patches.packed_attention import VARLEN, use_varlen
 
 LENGTHS = (9, 1, 14)
@@ -70,7 +70,7 @@ def test_flash_attentions_own_backward_is_exact_with_the_corrected_output_and_ls
     expected = torch.autograd.grad(truth, (q, k, v, sinks), grad)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     plain, lse = forward(q.detach(), k.detach(), v.detach(), 0.0, True, scale=scale)
-    out, lse_with = with_sinks(plain[0].transpose(0, 1), lse.reshape(heads, tokens), sinks.detach())
+    out, lse_with = add_sinks(plain[0].transpose(0, 1), lse.reshape(heads, tokens), sinks.detach())
     torch.testing.assert_close(out.transpose(0, 1)[None], truth.detach(), rtol=1e-6, atol=1e-6)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out.transpose(0, 1)[None].contiguous(), lse_with.view(lse.shape).to(lse.dtype), 0.0, True,
@@ -78,5 +78,5 @@ def test_flash_attentions_own_backward_is_exact_with_the_corrected_output_and_ls
     )  # fmt: skip
     for got, wanted in zip(found, expected[:3], strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
-    of_sinks = grad_of_sinks(grad[0].transpose(0, 1), out, lse_with, sinks.detach())
+    of_sinks = compute_sink_gradient(grad[0].transpose(0, 1), out, lse_with, sinks.detach())
     torch.testing.assert_close(of_sinks, expected[3], rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.reference_text import reference_samples
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.patches.loss_head import TokenLoss, adapter_off
+from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.controller import ScuFault, Steering
 from trainer.scu.divergence import BaseStates, Divergence, Reference
 
@@ -122,7 +122,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
     samples = documents(4)
     batch = collate(samples, 0, packed=False, flat=False)
     loss = TokenLoss(model, fused=fused)
-    base = loss.of_base(model, batch, CPU)
+    base = loss.compute_base_states(model, batch, CPU)
     got = loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = torch.autograd.grad(got, list(trained.values()), allow_unused=True)
@@ -142,7 +142,7 @@ def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
     model = adapted()
     ids = torch.tensor([[5, 6, 7, 8]])
     before = [(name, p.requires_grad) for name, p in model.named_parameters()]
-    with adapter_off(model):
+    with bypass_adapter(model):
         off = model(input_ids=ids).logits
         assert [(name, p.requires_grad) for name, p in model.named_parameters()] == before
     with model.disable_adapter():
@@ -166,7 +166,7 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         total = loss(model, batch, torch.device("cpu"))
         if between:
             other = collate(documents(5), 0, packed=False, flat=False)
-            base = loss.of_base(model, other, CPU)
+            base = loss.compute_base_states(model, other, CPU)
             divergence = loss.divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
             total = total + 0.0 * divergence
         total.backward()

@@ -9,7 +9,7 @@ from torch import nn
 
 from ops.elementwise import silu_mul
 from trainer.patches import norm_mlp_rope as elementwise
-from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
 
 SHAPE = {
     "vocab_size": 64,
@@ -70,7 +70,7 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     replaced = replace_elementwise(model, recompute=True)
     assert (replaced.norms, replaced.mlps, replaced.rotary) == (norms, mlps, 1), replaced.lines()
     model = adapted(model)
-    assert forget_inputs(model) == sum("lora_A" in name for name in gradients)
+    assert recompute_inputs(model) == sum("lora_A" in name for name in gradients)
     again, others = loss_and_gradients(model)
     torch.testing.assert_close(again, loss, rtol=2.5e-7, atol=0)  # in 32 bits, two roundings
     assert others.keys() == gradients.keys()
@@ -85,7 +85,7 @@ def test_activations_are_computed_again_in_the_backward(monkeypatch):
     monkeypatch.setattr(elementwise, "WORTH_FORGETTING", 0)
     monkeypatch.setattr(elementwise, "silu_mul", lambda *a, real=silu_mul: (calls.append(1), real(*a))[1])
     replace_elementwise(model.get_base_model(), recompute=True)
-    forget_inputs(model)
+    recompute_inputs(model)
     calls.clear()
     loss_and_gradients(model)
     assert len(calls) == 4  # two layers, forward and backward

@@ -62,7 +62,7 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     divergence.held_out = whole
     token_loss, engine = TokenLoss(loop.model), engine_of(loop.model)
     batch = whole.batch(range(len(whole.documents)))
-    base_states = token_loss.of_base(engine, batch, CPU)
+    base_states = token_loss.compute_base_states(engine, batch, CPU)
     at_once = token_loss.divergence(engine, batch, CPU, base_states=base_states, with_gradient=False)
     tokens = sum(len(document.input_ids) - 1 for document in whole.documents)
     assert divergence.measure_held_out() == pytest.approx(at_once.item() / tokens / math.log(2), rel=1e-5)

@@ -8,7 +8,7 @@ import torch
 
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
-from trainer.patches.deepspeed_workarounds import loss_scaler, raise_the_loss_scale_last
+from trainer.patches.deepspeed_workarounds import delay_loss_scale, loss_scaler
 
 GRADIENT = torch.tensor([0.3, -0.4])
 
@@ -32,7 +32,7 @@ def test_every_step_is_taken_with_the_whole_gradient() -> None:
     """The scale doubles after the fourth step and the sixth; SGD would show half a gradient as half a step."""
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     optimizer = optimizer_of_stage_0(weight)
-    raise_the_loss_scale_last(optimizer, scaled_norm=True)
+    delay_loss_scale(optimizer, scaled_norm=True)
     scales = []
     for step in range(1, 8):
         scales.append(optimizer.loss_scale)
@@ -47,7 +47,7 @@ def test_every_step_is_taken_with_the_whole_gradient() -> None:
 def test_an_overflow_lowers_the_scale_and_changes_no_weight() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     optimizer = optimizer_of_stage_0(weight)
-    raise_the_loss_scale_last(optimizer, scaled_norm=True)
+    delay_loss_scale(optimizer, scaled_norm=True)
     weight.grad = torch.tensor([torch.inf, 0.0], dtype=torch.float16)
     optimizer.step()
     assert optimizer.overflow and not weight.any()

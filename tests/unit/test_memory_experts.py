@@ -18,7 +18,7 @@ from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.frozen_experts import packed_tensors
-from trainer.parallel.engine.layer_gather.unit import slots_of
+from trainer.parallel.engine.layer_gather.unit import find_slots
 
 ATTENTION = LoraSection(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 # (family, adapter, what is changed)
@@ -53,7 +53,7 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
     folder = made(tmp_path, family)
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "attention": "eager"}
     model = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
-    held = sum(slot.nbytes for parameter in model.parameters() for slot, _ in slots_of(parameter))
+    held = sum(slot.nbytes for parameter in model.parameters() for slot, _ in find_slots(parameter))
     section = quantization or QuantizationSection()
     kept = placement(
         packed=quantization is not None, eight_bit=section.eight_bit, block_size=section.block_size,
@@ -67,7 +67,7 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
         stage=3, by_layer=True, world_size=2, packed=kept.packed, eight_bit=section.eight_bit,
         block_size=section.block_size, double_quant=section.double_quant,
     )  # fmt: skip
-    layer = sum(slot.nbytes for each in model.model.layers[0].parameters() for slot, _ in slots_of(each))
+    layer = sum(slot.nbytes for each in model.model.layers[0].parameters() for slot, _ in find_slots(each))
     assert gathered(shapes_of(folder), layers)[0] == pytest.approx(2 * layer, rel=0.02)
 
 

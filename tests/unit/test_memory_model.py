@@ -37,7 +37,7 @@ from trainer.model.base import load_base_model, load_model_config
 from trainer.model.four_bit import quantized_linear
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
 
 ROWS, LENGTH = 2, 512
@@ -169,7 +169,7 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     model = apply_adapter(model, LoraSection(r=8), torch.float32)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
-    forget_inputs(model)
+    recompute_inputs(model)
     saved = bytes_saved(model.train())
     layers = kept_by_layers(shapes_of(MODELS["llama"]), work(elementwise="ours", forgets="norms"))
     out_of_sight = (2 * 3 * 8 + 3 * 3 * 8) * ROWS * LENGTH * 4

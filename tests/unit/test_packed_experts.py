@@ -15,7 +15,7 @@ from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import PackedExperts, nf4_layout
 from trainer.model.streamed_weights import load_streamed
-from trainer.parallel.engine.linear_layers import experts_in
+from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.patches.mamba import unadapted_lines
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_packed_experts_compute_what_bitsandbytes_makes_of_each(folders: dict[st
     """Logits and the gradient of the embedded tokens, against the same experts dequantised by bitsandbytes."""
     model = streamed(folders[name], QuantizationSection())
     packed = packed_of(model)
-    banks = [bank for module in whole(folders[name]).modules() for bank in experts_in(module).values()]
+    banks = [bank for module in whole(folders[name]).modules() for bank in find_expert_weights(module).values()]
     assert len(packed) == len(banks) > 0
     assert {each.packing.transposed for each in packed.values()} == {name in ("gpt_oss", "llama4_text")}
     twin = with_experts_of(model, whole(folders[name]))
@@ -93,7 +93,7 @@ def test_parameters_are_counted_as_what_they_stand_for_and_packed_experts_are_li
     packed = apply_adapter(streamed(folders["mixtral"], QuantizationSection()), lora, torch.float32)
     assert count_parameters(packed) == count_parameters(plain)
     router, experts = unadapted_lines(packed, quantized=True)
-    assert router.startswith("without adapter, being no linear layers, and not in 4 bits: gate (2 of 4 x 64): ")
+    assert router.startswith("without adapter, not linear layers, and not in 4 bits: gate (2 of 4 x 64): ")
     assert experts.startswith(
         "without adapter, in NF4: experts.gate_up_proj (2 of 4 x 256 x 64), experts.down_proj (2 "
     )

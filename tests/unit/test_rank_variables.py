@@ -44,8 +44,8 @@ def test_the_place(variables: dict[str, str], place: tuple[str | None, int, int,
         ({"RANK": "7"}, None, "RANK=7 without WORLD_SIZE"),
         (TORCH | {"WORLD_SIZE": "3"}, None, "RANK=3: must lie below WORLD_SIZE=3"),
         (SRUN | {"SLURM_PROCID": "6"}, None, "SLURM_PROCID=6: must lie below SLURM_STEP_NUM_TASKS=6"),
-        ({}, 16, "16 ranks were asked for, and this one on .* was told that it is rank 0 of 1"),
-        (TORCH, 16, "16 ranks were asked for, .* rank 3 of 8"),
+        ({}, 16, "16 ranks were requested, but the environment of this one on .* says rank 0 of 1"),
+        (TORCH, 16, "16 ranks were requested, .* rank 3 of 8"),
     ],
 )
 def test_a_place_that_cannot_be(variables: dict[str, str], expected: int | None, complaint: str) -> None:

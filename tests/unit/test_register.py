@@ -1,36 +1,40 @@
-"""The list of what is replaced in libraries: complete, true, printed, and written as docs/reference/workarounds.md."""
+"""The list of replaced library code: complete, printed, and current in docs/reference/workarounds.md."""
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from trainer.config import TrainingSection
 from trainer.contract.known_versions import KNOWN, installed
+from trainer.contract.replacements import Replacement
 from trainer.patches import register
-from trainer.patches.entries import PATCHES
 from trainer.patches.fused_lora import fuse
 from trainer.patches.installation import INSTALLATIONS
-from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_shared_heads, sdpa_with_own_heads, share_heads_again
+from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
+from trainer.patches.packed_attention import copy_shared_heads, restore_sdpa, sdpa_with_own_heads
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_entry_points_at_what_is_there() -> None:
-    for patch in PATCHES:
-        assert patch.library in KNOWN and patch.read_in in KNOWN[patch.library].tested, patch.replaces
-        path, _, name = patch.installed_by.partition(": ")
-        source = (ROOT / path).read_text()
-        assert all(f"def {part}" in source or f"class {part}" in source for part in name.split(".") if part), patch
-        for test in patch.test.replace("; ", ", ").split(", "):
+@pytest.fixture(scope="module")
+def entries() -> list[Replacement]:
+    return register.collect()
+
+
+def test_every_entry_names_a_known_library_and_existing_tests(entries: list[Replacement]) -> None:
+    for entry in entries:
+        assert entry.library in KNOWN and entry.read_in in KNOWN[entry.library].tested, entry.replaces
+        for test in entry.test.replace("; ", ", ").split(", "):
             file, _, function = test.rpartition(": ") if ": " in test else ("", "", test)
             file = file or (test if test.endswith(".py") else "tests/unit/test_workarounds.py")
             assert (ROOT / file).exists(), test
@@ -38,10 +42,18 @@ def test_every_entry_points_at_what_is_there() -> None:
                 assert f"def {function}(" in (ROOT / file).read_text(), test
 
 
-def test_every_fault_with_a_test_is_listed() -> None:
+def test_every_module_that_replaces_is_registered() -> None:
+    importing = re.compile(r"^from trainer\.patches\.replace import .*\breplace\b", re.MULTILINE)
+    files = {path: path.read_text() for path in (ROOT / "trainer").rglob("*.py")}
+    users = {path for path, source in files.items() if importing.search(source)}
+    assert len(users) > 5
+    assert {path for path in users if not register.DECORATED.search(files[path])} == set()
+
+
+def test_every_fault_with_a_test_is_listed(entries: list[Replacement]) -> None:
     tree = ast.parse((ROOT / "tests" / "unit" / "test_workarounds.py").read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    listed = " ".join(patch.test for patch in PATCHES)
+    listed = " ".join(entry.test for entry in entries)
     assert sorted(name for name in names if name not in listed) == []
 
 
@@ -60,8 +72,8 @@ def _calls(function: ast.FunctionDef, local: dict[str, ast.FunctionDef]) -> Iter
             yield from _calls(local[name], local)
 
 
-def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list() -> None:
-    """But those of one pass alone, which are undone at its end."""
+def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: list[Replacement]) -> None:
+    """Except those of a single pass, which are undone at its end."""
     files = sorted((ROOT / "trainer" / "patches").glob("*.py"))
     local = {
         node.name: node
@@ -69,37 +81,30 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list() -> None:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     }
-    entries = {patch.replaces: patch for patch in PATCHES}
-    for step in INSTALLATIONS:
-        called = {*_calls(local[step.install.__name__], local), "LayerShards.attach"}
-        for name in step.replaces:
-            assert entries[name].installed_by.partition(": ")[2] in called, name
-    listed = {name for step in INSTALLATIONS for name in step.replaces}
-    apart = [patch for patch in PATCHES if patch.replaces not in listed]
-    of_one_pass = {
-        "trainer/patches/graphed_loss.py: forward_replaced",
-        "trainer/patches/model_facts.py: why_head_apart",
-        "trainer/patches/plain_head.py: head_replaced",
-        "trainer/patches/loss_head.py: adapter_off",
-        "trainer/patches/router_balance.py: balanced_by",
+    called = {name for step in INSTALLATIONS for name in _calls(local[step.install.__name__], local)}
+    installed_by = {entry.installed_by.removeprefix("trainer.patches.") for entry in entries}
+    ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}
+    assert {name for name in ours if name.partition(": ")[2] not in called} == {
+        "graphed_loss: replace_forward",
+        "model_properties: why_head_apart",
+        "plain_head: replace_head",
+        "loss_head: bypass_adapter",
+        "loss_head: mask_balancing_loss",
     }
-    assert {patch.installed_by for patch in apart if "trainer/patches/" in patch.installed_by} == of_one_pass
 
 
-def test_the_command_prints_every_entry_with_the_installed_version_and_without_torch() -> None:
-    code = "import sys; from trainer.patches.register import main; main([]); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("      why: ") == len(PATCHES)
-    assert f"[deepspeed {installed('deepspeed')}" in done.stdout
-
-
-def test_doctor_prints_it() -> None:
+def test_doctor_prints_every_entry_with_the_installed_version(
+    entries: list[Replacement], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert register.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("      why: ") == len(entries)
+    assert f"[deepspeed {installed('deepspeed')}" in printed
     words = [sys.executable, "-m", "launcher.cli", "doctor", "--patches", "--json"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     listed = json.loads(done.stdout)
-    assert [entry["replaces"] for entry in listed] == [patch.replaces for patch in PATCHES]
-    assert listed[0]["installed"] == installed("deepspeed")
+    assert [entry["replaces"] for entry in listed] == [entry.replaces for entry in entries]
+    assert all(entry["installed"] == installed(entry["library"]) for entry in listed)
 
 
 def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
@@ -120,7 +125,7 @@ def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
     tokens = torch.arange(8)[None]
     plain = {name for name, module in model.named_modules() if "forward" in vars(module)}
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
-    forget_inputs(model)
+    recompute_inputs(model)
     enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
     patched = model(input_ids=tokens, use_cache=False).logits
     assert {name for name, module in model.named_modules() if "forward" in vars(module)} > plain
@@ -136,7 +141,7 @@ def test_sdpa_is_transformers_own_again() -> None:
 
     copy_shared_heads()
     assert AttentionInterface()["sdpa"] is sdpa_with_own_heads
-    share_heads_again()
+    restore_sdpa()
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
 
 

@@ -63,7 +63,7 @@ def test_a_rank_that_is_slow_again_and_again_is_named_once() -> None:
     for window in range(1, REPEATS + 3):
         stragglers.judge(window * WINDOW, [0.100, 0.130, 0.101, 0.099])
     assert len(said) == 1
-    assert f"step {REPEATS * WINDOW}: rank 1 on gpu-1 is slow: its own work takes 130.0 ms a step" in said[0]
+    assert f"step {REPEATS * WINDOW}: rank 1 on gpu-1 is slow: its own work takes 130.0 ms per step" in said[0]
 
 
 def test_now_and_then_is_nobody_slow() -> None:

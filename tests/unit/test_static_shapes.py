@@ -1,4 +1,4 @@
-"""Padding to few shapes changes no loss and no gradient; which settings leave micro-steps that can be played back."""
+"""Padding to few shapes changes no loss and no gradient; which settings leave micro-steps that can be replayed."""
 
 import random
 from dataclasses import replace
@@ -66,11 +66,11 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     shape = shape_of(batch)
     assert shape.length > batch.input_ids.shape[1] or shape.places > (batch.targets != IGNORED).any(0).sum()
     other = replace(batch, input_ids=batch.input_ids.flip(1))
-    inputs = StaticInputs(*loss.on_host(padded(other, shape), shape.places), CPU)
-    inputs.fill(*loss.on_host(padded(batch, shape), shape.places))
+    inputs = StaticInputs(*loss.build_host_inputs(padded(other, shape), shape.places), CPU)
+    inputs.fill(*loss.build_host_inputs(padded(batch, shape), shape.places))
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
-        found = loss.of_inputs(model, *inputs.read())
+        found = loss.compute_from_inputs(model, *inputs.read())
         ours = torch.autograd.grad(found, leaves)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-9)
     for got, expected in zip(ours, gradients, strict=True):
@@ -95,7 +95,7 @@ def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_grad
     own = collate([sample(*lengths, prompt=prompt)], 0, packed=True, flat=True)
 
     def with_text(documents: list[Sample]) -> JointPass:
-        states = loss.of_base(model, collate(documents, 0, packed=True, flat=True), CPU)
+        states = loss.compute_base_states(model, collate(documents, 0, packed=True, flat=True), CPU)
         return JointPass(loss, own, with_documents(own, documents, 0), states)
 
     before, wanted = with_text([sample(22, seed=7), sample(14, seed=8)]), with_text(REFERENCE)
@@ -163,11 +163,11 @@ def test_what_cannot_be_recorded_leaves_what_can() -> None:
     def after(recorded: list[StaticShape | JointShape], refused: Any, *, no_room: bool) -> tuple[int, bool, bool, str]:
         said: list[str] = []
         loss = GraphedLoss(None, nn.Module(), None, "auto", said.append)  # type: ignore[arg-type]
-        loss._recordings = dict.fromkeys(recorded, (None, None))  # type: ignore[arg-type]
-        loss._recorder = object()  # type: ignore[assignment]
-        loss.drop = lambda why="": (loss._recordings.clear(), setattr(loss, "why_not", why))  # type: ignore[assignment]
+        loss._captures = dict.fromkeys(recorded, (None, None))  # type: ignore[arg-type]
+        loss._capturer = object()  # type: ignore[assignment]
+        loss.drop = lambda why="": (loss._captures.clear(), setattr(loss, "why_not", why))  # type: ignore[assignment]
         loss._refuse(refused, "why", no_room=no_room)
-        return len(loss._recordings), loss._launches_reference, refused in loss._refused, loss.why_not
+        return len(loss._captures), loss._launches_reference, refused in loss._refused, loss.why_not
 
     assert after([plain], joint, no_room=False) == (1, True, False, "")
     assert after([plain], joint, no_room=True) == (0, True, False, "")
@@ -278,12 +278,12 @@ def test_graphs_that_are_asked_for_and_cannot_be_are_refused(tmp_path: Path, set
 @pytest.mark.parametrize(
     ("lora", "tokens"), [({}, [5]), ({"modules_to_save": ("lm_head",)}, None), ({"dora": True}, None)]
 )
-def test_weights_outside_of_the_adapters_buffer_are_not_left_out_of_recordings(
+def test_weights_outside_of_the_adapters_buffer_are_not_left_out_of_captures(
     lora: dict[str, Any], tokens: list[int] | None
 ) -> None:
     """A recording has gradients of the buffer alone."""
     model = apply_adapter(tiny_model(torch.float32, CPU), LoraSection(r=4, **lora), torch.float32, tokens)
     flatten_adapter(model, separate_up=False)
     said: list[str] = []
-    assert GraphedLoss.of(TokenLoss(model), model, "on", said.append, mixture=False) is None
+    assert GraphedLoss.of(TokenLoss(model), model, "on", said.append, has_experts=False) is None
     assert "trained tensors are not in the adapter's buffer" in said[0]

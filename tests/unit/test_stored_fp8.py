@@ -26,7 +26,7 @@ from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
 from trainer.model.stored_fp8 import Fp8Form, check_saved_modules, check_settings_fit
-from trainer.parallel.engine.layer_gather.unit import slots_of
+from trainer.parallel.engine.layer_gather.unit import find_slots
 from trainer.patches.fused_lora import fuse
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_codes_and_scales_lie_there_as_they_are_stored(root: Path, form: str) ->
         stored = files[f"{name}.weight_scale" if form == "channel" else f"{name}.weight_scale_inv"].float()
         assert torch.equal(layer.scales, stored.expand(layer.scales.shape)), name
         weight = model.get_parameter(f"{name}.weight")
-        gathered = sum(slot.nbytes for slot, _ in slots_of(weight))
+        gathered = sum(slot.nbytes for slot, _ in find_slots(weight))
         assert gathered == weight.numel(), "a byte a weight"
     model.bfloat16()  # as the 16-bit engine does it
     assert all(each.weight.dtype == torch.uint8 and each.scales.dtype == torch.float32 for each in layers.values())

@@ -177,7 +177,7 @@ def test_an_update_that_passes_the_hook_by_ends_the_run_one_step_later(monkeypat
     backward(engine)
     engine.step()
     backward(engine)
-    with pytest.raises(UserError, match="the optimizer was not asked to update"):
+    with pytest.raises(UserError, match="the optimizer did not update"):
         engine.step()
 
 

@@ -19,8 +19,8 @@ from launcher.supervision.silence import Silence
 from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.rank_variables import host_name
 from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.process_state import Work, find_collective, find_place, free_host_memory, main_thread_frame
 from trainer.parallel.ranks.progress import PROGRESS, Progress
-from trainer.parallel.ranks.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
 from trainer.parallel.ranks.watchdog import Watchdog, describe_hang, ranks_behind
 
 BEAT = Heartbeat(
@@ -99,7 +99,7 @@ def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
     told = describe_hang(beats(collective=None, phase="save/gather", step=411), set())
     assert told.ranks == [1]
     assert told.text == (
-        "the run hangs: rank 1 on n1 (process 100) has got nowhere for 11.0 minutes, step 411, phase save/gather, "
+        "the run hangs: rank 1 on n1 (process 100) has made no progress for 11.0 minutes, step 411, phase save/gather, "
         "at step.py:1 train_step; 2 other ranks wait for it in all_reduce"
     )
 
@@ -107,7 +107,7 @@ def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
 def test_a_gpu_that_does_not_come_to_where_the_others_wait_is_told() -> None:
     told = describe_hang(beats(device_reached=21), set())
     assert told.ranks == [1] and "rank 1 on n1" in told.text
-    assert "the GPU has not come as far" in told.text and told.text.endswith("2 other ranks wait for it in all_reduce")
+    assert "the GPU is behind" in told.text and told.text.endswith("2 other ranks wait for it in all_reduce")
 
 
 def test_a_network_that_carries_nothing_blames_no_rank() -> None:
@@ -127,7 +127,7 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
         process.kill()
         process.wait()
     assert "the process has ended" in describe_hang(found, {1}).text
-    assert "its host is gone" in describe_hang(beats(), {1}).text
+    assert "its host is down" in describe_hang(beats(), {1}).text
 
 
 def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
@@ -136,8 +136,8 @@ def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_
     told = describe_hang(nobody, {1, 2})
     assert told.ranks == [1, 2]
     assert told.text == (
-        "the run hangs: rank 1 on n1 has given no sign of life since it was started: it is stopped, or its host is "
-        "gone; rank 2 has given no sign of life since it was started: it is stopped, or its host is gone; rank 0 waits "
+        "the run hangs: rank 1 on n1 has sent no heartbeat since it was started: it is stopped, or its host is "
+        "down; rank 2 has sent no heartbeat since it was started: it is stopped, or its host is down; rank 0 waits "
         "for it in join/meet"
     )
 
@@ -165,7 +165,7 @@ def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Pa
     )
     assert done.returncode == (1 if all_write else 0), done.stderr
     assert (read_hang(tmp_path) is not None) == all_write
-    assert (f"rank 1 on {host_name()} has given no sign of life" in done.stderr) == all_write
+    assert (f"rank 1 on {host_name()} has sent no heartbeat" in done.stderr) == all_write
 
 
 @pytest.mark.parametrize("exit_code", [143, 0])
@@ -331,11 +331,11 @@ def test_phases_nest_and_steps_count() -> None:
 
 def test_the_main_threads_place_is_read_from_another_thread() -> None:
     places: list[str | None] = []
-    thread = threading.Thread(target=lambda: places.append(place_of(main_thread_frame())))
+    thread = threading.Thread(target=lambda: places.append(find_place(main_thread_frame())))
     thread.start()
     thread.join()
     assert places[0] is not None and places[0].startswith("tests/unit/test_watchdog.py:")
-    assert collective_of(main_thread_frame()) is None
+    assert find_collective(main_thread_frame()) is None
 
 
 PENDING = """
@@ -345,7 +345,7 @@ import time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
-from trainer.parallel.ranks.vital_signs import recorded_collectives
+from trainer.parallel.ranks.process_state import recorded_collectives
 dist.init_process_group("gloo")
 assert recorded_collectives() == (None, None)
 value = torch.ones(4)

@@ -81,7 +81,7 @@ def test_deepspeed_clips_if_nothing_is_said() -> None:
 
 
 def test_stage_0_takes_a_step_of_zeros() -> None:
-    """deepspeed_workarounds.undo_the_step_of_zeros."""
+    """deepspeed_workarounds.undo_zero_step."""
 
     def decaying(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)
@@ -94,7 +94,7 @@ def test_stage_0_takes_a_step_of_zeros() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_loss_scale_rises_before_gradients_are_divided_by_it(stage: int) -> None:
-    """deepspeed_workarounds.raise_the_loss_scale_last."""
+    """deepspeed_workarounds.delay_loss_scale."""
     engine = raw_engine(stage)
     changes = []
     for _ in range(4):

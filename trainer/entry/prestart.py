@@ -22,7 +22,7 @@ from trainer.contract.standard_streams import forgiving_stream
 from trainer.data.prepared import Prepared
 from trainer.entry.rank import main as train
 from trainer.monitor.console import append_output_to
-from trainer.parallel.ranks.lean_imports import import_what_every_run_uses
+from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.progress import phase
 from trainer.setup.preflight import ModelFiles, begin_to_build, prepare_to_resume, read_model_files
 from trainer.tasks.images.pipeline import is_pipeline
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     # The terminal may be gone before the checks are done: `zerolora train c.yaml | head -1`.
     sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
     with _quiet():
-        import_what_every_run_uses()
+        import_common_modules()
     config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
     found: Prepared | ModelFiles | None
     if os.environ["RANK"] == "0":

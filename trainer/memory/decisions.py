@@ -13,7 +13,7 @@ from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_laye
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
 from trainer.patches.mamba import has_scan_kernels
-from trainer.patches.model_facts import ModelFacts
+from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
 
 Kernels = Literal["ours", "model"]
@@ -115,7 +115,7 @@ class Decisions:
         return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
 
 
-def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decisions:
+def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
     """The record of a configuration without `auto` for zero.stage; `model` None: it could not be built empty."""
     ours = _own_elementwise(config, machine)
     norms, swiglu, rotary = (_kernels(part, model, ours) for part in PARTS)
@@ -156,7 +156,7 @@ def decide_for_images(config: RunConfig, machine: Machine) -> Decisions:
     )
 
 
-def _attention(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[str]:
+def _attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[str]:
     """What transformers chooses for `auto`; for packs the variable-length kernels where the model can take them."""
     asked = config.model.attn_implementation
     if asked != "auto":
@@ -186,7 +186,7 @@ def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
     return Decided(machine.own_kernels, "" if machine.own_kernels else "no CUDA kernels here")
 
 
-def _kernels(part: str, model: ModelFacts | None, ours: Decided[bool]) -> Decided[Kernels]:
+def _kernels(part: str, model: ModelProperties | None, ours: Decided[bool]) -> Decided[Kernels]:
     """Ours where they give what the model's code gives."""
     refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
     return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
@@ -233,7 +233,7 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     return Decided(config.ops.recompute)
 
 
-def _fused_head(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool | None]:
+def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[bool | None]:
     if model is not None and model.head:
         return Decided(False, model.head)
     if config.adapter == "none":

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import LoraSection, RunConfig
+from trainer.contract.replacements import replaces
 from trainer.memory.bytes import Estimate, Seen, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import weights_of
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.model.adapter import apply_adapter
-from trainer.patches.model_facts import ModelFacts
+from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
 
@@ -89,7 +90,7 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         norm=NO_NORMS,
         weights=tuple(weights_of(model, blocks, None, in_mxfp4=False)),
         layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
-        facts=ModelFacts(True, False, False, False, "an image model", False, {}),
+        facts=ModelProperties(True, False, False, False, "an image model", False, {}),
         softcap=False,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in base.denoiser.buffers()),
     )
@@ -191,6 +192,14 @@ class _Flash(torch.autograd.Function):
         return result
 
 
+@replaces(
+    "`scaled_dot_product_attention`",
+    library="torch",
+    read_in="2.13.0",
+    why="on the meta device it is computed in parts and keeps its scores, unlike flash attention on a GPU",
+    active="the memory estimate of image models, which runs an empty denoiser once",
+    test="tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
+)
 @contextmanager
 def _flash_attention() -> Iterator[None]:
     """On the meta device torch would take attention apart, and keep its scores."""

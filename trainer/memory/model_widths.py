@@ -18,8 +18,8 @@ from trainer.model.base import empty_model
 from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores, is_mxfp4
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
-from trainer.parallel.engine.linear_layers import experts_in, is_linear, is_transposed
-from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
+from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
+from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
 OUTPUTS = ("o_proj", "out_proj", "down_proj", "output_linear", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo", "dense")
@@ -38,7 +38,7 @@ def read_shapes(
     fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
-    head, facts = model.get_output_embeddings(), facts_of_base(model, frozen_norms=lora is not None)
+    head, facts = model.get_output_embeddings(), inspect_base_model(model, frozen_norms=lora is not None)
     hidden, rows = _embedding(model)
     if lora is not None:
         # A model can be read without the files of an adapter that it starts from: r and targets are in the settings.
@@ -91,9 +91,11 @@ def weights_of(
         if fp8 is None or fp8.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
     }
     packable = {id(module.weight) for module in held.values() if is_linear(module) and module is not head}
-    experts = {id(each): len(each) for module in model.modules() for each in experts_in(module).values()}
-    packable |= {id(each) for module in held.values() for each in experts_in(module).values()}
-    turned = {id(each) for module in held.values() if is_transposed(module) for each in experts_in(module).values()}
+    experts = {id(each): len(each) for module in model.modules() for each in find_expert_weights(module).values()}
+    packable |= {id(each) for module in held.values() for each in find_expert_weights(module).values()}
+    turned = {
+        id(each) for module in held.values() if is_transposed(module) for each in find_expert_weights(module).values()
+    }
     for name, parameter in model.named_parameters():
         frozen = id(parameter) in packable and not parameter.requires_grad
         matrix = parameter.mT if id(parameter) in turned else parameter

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import last_note
 from trainer.memory.advice import smaller_batch, smaller_samples
@@ -69,6 +70,15 @@ class Halving:
     gradient_accumulation_steps: int
 
 
+@replaces(
+    "the gradient reduction, and its state after an aborted pass",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="no rank may update a weight before all ranks report enough memory; interrupted hooks of stage 1 leave "
+    "buffers and a depth behind",
+    active="training.on_oom: halve at stages 0 and 1",
+    test="tests/distributed/test_oom.py",
+)
 class Recovery:
     """Guards the steps of one run as `training.on_oom` says."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.patches.model_facts import ModelFacts
+from trainer.patches.model_properties import ModelProperties
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Shapes:
     """Those outside of the layers."""
     weights: tuple[Weight, ...]
     layers: tuple[Layer, ...]
-    facts: ModelFacts
+    facts: ModelProperties
     """What decides between kernels."""
     softcap: bool
     """Whether its attention scores go through a hyperbolic tangent."""

@@ -16,7 +16,7 @@ from trainer.model.expert_targets import is_named
 from trainer.model.reached_layers import find_reached
 from trainer.model.saved_adapter import check_found_again, load_adapter, tail, write_for_peft
 from trainer.model.targets import Targets, excluded_modules, targets_of
-from trainer.parallel.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
+from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 
@@ -247,7 +247,7 @@ class GradientCheck:
         self._finite: dict[str, torch.Tensor] = {}
         trained = trained_parameters(model)
         self._names = [name for name, _ in trained]
-        self._flat = flat_adapter_of(model)
+        self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()
         # A factor in a flat buffer is no leaf: its gradient passes through the views of the coming forward passes.
         self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]

@@ -9,7 +9,7 @@ from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import chat_template_of, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
-from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
@@ -34,7 +34,7 @@ def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_n
         eos_token_id=stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         # Under ZeRO-3 every forward pass gathers: no rank may stop generating before the others.
-        synced_gpus=engine.zero_optimization_stage() == 3 or layer_shards_of(model) is not None,
+        synced_gpus=engine.zero_optimization_stage() == 3 or find_layer_shards(model) is not None,
     )
     model.train(was_training)
     return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))

@@ -6,6 +6,7 @@ import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
 from trainer.model.model_source import check_config_file, check_settings, check_source, no_tokenizer, unreadable
@@ -58,6 +59,14 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
         check_finite(f"base_model={base_model}", SafetensorsFiles(base_model, section), dtype)
 
 
+@replaces(
+    "`legacy` in the saved settings of a tokenizer",
+    library="transformers",
+    read_in="5.23.0",
+    why="it is not saved, so a reloaded tokenizer splits words differently",
+    active="loading a tokenizer that has this setting",
+    test="tests/unit/test_workarounds.py: test_transformers_does_not_save_legacy",
+)
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     """The tokenizer, with a padding token and the tokens of `model.added_tokens`."""
     name = section.tokenizer or base_model

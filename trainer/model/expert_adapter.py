@@ -15,12 +15,21 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_forward import Adapter, adapted_forward
 from trainer.model.expert_layers import expert_modules, expert_shape
 from trainer.model.older_names import names_as_they_are
 
 
+@replaces(
+    "the adapter of a tensor of experts",
+    library="peft",
+    read_in="0.21.2",
+    why="PEFT adds B A to the weights of all experts in every forward pass, and does not support dropout",
+    active="adapted experts",
+    test="tests/unit/test_workarounds.py: test_peft_refuses_dropout_on_experts",
+)
 class ParamWrapper(lora.ParamWrapper):
     """PEFT's adapter of one tensor of experts, by whose name it knows its own; of several the outermost computes."""
 

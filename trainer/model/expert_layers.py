@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.parallel.engine.linear_layers import experts_in
+from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -48,7 +48,9 @@ def _unknown_parts(experts: nn.Module) -> set[str]:
 
 def unknown_experts(model: nn.Module) -> str:
     """Return the class of a module whose experts get no adapter; empty if there is none."""
-    return next((type(each).__name__ for each in model.modules() if experts_in(each) and not holds_experts(each)), "")
+    return next(
+        (type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)), ""
+    )
 
 
 def expert_names(module: nn.Module) -> list[str]:
@@ -99,7 +101,7 @@ def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     found: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
-        for experts in list(experts_in(module).values())[:1]:
+        for experts in list(find_expert_weights(module).values())[:1]:
             parent = path.replace(".base_layer", "").rpartition(".")[0]  # of a model with an adapter, too
             for name, each in model.get_submodule(parent).named_parameters(prefix=parent):
                 if each.dim() == 2 and (len(each) == len(experts) or re.search(r"\.router(_\w+)?\.", name)):

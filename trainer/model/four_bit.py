@@ -13,6 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quant
 from torch import nn
 
 from trainer.config import QuantizationSection
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.linear_layers import is_linear
 
 READ_DIRECTLY = ("dt_proj",)
@@ -37,6 +38,14 @@ class _FrozenLinear4bit(torch.autograd.Function):
         return grad_y.matmul(dequantized(weight, ctx.quant_state, grad_y.dtype)), None, None
 
 
+@replaces(
+    "`dequantize_4bit` on a CPU",
+    library="bitsandbytes",
+    read_in="0.50.2",
+    why="it uses the wrong scales if a row is not a whole number of blocks: 10 to 16 % error",
+    active="adapter: qlora on a CPU",
+    test="tests/unit/test_workarounds.py: test_bitsandbytes_takes_wrong_scales_on_a_cpu",
+)
 def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight [O,I] that packed 4-bit values stand for, in `dtype`.
 
@@ -84,6 +93,17 @@ def should_quantize(path: str, module: nn.Module) -> bool:
     return is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY
 
 
+@replaces(
+    "`Linear4bit.forward` and `Params4bit.to`",
+    library="bitsandbytes",
+    read_in="0.50.2",
+    why="the forward keeps a view of the packed weight until the backward pass, memory that ZeRO-3 has to free; "
+    "`to` creates a new Parameter even if nothing moves",
+    active="adapter: qlora",
+    test="tests/unit/test_workarounds.py: test_bitsandbytes_keeps_the_packed_weight_until_the_backward_pass, "
+    "test_bitsandbytes_makes_a_new_parameter_where_nothing_moves",
+    upstream="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034 (the kept weight)",
+)
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
     """A bitsandbytes Linear4bit with the weights of `linear`, which loses them; it works under every ZeRO stage.
 

@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.contract.replacements import replaces
 from trainer.model.packed_experts import PackedExperts
 
 
+@replaces(
+    "the forward of quantised experts",
+    library="transformers",
+    read_in="5.23.0",
+    why="it expects 16-bit weights, and autograd would keep the dequantised ones until the backward pass",
+    active="experts in 4 or 8 bits without an adapter",
+    test="tests/unit/test_packed_experts.py: test_packed_experts_compute_what_bitsandbytes_makes_of_each",
+)
 def compute_dequantized(module: nn.Module) -> None:
     """Let a module whose experts are packed compute with dequantised ones."""
     module.forward = partial(forget_weights, module, module.forward)

@@ -13,8 +13,18 @@ import torch
 
 from trainer.config import UserError
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 
 
+@replaces(
+    "the conversion of target names",
+    library="peft",
+    read_in="0.21.2",
+    why="it takes gate_proj, up_proj and down_proj of dense layers and shared experts for those of the routed experts",
+    active="while an adapter is added to a model",
+    test="tests/unit/test_workarounds.py: test_peft_takes_dense_layers_for_experts",
+    upstream="https://github.com/huggingface/peft/issues/3711",
+)
 @contextmanager
 def names_as_they_are() -> Iterator[None]:
     """While PEFT puts an adapter on a model: without the translation."""

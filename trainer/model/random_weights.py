@@ -15,7 +15,7 @@ from trainer.model.expert_layers import router_weights, visited_experts
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES
-from trainer.parallel.engine.linear_layers import experts_in
+from trainer.parallel.engine.linear_layers import find_expert_weights
 
 STANDARD_DEVIATION = 0.02
 ROUTER, SKEWED = "router", "skewed"
@@ -146,7 +146,7 @@ class RandomTensors:
         self._routers = router_weights(model) if is_skewed(base_model) else {}
         self._packed: dict[str, tuple[int, ...]] = {}
         for path, module in model.named_modules() if in_mxfp4 else ():
-            for name, experts in experts_in(module).items():
+            for name, experts in find_expert_weights(module).items():
                 count, wide, out = experts.shape
                 del self._like[f"{path}.{name}"]
                 self._packed[f"{path}.{name}{BLOCKS}"] = (count, out, wide // MXFP4_BLOCK, MXFP4_BLOCK // 2)

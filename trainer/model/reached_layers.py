@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.contract.replacements import replaces
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.linear_layers import is_linear
 
@@ -40,6 +41,14 @@ class Reached:
     """Those that get a gradient only from sequences of more than a few tokens."""
 
 
+@replaces(
+    "linear layers and experts of an empty copy of the model",
+    library="transformers",
+    read_in="5.23.0",
+    why="a pass without weights shows which layers are called and get a gradient",
+    active="choosing the layers that get an adapter",
+    test="tests/unit/test_reached_layers.py",
+)
 def find_reached(model: Any) -> Reached:
     """Return what was observed on a copy of the model, which may be loaded, quantised or empty; nothing if it fails."""
     config = copy.deepcopy(model.config)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
@@ -30,13 +31,21 @@ from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
-from trainer.parallel.engine.kept_types import widen_kept
+from trainer.parallel.engine.kept_types import widen_fp32_weights
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.linear_layers import experts_in, is_transposed
+from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
 
 Tensors = SafetensorsFiles | RandomTensors | Fp8Files
 
 
+@replaces(
+    "modules and parameters of the empty model",
+    library="transformers",
+    read_in="5.23.0",
+    why="weights are read, quantised and partitioned module by module, so that no rank ever holds the whole model",
+    active="loading a base in 4 bits or under ZeRO-3",
+    test="tests/distributed/test_memory.py",
+)
 def load_streamed(
     base_model: str,
     section: ModelSection,
@@ -100,7 +109,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
-    widen_kept(model, dtype)
+    widen_fp32_weights(model, dtype)
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     innermost = {module: part for part in parts for module in part.modules()}
     for module, part in innermost.items():
@@ -189,7 +198,7 @@ def _to_pack(
 ) -> dict[str, ExpertsLayout]:
     """The experts that a module holds and that will not stay in 16 or 32 bits, and how they will be packed."""
     found, transposed = {}, is_transposed(module)
-    for name, experts in experts_in(module).items():
+    for name, experts in find_expert_weights(module).items():
         if layout[_join(path, name)].is_mxfp4:
             if not unpack:
                 found[name] = mxfp4_layout(experts.shape, dtype)
@@ -206,7 +215,7 @@ def _to_pack(
 
 def _cell(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
     """What shares a scale in all tensors of these experts, (1, 0) for rows; None where one of them is dequantised."""
-    shapes = {name: experts.shape for name, experts in experts_in(module).items()}
+    shapes = {name: experts.shape for name, experts in find_expert_weights(module).items()}
     found = {name: fp8.block(layout[_join(path, name)], 3) for name in shapes}
     cells = [cell for cell in found.values() if cell is not None]
     if len(cells) < len(found):

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.contract.replacements import replaces
 from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.parallel.ranks.group import sum_over_ranks
 
 
+@replaces(
+    "the call of experts, to read its arguments",
+    library="transformers",
+    read_in="5.23.0",
+    why="the load of experts is a metric, and models do not return it",
+    active="MoE models, on rank 0, without torch.compile",
+    test="tests/unit/test_expert_load.py",
+)
 class ExpertLoad:
     """Counts, on the device, the training tokens that each expert receives between two calls of `values`."""
 

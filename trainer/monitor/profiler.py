@@ -11,11 +11,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import RunConfig
+from trainer.contract.replacements import replaces
 
 FOLDER = "profile"
 STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolora: optimizer", "zerolora: scu"
 
 
+@replaces(
+    "`engine.backward` and `engine.step`, inside named ranges",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="a trace then shows which kernels belong to the backward pass and to the update",
+    active="logging.profile_steps, in profiled steps",
+    test="tests/unit/test_profiling.py",
+)
 class StepProfiler:
     """Profiles every step from `first_step` (counted from 1) until `finish`."""
 

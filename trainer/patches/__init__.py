@@ -1,1 +1,1 @@
-"""What is replaced in transformers, PEFT and torch: forwards, attention, the loss, recomputation."""
+"""Replacements in transformers, PEFT and torch: forwards, attention, the loss, recomputation."""

@@ -1,12 +1,12 @@
 """Attention with sinks (gpt-oss) over packed documents: variable-length flash attention, corrected by its own lse.
 
-A sink is a score without a value that each head adds to its softmax: with lse of the scores alone and z = sink,
+A sink is a score without a value that each head adds to its softmax. With the lse of the scores alone and z = sink,
 
     lse' = log(e^lse + e^z)      out' = out e^(lse - lse') = out sigmoid(lse - z)
 
-and since the probabilities are e^(scores - lse'), flash attention's own backward is exact when it is given out' and
-lse'. The sink's gradient is -sum over tokens of e^(z - lse') (grad . out').
-Where there is no flash attention the model's own eager code computes one document after the other.
+and since the probabilities are e^(scores - lse'), flash attention's own backward is exact when it gets out' and lse'.
+The sink's gradient is -sum over tokens of e^(z - lse') (grad . out'). Without flash attention the model's own eager
+code computes one document at a time.
 """
 
 import sys
@@ -20,7 +20,7 @@ from trainer.contract.known_versions import require
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Whether the attention of a model has sinks."""
+    """Return whether the attention of a model has sinks."""
     return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
 
 
@@ -34,7 +34,10 @@ def flash_with_sinks(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim]; documents are [cu[i], cu[i+1])."""
+    """Return attention [1, T, heads, head_dim] of query, key, value [1, heads, T, head_dim].
+
+    Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]).
+    """
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out: Tensor = _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window)
     return out.unsqueeze(0)
@@ -62,7 +65,7 @@ class _FlashWithSinks(torch.autograd.Function):
         out, lse_hT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *lengths, 0.0, True, False, **bounds
         )
-        out, lse_hT = with_sinks(out, lse_hT, sinks)
+        out, lse_hT = add_sinks(out, lse_hT, sinks)
         ctx.save_for_backward(query, key, value, out, lse_hT, sinks, cu_seqlens, rng_state, unused)
         ctx.max_seqlen, ctx.bounds = max_seqlen, bounds
         return out
@@ -75,25 +78,25 @@ class _FlashWithSinks(torch.autograd.Function):
         found = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), query, key, value, out, lse_hT, *lengths, 0.0, True, rng_state, unused, **ctx.bounds
         )
-        of_sinks = grad_of_sinks(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
+        of_sinks = compute_sink_gradient(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
         return *found, of_sinks, None, None, None, None
 
 
-def with_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """out' and lse' of attention that has been computed without sinks."""
+def add_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out' and lse' of attention that was computed without sinks."""
     lse_with = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
     kept_Th = torch.exp(lse_hT - lse_with).t()
     return (out_Thd * kept_Th[..., None]).to(out_Thd.dtype), lse_with
 
 
-def grad_of_sinks(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
-    """Of out' and lse'."""
+def compute_sink_gradient(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
+    """Return the gradient of the sinks from out' and lse'."""
     share_hT = torch.exp(sinks_h.float()[:, None] - lse_hT)
     seen_hT = (grad_Thd.float() * out_Thd.float()).sum(-1).t()
     return -(share_hT * seen_hT).sum(1).to(sinks_h.dtype)
 
 
-def one_by_one(
+def attend_per_document(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -104,7 +107,7 @@ def one_by_one(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """The model's own eager code, for each document or (no `cu_seqlens`) for the one text there is."""
+    """Run the model's own eager attention for each document, or without `cu_seqlens` for the whole text."""
     own = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
     if cu_seqlens is None:
         if mask is None:
@@ -122,7 +125,7 @@ def one_by_one(
 
 
 def _causal(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """[1, 1, queries, keys] to be added to scores; the last query belongs to the last key."""
+    """Return a mask [1, 1, queries, keys] to add to scores; the last query belongs to the last key."""
     last = torch.arange(keys, device=like.device)
     back = last[keys - queries :, None] - last
     return _additive(((back >= 0) & (back < (window or keys)))[None, None], like)

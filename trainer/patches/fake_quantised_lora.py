@@ -1,7 +1,7 @@
-"""Replaces PEFT's own forward by one that computes with the rounded merged weight (training.qat).
+"""A forward with the rounded merged weight in place of PEFT's own (training.qat).
 
-ops/fake_quantised.py has the arithmetic, dropout among it. While adapters are disabled or merged PEFT's forward does
-the work, with the base as it is: that is what the SCU's divergence and `eval --base` compare with.
+ops/fake_quantised.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
+on the unrounded base: the SCU's divergence and `eval --base` compare with that.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ops.fake_quantised import fake_quantised_linear
 from trainer.config import UserError
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.integer_weights import (
     IntegerForm,
     Integers,
@@ -25,10 +26,18 @@ from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
 
+@replaces(
+    "the forward of PEFT's LoRA layers, with rounding",
+    library="peft",
+    read_in="0.21.2",
+    why="a server with integer weights computes Q(W + s B A), while PEFT computes W and s B A separately",
+    active="training.qat: int8 or int4, also in `eval` and `generate` of such a run",
+    test="tests/unit/test_qat.py",
+)
 def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
-    """Let every adapted layer compute with its merged weight as integers; lines for the console.
+    """Let every adapted layer compute with its merged weight rounded to integers; return lines for the console.
 
-    Raises UserError where torchao is missing, or a layer has no such form.
+    Raises UserError if torchao is missing or a layer cannot be rounded.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -41,11 +50,11 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     form = rounded_form(layers, kind, dtype)
     for layer in layers.values():
         replace(layer, "forward", _forward_of(layer, form))
-    return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others stay as they are"]
+    return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
 
 
 def rounded_form(layers: Mapping[str, Any], kind: Integers, dtype: torch.dtype) -> IntegerForm:
-    """The form that a model with these adapted layers is trained in and written in."""
+    """Return the integer format in which these adapted layers are trained and saved."""
     widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
     return form_of(kind, widths, dtype, setting="training.qat")
 
@@ -54,7 +63,7 @@ def _forward_of(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
     for name in ("_disable_adapters", "_active_adapter"):
         require(layer, name, "peft")
     plain_forward, adapter = layer.forward, layer.active_adapters[0]
-    active = (adapter, [adapter])  # the two ways in which PEFT names one active adapter
+    active = (adapter, [adapter])  # PEFT has two forms for one active adapter
     down_module, up_module, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
     base = layer.base_layer
 

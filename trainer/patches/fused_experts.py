@@ -1,4 +1,4 @@
-"""How the experts of a mixture are computed: by the operator or in plain torch, with an adapter or without."""
+"""Computation of experts: by the operator or in plain torch, with an adapter or without."""
 
 from collections import Counter
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.contract.replacements import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import activation_of, adapted_forward
 from trainer.model.expert_layers import expert_modules
@@ -14,8 +15,16 @@ from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 
+@replaces(
+    "the forward of experts without an adapter",
+    library="transformers",
+    read_in="5.23.0",
+    why="our operator computes them the same way as adapted ones",
+    active="on a GPU, for activations that the operator supports",
+    test="tests/unit/test_experts.py",
+)
 def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """Let the operator compute experts without an adapter on a GPU as well; lines for the console."""
+    """Let the operator also compute experts without an adapter on a GPU; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):
@@ -38,7 +47,7 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
 
 
 def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
-    """Whether all weights are frozen, as they are stored, and shares of stage 3."""
+    """Return whether all weights are frozen, unpacked and partitioned by stage 3."""
     own = list(experts.parameters(recurse=False))
     return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in own)
 

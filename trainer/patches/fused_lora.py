@@ -1,8 +1,8 @@
-"""Replaces PEFT's own forward by the fused operators, and reports for each layer whether and why not.
+"""Fused operators in place of PEFT's forward, and a report of the layers that keep PEFT's.
 
-A layer is fused when its base is a plain, an NF4 or an 8-bit linear layer with one ordinary LoRA adapter. At every call
-the swapped forward still looks whether that is so (adapters may be disabled, merged or switched later) and otherwise
-lets PEFT's own forward do the work. Siblings that read the same input are computed in one call by the first of them.
+A layer is fused if its base is a plain, an NF4 or an 8-bit linear layer with one ordinary LoRA adapter. The new forward
+checks this at every call, as adapters may be disabled, merged or switched later, and otherwise calls PEFT's forward.
+Shared-input projections (q/k/v, gate/up) are computed in one call by the first of them.
 """
 
 from collections import Counter
@@ -18,23 +18,24 @@ import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
-from trainer.parallel.engine.layer_gather.shards import LayerShards, layer_shards_of
+from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
-"""From here on the operators take other kernels (kFewTokens of ops/csrc/operator/passes.h)."""
+"""From this number on the operators use other kernels (kFewTokens of ops/csrc/operator/passes.h)."""
 Reason = tuple[str, str]  # name of a layer, why it is not fused or not grouped
 
 
 @dataclass
 class FusionReport:
-    """What was fused, what was grouped, and the reasons for the rest."""
+    """Layers that were fused and grouped, and the reasons for the rest."""
 
     total: int
     backend: str
@@ -44,13 +45,13 @@ class FusionReport:
 
     @property
     def fused(self) -> int:
-        """Layers whose forward is ours."""
+        """Number of fused layers."""
         return self.total - len(self.refused)
 
     def lines(self) -> list[str]:
-        """For the console: one line, and one for each reason with the number of layers it holds for."""
+        """Return a line for the console, and one for each reason with its number of layers."""
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
-        lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them with siblings"]
+        lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
         for title, reasons in (("not fused", self.refused), ("not grouped", self.alone)):
             examples: dict[str, str] = {}
             for name, reason in reasons:
@@ -60,6 +61,15 @@ class FusionReport:
         return lines
 
 
+@replaces(
+    "the forward of PEFT's LoRA layers",
+    library="peft",
+    read_in="0.21.2",
+    why="one operator computes the frozen product and the adapter, for shared-input projections in one call",
+    active="ops.backend: cuda or reference; layers that the operators do not support keep PEFT's forward, and the "
+    "reason is logged",
+    test="tests/unit/test_fused_lora.py",
+)
 def fuse(
     model: nn.Module,
     backend: Literal["auto", "cuda", "reference"],
@@ -68,11 +78,11 @@ def fuse(
     no_groups: str | None = None,
     tokens: int = 0,
 ) -> FusionReport:
-    """Swap the forward of every adapted layer that the operators can compute.
+    """Replace the forward of every adapted layer that the operators support.
 
-    `forward` runs the model once on a few tokens: siblings are found by watching it. `no_groups` says why there are to
-    be none; `tokens` of a micro-batch say which kernels the self-test has to try. Raises ValueError if `cuda` is asked
-    for and is not available, or if the operators fail their self-test.
+    `forward` runs the model once on a few tokens, to find the layers that share an input. `no_groups` is the reason to
+    group none; `tokens` of a micro-batch select the kernels that the self-test tries. Raises ValueError if `cuda` is
+    requested but not available, or if the operators fail their self-test.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -97,21 +107,21 @@ def fuse(
         found, alone = find_groups(model, {name: layers[name] for name in members}, forward)
         report.alone = [(single.name, single.reason) for single in alone]
         report.groups = [(single.name,) for single in alone]
-        for siblings in found:
-            if len({members[name].kind for name in siblings.names}) == 1:
-                report.groups.append(siblings.names)
+        for group in found:
+            if len({members[name].kind for name in group.names}) == 1:
+                report.groups.append(group.names)
             else:
-                report.groups += [(name,) for name in siblings.names]
-                report.alone += [(name, "siblings differ in base or dropout") for name in siblings.names]
-    groups = [_Group([members[name] for name in names]) for names in report.groups]
-    check_operators(groups, layer_shards_of(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
-    for group in groups:
-        group.install()
+                report.groups += [(name,) for name in group.names]
+                report.alone += [(name, "layers with this input differ in base or dropout") for name in group.names]
+    installed = [_Group([members[name] for name in names]) for names in report.groups]
+    check_operators(installed, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    for layers_together in installed:
+        layers_together.install()
     return report
 
 
 def why_not(layer: Any) -> str | None:
-    """Why the operators cannot compute this adapted layer, or None if they can."""
+    """Return why the operators do not support this adapted layer, or None if they do."""
     from peft.tuners import lora
 
     base = layer.base_layer
@@ -136,10 +146,10 @@ def why_not(layer: Any) -> str | None:
 
 
 class _Member:
-    """One adapted layer and what the operator needs of it, read again at every call.
+    """One adapted layer and the arguments of the operator, which are read at every call.
 
-    The look at a layer takes part in every forward pass, so the modules it goes through are fetched once, and PEFT's
-    state is read where it is stored and not through properties.
+    The reads are part of every forward pass: modules are looked up once, and PEFT's state is read from its attributes
+    instead of through properties.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -151,20 +161,20 @@ class _Member:
         self.base: Any = layer.base_layer
         self.packed = isinstance(self.base, FrozenLinear4bit)
         self.eight_bit = isinstance(self.base, FrozenLinear8bit)
-        self._active = (self.adapter, [self.adapter])  # the two ways in which PEFT names one active adapter
+        self._active = (self.adapter, [self.adapter])  # PEFT has two forms for one active adapter
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
 
     def applies_to(self, x: Tensor) -> bool:
-        """False while PEFT's own forward has to do the work."""
+        """Return whether the operator supports this call; otherwise PEFT's forward computes it."""
         layer = self.layer
         usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
         return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What siblings must have in common."""
+        """Properties that layers computed in one call must share."""
         packing: Any = self.nf4.layout() if self.packed else self.base.weight.dtype
         if self.eight_bit:
             packing = packing, self.base.block, self.base.exact
@@ -172,7 +182,7 @@ class _Member:
 
     @property
     def nf4(self) -> ops.Nf4Weight:
-        """The packed weight; made again only if the Parameter or its state has been replaced or moved."""
+        """Packed weight, built again only if the Parameter or its state was replaced or moved."""
         weight: Any = self.base.weight
         known, absmax = self._nf4, weight.quant_state.absmax
         if known is None or known.packed is not weight or known.state[0] is not absmax:
@@ -198,11 +208,11 @@ class _Member:
 
 
 class _Group:
-    """Layers computed together; a layer without siblings is a group of one."""
+    """Layers computed together; a layer that shares its input with no other is a group of one."""
 
     def __init__(self, members: Sequence[_Member]) -> None:
         self.members = list(members)
-        # What the first sibling computed for the others, until they fetch it in the same forward pass.
+        # Outputs that the first member computed for the others, until they fetch them in the same forward pass.
         self._input: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
 
@@ -237,9 +247,9 @@ class _Group:
 def compute(
     members: Sequence[_Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
 ) -> list[Tensor]:
-    """y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members; siblings share one dropout mask.
+    """Return y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with one dropout mask for all.
 
-    `factors` are used instead of the members' own A_i and B_i.
+    `factors`, if given, replace the members' own A_i and B_i.
     """
     downs, ups = factors or ([member.down for member in members], [member.up for member in members])
     scales = [member.layer.scaling[member.adapter] for member in members]
@@ -255,10 +265,10 @@ def compute(
 
 
 def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
-    """Compare the operators with plain torch on this model's own weights, once per shape; ValueError on a mismatch.
+    """Compare the operators with plain torch on this model's own weights, once per shape.
 
-    A few random tokens go forward and backward, and if `many`, the same again and again, MANY_TOKENS in all; the error
-    allowed is a few roundings of the compute type.
+    A few random tokens run forward and backward; with `many` they are also repeated to MANY_TOKENS. The allowed error
+    is a few roundings of the compute dtype. Raises ValueError on a mismatch.
     """
     tested: set[tuple[Any, ...]] = set()
     for group in groups:
@@ -271,7 +281,7 @@ def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None,
 
 
 def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
-    """The members' weights whole, where stage 3 has partitioned them."""
+    """Gather the members' weights within the block if stage 3 partitioned them."""
     import deepspeed
 
     if shards is not None:
@@ -291,7 +301,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
     x = draw(TEST_TOKENS, first.down.shape[1])
     downs = [draw(*member.down.shape) for member in members]
     ups = [draw(*member.up.shape) for member in members]
-    # Of a size at which the sums over all tokens stay in the range of fp16.
+    # Scaled so that the sums over all tokens stay in the range of fp16.
     grads = [draw(TEST_TOKENS, up.shape[0]).detach() / up.shape[0] ** 0.5 for up in ups]
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
     truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
@@ -314,7 +324,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
 
 
 def _error_of(got: Tensor, wanted: Tensor, times: int) -> float:
-    """Root mean square of the difference over that of what is wanted: of each repetition, or of their sum."""
+    """Return the RMS of the difference, relative to that of `wanted`, per repetition or of their sum."""
     if got.shape == wanted.shape:  # of factors, whose gradients add up
         differences = [got.float() - times * wanted]
         wanted = times * wanted

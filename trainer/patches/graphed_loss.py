@@ -1,7 +1,7 @@
-"""The loss of a micro-batch, played back from CUDA graphs where the host cannot launch kernels as fast as they run.
+"""The loss of a micro-batch, replayed from CUDA graphs if the host cannot launch kernels as fast as they run.
 
-A batch is padded to one of few shapes (trainer/data/static_shapes.py); the passes of a shape are recorded once it has
-come twice (trainer/parallel/engine/cuda_graphs.py). What fits no recording is launched kernel by kernel, as ever.
+A batch is padded to one of a few shapes (trainer/data/static_shapes.py); the passes of a shape are captured when it
+occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that fit no graph are launched eagerly.
 """
 
 import time
@@ -14,123 +14,123 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
+from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
-from trainer.parallel.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
-from trainer.parallel.engine.flat_adapter import FlatAdapter, flat_adapter_of, trained_parameters
+from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NoRoom, NotCapturable, release_workspaces
+from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 UNMEASURED = 3
-"""First micro-batches, which compile, tune and allocate."""
+"""Number of first micro-batches, which compile, tune and allocate."""
 MEASURED = 3
 HOST_BOUND = 0.8
-"""Fraction of a forward pass's time in which the host launches it, from which on recording is tried."""
-MOST_RECORDINGS = 16
+"""Capture is tried if launching takes the host at least this fraction of a forward pass."""
+MOST_CAPTURES = 16
 Say = Callable[[str], None]
-Played = tuple[Shape, tuple[StaticInputs, Recording]]
+Replayed = tuple[Shape, tuple[StaticInputs, CapturedPass]]
 
 
 class GraphedLoss:
-    """As the `TokenLoss` that it is made of, for training alone.
+    """A `TokenLoss` for training that replays CUDA graphs.
 
-    `mode` auto: where the first steps show that the host is what they wait for, and playing back is faster.
+    With `mode` auto only if the first steps are bound by the host and a replay is faster.
     """
 
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
         self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
-        self._recorder: Recorder | None = None
-        self._recordings: dict[Shape, tuple[StaticInputs, Recording]] = {}
-        self._terms: list[GraphedTerm] = []
+        self._capturer: GraphCapturer | None = None
+        self._captures: dict[Shape, tuple[StaticInputs, CapturedPass]] = {}
+        self._penalties: list[GraphedPenalty] = []
         self._seen: Counter[Shape] = Counter()
         self._sizes: list[tuple[int, int]] = []
-        self._host_shares: list[float] = []
-        self._calls = self._played = 0
+        self._host_fractions: list[float] = []
+        self._calls = self._replayed = 0
         self._refused: set[Shape] = set()
         self._launches_reference = False
         self.why_not = ""
-        """Why nothing is played back any more."""
+        """Why nothing is replayed any more; empty while graphs are in use."""
 
     @classmethod
     def of(
-        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, mixture: bool
+        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
-        """Return None where passes cannot be replayed: without a flat adapter, with experts or more trained weights."""
-        flat = flat_adapter_of(module)
+        """Return None if passes cannot be replayed: no flat adapter, experts, or other trained weights."""
+        flat = find_flat_adapter(module)
         if flat is None:
             return None
         others = len(trained_parameters(module)) - len(flat.members)
         if others:
-            say(f"CUDA graphs: off, for {others} trained tensors are not in the adapter's buffer")
+            say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
             return None
-        if mixture:
-            say("CUDA graphs: off, for every batch visits other experts")
+        if has_experts:
+            say("CUDA graphs: off: every batch uses different experts")
             return None
         return cls(loss, module, flat, mode, say)
 
     @property
     def balancing(self) -> Tensor | float:
-        """See `TokenLoss`."""
         return self._loss.balancing
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        """Return sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
         return self._run(LossPass(self._loss, batch), model, device)
 
     def with_reference(
         self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `TokenLoss`."""
+        """See `TokenLoss.with_reference`."""
         both = self._run(JointPass(self._loss, own, batch, base_states), model, device)
         loss, divergence = both.unbind()
         return loss, divergence
 
     def _run(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
         self._calls += 1
-        if self.why_not or not self._may_be_played():
+        if self.why_not or not self._may_replay():
             return wanted.launch(model, device)
         if len(self._sizes) < UNMEASURED + MEASURED:
-            return self._looked_at(wanted, model, device)
-        found = self._recording_for(wanted, device)
+            return self._measure(wanted, model, device)
+        found = self._find_capture(wanted, device)
         if found is None:
             return wanted.launch(model, device)
-        shape, (inputs, recording) = found
+        shape, (inputs, captured) = found
         wanted.fill(inputs, shape)
-        self._played += 1
-        # Through the engine, whose hooks on what a model returns prepare the backward pass.
-        with self._flat.stacks_alone(), forward_replaced(self._module, lambda: recording()):
+        self._replayed += 1
+        # Through the engine: its hooks on a model's outputs prepare the backward pass.
+        with self._flat.build_stacks_only(), replace_forward(self._module, lambda: captured()):
             result: Tensor = model()
         return result
 
-    def take_share(self) -> float:
-        """Fraction of the batches since the last call that were played back."""
-        share = self._played / max(self._calls, 1)
-        self._calls = self._played = 0
+    def take_fraction(self) -> float:
+        """Return the fraction of batches since the last call that were replayed."""
+        share = self._replayed / max(self._calls, 1)
+        self._calls = self._replayed = 0
         return share
 
     def drop(self, why_not: str = "") -> None:
-        """Let go of all recordings and their memory; with a reason for good."""
+        """Free all graphs and their memory; with a reason, replay nothing from now on."""
         if why_not and not self.why_not:
             self.why_not = why_not
-            self._say(f"CUDA graphs: off, kernels are launched one by one: {escape(why_not)}")
-        if self._recorder is not None:
-            self._recordings.clear()
-            self._recorder = None
-            for term in self._terms:
-                term.drop()
+            self._say(f"CUDA graphs: off: {escape(why_not)}")
+        if self._capturer is not None:
+            self._captures.clear()
+            self._capturer = None
+            for penalty in self._penalties:
+                penalty.drop()
             release_workspaces()
             torch.cuda.empty_cache()
 
-    def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`compute`, a scalar of the flat adapter that the loss is added to, played back where the loss is."""
-        self._terms.append(GraphedTerm(compute, self._flat))
-        return self._terms[-1]
+    def penalty(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return `compute`, a penalty on the flat adapter, replayed while the loss is."""
+        self._penalties.append(GraphedPenalty(compute, self._flat))
+        return self._penalties[-1]
 
-    def _may_be_played(self) -> bool:
+    def _may_replay(self) -> bool:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
-    def _looked_at(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
-        """The pass, launched; from the second few batches on, how long launching takes of it."""
+    def _measure(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
+        """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
         self._sizes.append(sizes_of(wanted.batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
             return wanted.launch(model, device)
@@ -139,121 +139,134 @@ class GraphedLoss:
         found = wanted.launch(model, device)
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
-        self._host_shares.append((launched - started) / (time.perf_counter() - started))
-        if len(self._host_shares) == MEASURED and (share := sorted(self._host_shares)[MEASURED // 2]) < HOST_BOUND:
-            self.drop(f"the host launches a forward pass in {share:.0%} of its time")
+        self._host_fractions.append((launched - started) / (time.perf_counter() - started))
+        if (
+            len(self._host_fractions) == MEASURED
+            and (share := sorted(self._host_fractions)[MEASURED // 2]) < HOST_BOUND
+        ):
+            self.drop(f"the host needs only {share:.0%} of a forward pass to launch it")
         return found
 
-    def _recording_for(self, wanted: Pass, device: torch.device) -> Played | None:
-        """What plays this pass back, recorded now if its shape has come before; None where it is to be launched."""
-        if self._recorder is not None and not self._recorder.is_current:
-            self._give_up("the adapter lies elsewhere in memory than it did", warn=True)
+    def _find_capture(self, wanted: Pass, device: torch.device) -> Replayed | None:
+        """Return the graph that replays this pass, captured now if its shape recurs; None to launch the pass."""
+        if self._capturer is not None and not self._capturer.is_current:
+            self._give_up("the adapter's address in memory has changed", warn=True)
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
         shape = wanted.shape(usual)
         if shape is None or shape in self._refused or (self._launches_reference and isinstance(shape, JointShape)):
             return None
-        fitting = [other for other in self._recordings if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
+        fitting = [other for other in self._captures if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
         if fitting:
             best = shape if shape in fitting else min(fitting, key=lambda other: other.places)
-            return best, self._recordings[best]
+            return best, self._captures[best]
         self._seen[shape] += 1
-        comes_back = self._seen[shape] > 1 or not self._recordings
-        if not comes_back or not self._loss.observed or len(self._recordings) == MOST_RECORDINGS:
+        recurs = self._seen[shape] > 1 or not self._captures
+        if not recurs or not self._loss.observed or len(self._captures) == MOST_CAPTURES:
             return None
-        return self._record(wanted, shape, device)
+        return self._capture(wanted, shape, device)
 
-    def _record(self, wanted: Pass, shape: Shape, device: torch.device) -> Played | None:
+    def _capture(self, wanted: Pass, shape: Shape, device: torch.device) -> Replayed | None:
         started, refusal, no_room = time.perf_counter(), "", False
         try:
-            if self._recorder is None:
-                self._recorder = Recorder(self._flat)
+            if self._capturer is None:
+                self._capturer = GraphCapturer(self._flat)
             inputs = wanted.static(shape, device)
-            recording = self._recorder.record(
+            captured = self._capturer.capture(
                 lambda: wanted.compute(self._module, inputs), must_pay=self._mode == "auto"
             )
-            self._recorder.check_room()
-            if not self._recordings:
-                for term in self._terms:
-                    term.record()
-        except NotRecordable as reason:
+            self._capturer.check_room()
+            if not self._captures:
+                for penalty in self._penalties:
+                    penalty.capture()
+        except NotCapturable as reason:
             refusal, no_room = str(reason), isinstance(reason, NoRoom)
         except torch.OutOfMemoryError as error:
             refusal, no_room = _first_line(error), True
         except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
             self._give_up(_first_line(error), warn=True)
             return None
-        if refusal:  # not above, where the error holds what was recorded
+        if refusal:  # after the except blocks, whose error keeps the captured tensors alive
             self._refuse(shape, refusal, no_room=no_room)
             return None
-        if not self._recordings:
-            took = f"{recording.played_s * 1e3:.1f} ms for {recording.launched_s * 1e3:.1f} launched"
+        if not self._captures:
+            took = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
             self._say(
-                f"CUDA graphs: a micro-step is played back, {took}; recorded in {time.perf_counter() - started:.1f} s"
+                f"CUDA graphs: micro-steps are replayed: {took}; captured in {time.perf_counter() - started:.1f} s"
             )
-        self._recordings[shape] = inputs, recording
-        return shape, self._recordings[shape]
+        self._captures[shape] = inputs, captured
+        return shape, self._captures[shape]
 
     def _refuse(self, shape: Shape, reason: str, *, no_room: bool) -> None:
-        """Launch what cannot be recorded: this shape, all with reference text, or everything.
+        """Launch what cannot be captured from now on: this shape, all shapes with reference text, or everything.
 
-        Reference text of a step is in one of its micro-batches, which may be many times as long as the others.
+        The reference text of a step is in one of its micro-batches, which may be many times longer than the others.
         """
-        joint = [other for other in self._recordings if isinstance(other, JointShape)]
+        joint = [other for other in self._captures if isinstance(other, JointShape)]
         if not (joint or isinstance(shape, JointShape)):
             self._give_up(reason, warn=self._mode == "on")
         elif joint and not no_room:
             self._refused.add(shape)
         else:
             if self._mode == "on":
-                self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
+                self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
             self._launches_reference = True
-            self._say(f"CUDA graphs: micro-steps with reference text are launched: {escape(reason)}")
+            self._say(f"CUDA graphs: off for micro-steps with reference text: {escape(reason)}")
             if no_room:
-                self.drop()  # the others are recorded anew
+                self.drop()  # the other shapes are captured again
 
     def _give_up(self, reason: str, *, warn: bool) -> None:
         if warn:
-            self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
+            self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
         self.drop(reason)
 
 
-class GraphedTerm:
-    """A scalar of the adapter alone, with its gradient: two launches for some hundred small ones."""
+class GraphedPenalty:
+    """A penalty on the adapter with its gradient, as two launches instead of a few hundred small ones."""
 
     def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter) -> None:
         self._compute, self._flat = compute, flat
-        self._recording: Recording | None = None
+        self._captured: CapturedPass | None = None
 
     def __call__(self) -> Tensor:
-        """The scalar, launched while nothing is recorded."""
-        return self._compute() if self._recording is None else self._recording()
+        """Return the penalty, replayed if it was captured."""
+        return self._compute() if self._captured is None else self._captured()
 
-    def record(self) -> None:
-        """Between two steps; in memory of its own, for it is played beside the loss."""
-        self._recording = Recorder(self._flat, beside=True).record(self._of_fresh_stacks, must_pay=False)
+    def capture(self) -> None:
+        """Capture the penalty between two steps, in its own memory because the loss is replayed alongside."""
+        self._captured = GraphCapturer(self._flat, shares_workspaces=True).capture(
+            self._compute_from_new_stacks, must_pay=False
+        )
 
     def drop(self) -> None:
-        """Launch it from here on."""
-        self._recording = None
+        """Launch the penalty from now on."""
+        self._captured = None
 
-    def _of_fresh_stacks(self) -> Tensor:
-        with self._flat.stacks_alone():
+    def _compute_from_new_stacks(self) -> Tensor:
+        with self._flat.build_stacks_only():
             self._flat.read_through_views()
         return self._compute()
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the error that came first: what ends a capture that has failed fails as well."""
+    """Return type and first line of the original error: ending a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
+@replaces(
+    "the model's forward in a replayed micro-step",
+    library="transformers",
+    read_in="5.23.0",
+    why="a captured pass already has its inputs, but the engine's hooks around the model's forward must still run",
+    active="training.cuda_graphs, in captured micro-steps",
+    test="tests/unit/test_static_shapes.py",
+)
 @contextmanager
-def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module computes something else for one forward pass; its hooks still run."""
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the module's forward within the block; its hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

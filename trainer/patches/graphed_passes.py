@@ -1,4 +1,4 @@
-"""What a step can play back: the loss of a micro-batch, or with it the divergence on reference text behind it."""
+"""Passes that CUDA graphs can replay: the loss of a micro-batch, alone or with the divergence on reference text."""
 
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ Shape = StaticShape | JointShape
 
 
 class StaticInputs:
-    """The inputs of one shape, in memory that stays: one buffer, so that a batch arrives by one copy."""
+    """The inputs of one shape at fixed addresses: one buffer, so that one copy transfers a batch."""
 
     def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
         self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -25,11 +25,11 @@ class StaticInputs:
         pieces = zip(self._shapes.items(), self._buffer.split(sizes), strict=True)
         self._views = {name: piece.view(shape) for (name, shape), piece in pieces}
         self.base_states: Tensor | None = None
-        """What the base gives for reference text, where there is any."""
+        """Hidden states of the base model for reference text, if any."""
         self.fill(inputs, targets)
 
     def fill(self, inputs: dict[str, Any], targets: Tensor) -> None:
-        """Take in a batch of the same shape, from the host."""
+        """Copy a batch of the same shape from the host."""
         parts = [*(inputs[name] for name in self._tensors), targets]
         together = torch.cat([part.reshape(-1).long() for part in parts])
         if self._buffer.device.type == "cuda":
@@ -37,31 +37,31 @@ class StaticInputs:
         self._buffer.copy_(together, non_blocking=True)
 
     def read(self) -> tuple[dict[str, Any], Tensor]:
-        """What `TokenLoss.of_inputs` takes."""
+        """Return the arguments of `TokenLoss.compute_from_inputs`."""
         tensors = {name: self._views[name].to(dtype) for name, dtype in self._types.items()}
         return tensors | self._numbers, self._views[""]
 
 
 class Pass(Protocol):
-    """One forward pass of a step, as it is launched and as it is played back."""
+    """One forward pass of a step, to launch or to replay."""
 
     batch: MicroBatch
     """Training text."""
 
     def launch(self, model: Any, device: torch.device) -> Tensor:
-        """What it gives, kernel by kernel."""
+        """Return the loss, without a graph."""
 
     def shape(self, usual: tuple[int, int]) -> Shape | None:
-        """What it is padded to, see `shape_of`; None where it is to be launched."""
+        """Return the shape to pad the batch to (see `shape_of`); None to launch the pass."""
 
     def static(self, shape: Any, device: torch.device) -> StaticInputs:
-        """Memory for the inputs of a shape that holds it, with its own in it."""
+        """Return static memory for inputs of a shape that fits the batch, filled with the batch."""
 
     def fill(self, inputs: StaticInputs, shape: Any) -> None:
-        """Put its inputs into that memory."""
+        """Copy the batch into static memory."""
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
-        """What it gives, from there."""
+        """Return the loss of the inputs in static memory."""
 
 
 class LossPass:
@@ -83,10 +83,10 @@ class LossPass:
         inputs.fill(*self._on_host(shape))
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
-        return self._loss.of_inputs(module, *inputs.read())
+        return self._loss.compute_from_inputs(module, *inputs.read())
 
     def _on_host(self, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
-        return self._loss.on_host(padded(self.batch, shape), shape.places)
+        return self._loss.build_host_inputs(padded(self.batch, shape), shape.places)
 
 
 class JointPass:
@@ -119,11 +119,11 @@ class JointPass:
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
         assert inputs.base_states is not None
-        return self._loss.of_inputs_with_reference(module, *inputs.read(), inputs.base_states)
+        return self._loss.compute_both_from_inputs(module, *inputs.read(), inputs.base_states)
 
     def _on_host(self, shape: JointShape) -> tuple[dict[str, Any], Tensor]:
         batch = padded(self._together, shape.whole)
-        return self._loss.on_host_with_reference(batch, shape, self.batch.target_count)
+        return self._loss.build_host_inputs_with_reference(batch, shape, self.batch.target_count)
 
     def _fill_states(self, static: Tensor) -> None:
         static[: len(self._base_states)].copy_(self._base_states)

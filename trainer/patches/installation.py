@@ -1,9 +1,9 @@
-"""What runs in place of a library's code on a model and its engine: one list, installed in order, undone last first.
+"""Replacements on a model and its engine: one list, installed in order and undone in reverse.
 
-Each forward holds the one that was there before it. On one adapted layer up to five may lie on each other, from the
-inside: PEFT's forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather.
-What belongs to the whole process, to how a layer is built, or to one pass alone is not here: entries.py lists
-everything, docs/decisions/11-patches.md says why.
+Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
+forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
+for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
+docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all of them.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from trainer.model.expert_layers import expert_modules
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
-from trainer.patches.norm_mlp_rope import PARTS, forget_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_heads_without_flash, leave_varlen, share_heads_again, use_varlen
+from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
+from trainer.patches.packed_attention import copy_heads_without_flash, disable_varlen, restore_sdpa, use_varlen
 from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
 from trainer.patches.replace import undo, undo_on
 from trainer.patches.update_guard import UpdateGuard
@@ -30,28 +30,28 @@ Stage = Literal["base", "adapted", "engine"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of the patches: its settings, and what was decided (trainer/memory/decisions.py)."""
+    """The patches that a run needs: its settings and decisions (trainer/memory/decisions.py)."""
 
     config: RunConfig
     device: torch.device
     dtype: torch.dtype
     varlen: bool
-    """Packs are computed by the variable-length attention."""
+    """Whether packs use variable-length attention."""
     own_elementwise: bool
     ours: frozenset[str]
-    """Parts (of norm_mlp_rope.PARTS) expected to be ours; a difference is said, for memory was estimated by it."""
+    """Parts (of norm_mlp_rope.PARTS) that the memory estimate expects to be ours; a difference is a warning."""
     elementwise_reason: str
-    """Why none is; empty if some are."""
+    """Why none of them is ours; empty if some are."""
     recomputed: str
-    """`none`, `activations`, or `norms` as well."""
+    """`none`, `activations`, or `norms` (both)."""
     adapters: str
-    """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
+    """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
     no_siblings: str | None
-    """Why siblings are not computed together; None if they are."""
+    """Why shared-input projections are not computed together; None if they are."""
     clips_on_device: bool
     small_pass: Callable[[Any], object]
-    """A forward pass over as little as the model takes."""
+    """Runs a minimal forward pass."""
     shards: LayerShards | None = None
 
 
@@ -59,23 +59,21 @@ class Wanted:
 class Installation:
     """One step of the list."""
 
-    replaces: tuple[str, ...]
-    """The entries' words for it (trainer/patches/entries.py)."""
     stage: Stage
-    """What it is installed on: the base, before adapters are added; the adapted model; DeepSpeed's engine."""
-    install: Callable[[Any, Wanted], list[str]]
-    """On that owner; lines for the console."""
+    """Owner of the replacement: the base before adapters are added, the adapted model, or DeepSpeed's engine."""
+    install: Callable[[Any, Wanted], list[str] | None]
+    """Installs it on the owner and returns lines for the console."""
     undo: Callable[[Any], object]
-    """The opposite, on the same owner; nothing where it was not installed."""
+    """Undoes it on the owner; does nothing if it was not installed."""
 
 
 def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
-    """Put in place what belongs to this stage, in the order of the list; lines for the console."""
-    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted)]
+    """Run the installation steps of this stage in order; return lines for the console."""
+    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted) or []]
 
 
 def uninstall(model: Any, engine: Engine | None = None) -> None:
-    """Take everything back, last first; what the libraries had is there again."""
+    """Undo all steps in reverse order, which restores the libraries' own code."""
     for step in reversed(INSTALLATIONS):
         if step.stage != "engine":
             step.undo(model)
@@ -83,19 +81,16 @@ def uninstall(model: Any, engine: Engine | None = None) -> None:
             step.undo(engine)
 
 
-def _own_heads(_: Any, wanted: Wanted) -> list[str]:
+def _own_heads(_: Any, wanted: Wanted) -> None:
     copy_heads_without_flash(wanted.device, wanted.dtype)
-    return []
 
 
-def _varlen(model: Any, wanted: Wanted) -> list[str]:
+def _varlen(model: Any, wanted: Wanted) -> None:
     if wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
-    return []
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
-    """Our norms, SwiGLU and rotary embedding, where they give what the model's own code gives."""
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
     _load_operators(wanted.config)
@@ -126,10 +121,9 @@ def _mamba(model: Any, wanted: Wanted) -> list[str]:
     return call_projections_of_mamba(model) if wanted.config.adapter != "none" else []
 
 
-def _layer_gather(model: Any, wanted: Wanted) -> list[str]:
+def _layer_gather(model: Any, wanted: Wanted) -> None:
     if wanted.shards is not None:
         wanted.shards.attach(model)
-    return []
 
 
 def _ungather(model: Any) -> None:
@@ -140,7 +134,7 @@ def _ungather(model: Any) -> None:
 def _experts(model: Any, wanted: Wanted) -> list[str]:
     if wanted.config.adapter == "none" or not expert_modules(model):
         return []
-    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
+    from trainer.patches.fused_experts import compute_experts  # imports peft, and with it bitsandbytes
 
     on_gpu = wanted.device.type == "cuda"
     if on_gpu:
@@ -153,7 +147,7 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
         return []
     if wanted.adapters == "peft":
         return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
-    from trainer.patches.fused_lora import fuse  # brings bitsandbytes and the operators
+    from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
 
     backend = wanted.config.ops.backend
     assert backend != "peft"
@@ -175,15 +169,14 @@ def _rounded(model: Any, wanted: Wanted) -> list[str]:
     kind = wanted.config.training.qat
     if wanted.adapters != "rounded" or kind is None:
         return []
-    from trainer.patches.fake_quantised_lora import compute_rounded  # brings peft
+    from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
 
     return compute_rounded(model, kind, wanted.dtype)
 
 
-def _forgotten_inputs(model: Any, wanted: Wanted) -> list[str]:
+def _inputs(model: Any, wanted: Wanted) -> None:
     if wanted.recomputed != "none":
-        forget_inputs(model, recomputed_whole(model, wanted.config.training))
-    return []
+        recompute_inputs(model, recomputed_whole(model, wanted.config.training))
 
 
 def _recomputation(model: Any, wanted: Wanted) -> list[str]:
@@ -191,21 +184,19 @@ def _recomputation(model: Any, wanted: Wanted) -> list[str]:
     return [line] if line else []
 
 
-def _faults(engine: Engine, _: Wanted) -> list[str]:
-    answer_faults(engine)
-    return []
+def _workarounds(engine: Engine, _: Wanted) -> None:
+    install_workarounds(engine)
 
 
-def _unanswer(engine: Engine) -> None:
+def _remove_workarounds(engine: Engine) -> None:
     undo_on(engine.optimizer)
     undo_on(engine)
 
 
-def _guard(engine: Engine, wanted: Wanted) -> list[str]:
+def _guard(engine: Engine, wanted: Wanted) -> None:
     if wanted.clips_on_device:
-        ours: Any = engine  # DeepSpeed's has no such attribute
+        ours: Any = engine  # DeepSpeed's engine does not declare the attribute
         ours.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
-    return []
 
 
 def _unguard(engine: Engine) -> None:
@@ -214,39 +205,16 @@ def _unguard(engine: Engine) -> None:
 
 
 INSTALLATIONS = (
-    Installation(("transformers' attention `sdpa`",), "base", _own_heads, lambda _: share_heads_again()),
-    Installation(
-        ("the attention of packed documents", "attention sinks of packed documents"), "base", _varlen, leave_varlen
-    ),
-    Installation(
-        ("forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",),
-        "base",
-        _elementwise,
-        undo,
-    ),
-    Installation(("mamba2_split_conv1d_scan_combined of modeling files",), "adapted", _mamba, undo),
-    Installation(("how stage 3 gathers a frozen base",), "adapted", _layer_gather, _ungather),
-    Installation(("forward of experts without an adapter",), "adapted", _experts, undo),
-    Installation(("forward of PEFT's LoRA layers",), "adapted", _fused_lora, undo),
-    Installation(("forward of PEFT's LoRA layers, rounded",), "adapted", _rounded, undo),
-    Installation(("forward of adapted layers, once more",), "adapted", _forgotten_inputs, undo),
-    Installation(
-        ("_gradient_checkpointing_func of decoder layers; forward of their feed-forward parts",),
-        "adapted",
-        _recomputation,
-        disable_recomputation,
-    ),
-    Installation(
-        (
-            "state and masters of the 16-bit optimizer of stage 0 after its start",
-            "optimizer.step and _update_scale",
-            "engine.backward",
-        ),
-        "engine",
-        _faults,
-        _unanswer,
-    ),
-    Installation(
-        ("get_grad_norm_direct", "grad_scale and found_inf of torch's fused AdamW"), "engine", _guard, _unguard
-    ),
+    Installation("base", _own_heads, lambda _: restore_sdpa()),
+    Installation("base", _varlen, disable_varlen),
+    Installation("base", _elementwise, undo),
+    Installation("adapted", _mamba, undo),
+    Installation("adapted", _layer_gather, _ungather),
+    Installation("adapted", _experts, undo),
+    Installation("adapted", _fused_lora, undo),
+    Installation("adapted", _rounded, undo),
+    Installation("adapted", _inputs, undo),
+    Installation("adapted", _recomputation, disable_recomputation),
+    Installation("engine", _workarounds, _remove_workarounds),
+    Installation("engine", _guard, _unguard),
 )

@@ -1,6 +1,7 @@
-"""The sum of token losses of a micro-batch, with logits only where there are targets, and never all of them at once."""
+"""The sum of token losses of a micro-batch, with logits only at targets, computed in chunks."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,20 +11,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops.head import divergence_sum, token_loss_sum
-from trainer.contract.known_versions import require
+from trainer.contract.known_versions import replaced, require
+from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
-from trainer.parallel.engine.flat_adapter import flat_adapter_of
+from trainer.model.expert_targets import BALANCE
+from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
-from trainer.patches.plain_head import head_replaced, linear_layer, observed_factor, trained_rows, why_not_plain
-from trainer.patches.router_balance import balanced_by
+from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
 
 class TokenLoss:
-    """-log p of the targets, summed.
+    """Sum of -log p of the targets.
 
-    Where the head is one linear layer, frozen but for rows of new tokens, and the model at most multiplies its output
-    (which is observed, not looked up), head and loss are computed together in chunks; else from the logits.
+    Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
+    and the model at most multiplies its output (which is observed, not looked up); otherwise from the logits.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class TokenLoss:
         say: Callable[[str], None] | None = None,
         balance: float = 0.0,
     ) -> None:
-        """`fused` is what was decided (trainer/memory/decisions.py), None to observe it; `say` hears of a difference.
+        """Prepare the loss of a model.
 
+        `fused` is the decision of trainer/memory/decisions.py, None to observe it; `say` prints a difference.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
         """
         from peft import PeftModel
@@ -44,7 +47,7 @@ class TokenLoss:
         self._decided, self._say = fused, say
         self._balance = balance
         self.balancing: torch.Tensor | float = 0.0
-        """Of the latest batch, times its targets, so that it is weighted over batches and ranks as the loss is."""
+        """Load-balancing loss of the latest batch times its number of targets, to be weighted like the loss."""
         base: Any = module
         if isinstance(module, PeftModel):
             base = module.get_base_model()
@@ -57,7 +60,7 @@ class TokenLoss:
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        """Return sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
 
@@ -66,18 +69,18 @@ class TokenLoss:
 
         if self._head is None:
             return self._of_logits(call, inputs, to_device(targets, device))
-        # The places of the targets are found on the host, where the batch is: on the device that would wait for it.
+        # On the host, where the batch is: nonzero on the device would wait for it.
         flat = targets.flatten()
         places = (flat != IGNORED).nonzero().squeeze(1)
         places_on_device, chosen = to_device(places, device), to_device(flat[places], device)
         return self._in_chunks(call, inputs, chosen, places_on_device if len(places) != len(flat) else None)
 
-    def on_host(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """What `of_inputs` takes but for the device: what the model takes, and targets [B, K], K at least `places`."""
+    def build_host_inputs(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return model inputs and targets [B, K], K at least `places`, on the host for `compute_from_inputs`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
-        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
+        # Only our own variable-length attention takes document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
         targets = batch.targets
@@ -90,8 +93,11 @@ class TokenLoss:
             inputs["logits_to_keep"] = kept
         return inputs, targets
 
-    def of_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
-        """The same from tensors on the device, without a look at one: `observed` must hold. Rows of IGNORED count 0."""
+    def compute_from_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss from tensors on the device, without a wait for it; `observed` must be True.
+
+        Rows of IGNORED count 0.
+        """
 
         def call(inputs: dict[str, Any]) -> Any:
             return model(**inputs, use_cache=False)
@@ -102,7 +108,7 @@ class TokenLoss:
 
     @property
     def observed(self) -> bool:
-        """Whether it is known how head and loss are computed."""
+        """Whether it has been decided how head and loss are computed."""
         return self._head is None or self._factor is not None
 
     def _of_logits(self, call: Callable[..., Any], inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
@@ -112,7 +118,7 @@ class TokenLoss:
     def _in_chunks(
         self, call: Callable[..., Any], inputs: dict[str, Any], chosen: torch.Tensor, places: torch.Tensor | None
     ) -> torch.Tensor:
-        """`places` of the rows have the targets `chosen`; None: all."""
+        """Return the loss of the rows `places` (None: all) with the targets `chosen`."""
 
         def loss_of(hidden: torch.Tensor) -> torch.Tensor:
             states = hidden.flatten(0, 1)
@@ -120,7 +126,7 @@ class TokenLoss:
                 states = states.index_select(0, places)
             return self._token_loss_sum(states, chosen).view(1, 1, 1)
 
-        with head_replaced(self._head, loss_of):
+        with replace_head(self._head, loss_of):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
@@ -139,11 +145,11 @@ class TokenLoss:
         if not (self._balance and torch.is_grad_enabled()):
             return model(**inputs, use_cache=False)
         # The router chooses experts for padding too, and only a mask keeps these choices out of the balance. The model
-        # itself is not given it: a mask would join the documents of a pack.
+        # itself must not get it: a mask would join the documents of a pack.
         mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
         if mask is not None:
             mask = to_device(mask, inputs["input_ids"].device)
-        with balanced_by(mask, self._base):
+        with mask_balancing_loss(mask, self._base):
             result = model(**inputs, use_cache=False, output_router_logits=True)
         self.balancing = self._balance * result.aux_loss * batch.target_count
         return result
@@ -151,10 +157,10 @@ class TokenLoss:
     def with_reference(
         self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By one pass: sum of -log p of the targets of `own`, sum of KL(adapted || base) at places of the others.
+        """Return the loss sum of `own` and the sum of KL(adapted || base) on reference text, from one pass.
 
-        Nats, fp32. `batch` is `own` with reference documents behind it; `base_states` are what `of_base` gives for
-        these.
+        Both are in nats, fp32. `batch` is `own` followed by reference documents, and `base_states` are the result of
+        `compute_base_states` for these documents.
         """
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
@@ -177,25 +183,25 @@ class TokenLoss:
     def _both_in_chunks(
         self, model: Any, inputs: dict[str, Any], split: Callable[..., Any], chosen: torch.Tensor, base: torch.Tensor
     ) -> torch.Tensor:
-        """Loss and divergence [2], of the two parts into which `split` takes what the head is given."""
+        """Return loss and divergence [2] of the two parts into which `split` divides the head's input."""
 
         def both(hidden: torch.Tensor) -> torch.Tensor:
             ours, others = split(hidden)
             loss, divergence = self._token_loss_sum(ours, chosen), self._divergence_sum(others, base)
             return torch.stack([loss, divergence]).view(1, 1, 2)
 
-        with head_replaced(self._head, both):
+        with replace_head(self._head, both):
             scaled: torch.Tensor = model(**inputs, use_cache=False).logits
         return scaled.flatten() / (self._factor or 1.0)
 
-    def on_host_with_reference(
+    def build_host_inputs_with_reference(
         self, batch: MicroBatch, shape: JointShape, own: int
     ) -> tuple[dict[str, Any], torch.Tensor]:
-        """What `of_inputs_with_reference` takes from the host, of a batch in that shape with `own` targets of its own.
+        """Return the arguments of `compute_both_from_inputs` on the host for a batch with `own` training targets.
 
-        Rows that are there for the shape alone are those of the first place.
+        Rows that only fill the shape are copies of the first position.
         """
-        inputs, targets = self.on_host(batch)
+        inputs, targets = self.build_host_inputs(batch)
         kept: torch.Tensor = inputs["logits_to_keep"]
         others = int((batch.targets != IGNORED).sum()) - own
         more, more_others = kept.new_zeros(shape.places - own), kept.new_zeros(shape.reference - others)
@@ -205,34 +211,34 @@ class TokenLoss:
             inputs |= {"equal_documents": shape.equal, "others_seqlen": shape.reference}
         return inputs, torch.cat([targets[0, :own], more + IGNORED])
 
-    def of_inputs_with_reference(
+    def compute_both_from_inputs(
         self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
     ) -> torch.Tensor:
-        """`with_reference` as [2] from tensors on the device, without a look at one, where head and loss are one.
+        """Return `with_reference` as [2] from tensors on the device, without a wait; head and loss must be fused.
 
-        Rows of IGNORED count 0, and so do all but the first `others` of those compared, whose `base_states` must be 0.
+        Rows of IGNORED count 0. Of the compared rows the first `others` count; `base_states` of the rest must be 0.
         """
         counted = torch.arange(len(base_states), device=base_states.device) < inputs["others"]
         counts = [len(targets), len(base_states)]
 
         def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ours, others = rows.flatten(0, 1).split(counts)
-            return ours, others.masked_fill(~counted[:, None], 0.0)  # against 0, which is no divergence
+            return ours, others.masked_fill(~counted[:, None], 0.0)  # compared with 0: no divergence
 
         taken = {name: value for name, value in inputs.items() if name != "others"}
         return self._both_in_chunks(model, taken, split, targets, base_states)
 
     @property
     def states_dtype(self) -> torch.dtype | None:
-        """Return the type of what the head takes; None where head and loss are computed apart."""
+        """Return the dtype of the head's input; None if head and loss are computed separately."""
         return None if self._head is None or self._factor is None else linear_layer(self._head).weight.dtype
 
     def divergence(
         self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
     ) -> torch.Tensor:
-        """sum_t KL(adapted_t || base_t) over the targets' places, nats, fp32; logits in chunks where the loss's are.
+        """Return sum_t KL(adapted_t || base_t) over the positions of the targets, nats, fp32.
 
-        `base_states` are what `of_base` gives for this batch.
+        `base_states` are the result of `compute_base_states` for this batch.
         """
         with self._no_step(batch, device):
             inputs, places = self._inputs_and_places(batch, device)
@@ -241,20 +247,20 @@ class TokenLoss:
             def compare(hidden: torch.Tensor) -> torch.Tensor:
                 return self._divergence_sum(hidden.flatten(0, 1).index_select(0, places), base_states).view(1, 1, 1)
 
-            with torch.set_grad_enabled(with_gradient), head_replaced(head, compare):
+            with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             if head is not None:
-                # As of the loss: what the model multiplies its logits with is undone.
+                # As in the loss: undo the factor that the model applies to its logits.
                 return logits.view(()) / (self._factor or 1.0)
             return _divergence(logits.flatten(0, 1)[places].float(), base_states)
 
     def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
-        """Whether logits are made from hidden states, in chunks; every rank must call it."""
+        """Return whether logits are computed from hidden states in chunks; every rank must call it."""
         with self._no_step(batch, device):
             return self._head is not None
 
-    def of_base(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """What the head takes from the base at the targets' places [K, H]; its log p [K, V] if not `in_chunks`."""
+    def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `in_chunks`."""
         with self._no_step(batch, device):
             inputs, places = self._inputs_and_places(batch, device)
             seen: list[torch.Tensor] = []
@@ -263,16 +269,16 @@ class TokenLoss:
                 seen.append(hidden.flatten(0, 1).index_select(0, places))
                 return hidden.new_zeros(1, 1, 1)
 
-            with torch.no_grad(), adapter_off(self._module), head_replaced(self._head, keep):
+            with torch.no_grad(), bypass_adapter(self._module), replace_head(self._head, keep):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 
     @contextmanager
     def _no_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
-        """Forward passes beside that of the loss: the flat adapter's views stay for its backward pass."""
+        """Allow forward passes next to that of the loss: keep the flat adapter's views for its backward pass."""
         self._observe(batch, device)
-        flat = flat_adapter_of(self._module)
-        with flat.views_kept() if flat is not None else nullcontext():
+        flat = find_flat_adapter(self._module)
+        with flat.keep_views() if flat is not None else nullcontext():
             yield
 
     def _inputs_and_places(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
@@ -280,17 +286,17 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def _observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """See once whether head and loss can be computed together on this model."""
+        """Find out once whether head and loss can be computed together on this model."""
         if self._head is not None and self._factor is None:
-            self._factor = self._observed_factor(batch, device)
+            self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
                 self._head = None
             self._compare(self._head is not None)
 
     def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """The same for each row of the batch alone, nats, fp64 [B]."""
+        """Return the loss sum of each row of the batch, nats, fp64 [B]."""
         logits, targets = self.logits(model, batch, device)
-        # A row at a time: logits of the whole batch in 32 bits would double the peak.
+        # One row at a time: fp32 logits of the whole batch would double the peak memory.
         rows = [
             F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
             for row, target in zip(logits, targets, strict=True)
@@ -298,26 +304,17 @@ class TokenLoss:
         return torch.stack(rows).double()
 
     def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, K, V] and targets [B, K] on the device."""
+        """Return logits [B, K, V] and targets [B, K] on the device."""
         inputs, targets = self._inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
-        """What the model takes, on the device, and the targets [B, K], on the host.
-
-        Positions without a target in any row are left out of the output head, which for small models and short answers
-        is most of its work.
-        """
-        # Padding is on the right, where causal attention never looks back from: no mask, and no slower kernel for one.
-        inputs, targets = self.on_host(batch)
+        # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
+        inputs, targets = self.build_host_inputs(batch)
         return {name: to_device(value, device) for name, value in inputs.items()}, targets
 
-    def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:
-        tokens = batch.input_ids[:1, :2].to(device)
-        return observed_factor(self._module, self._head, tokens)
-
     def _compare(self, fused: bool) -> None:
-        """Say where the model on the device does other than its empty twin did, by which memory was estimated."""
+        """Warn if the loaded model differs from the empty one that the memory estimate used."""
         if self._decided is None or self._decided == fused or self._say is None:
             return
         what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
@@ -325,17 +322,23 @@ class TokenLoss:
 
 
 def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.Tensor:
-    """The plain form, where there is no head to make logits with in chunks."""
     log_p_KV = logits_KV.log_softmax(-1)
     return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
+@replaces(
+    "`_disable_adapters` of adapted layers",
+    library="peft",
+    read_in="0.21.2",
+    why="disable_adapter also changes requires_grad of every factor, which breaks an engine that holds them",
+    active="scu.measure: kl, during the base model's own pass",
+    test="tests/unit/test_divergence.py: test_the_adapter_is_off_without_a_gradient_flag_being_touched",
+)
 @contextmanager
-def adapter_off(module: nn.Module) -> Iterator[None]:
-    """The base's own forward pass, between those of a step.
+def bypass_adapter(module: nn.Module) -> Iterator[None]:
+    """Disable the adapter within the block, without PEFT's changes to requires_grad of every factor.
 
-    PEFT's `disable_adapter` would also switch requires_grad of every factor off and on again, which a graph, an engine
-    or a flat buffer that holds them does not survive.
+    These would break a graph, an engine or a flat buffer that holds the factors.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -351,8 +354,29 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@replaces(
+    "`load_balancing_loss_func` of modeling files",
+    library="transformers",
+    read_in="5.23.0",
+    why="it counts the padding of packed rows, for which the model gets no mask",
+    active="training.router_aux_loss",
+    test="tests/unit/test_router_loss.py: test_padding_of_packed_rows_is_not_balanced",
+)
+@contextmanager
+def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
+    """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
+    owner = sys.modules[type(base).__module__]
+    balance = require(owner, BALANCE, "transformers")
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
+
+    with replaced(owner, BALANCE, masked, "transformers"):
+        yield
+
+
 def to_device(value: Any, device: torch.device) -> Any:
-    """A tensor on the device; from page-locked memory, where alone a copy does not hold up the host."""
+    """Return a tensor copied to the device without a wait of the host, from page-locked memory; other values as is."""
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

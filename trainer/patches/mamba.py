@@ -1,4 +1,4 @@
-"""Hybrids and mixtures of experts: adapters that a fused kernel would pass by, and weights that get no adapter."""
+"""Hybrid and MoE models: adapters that a fused kernel would bypass, and weights without an adapter."""
 
 import importlib
 import importlib.util
@@ -11,28 +11,27 @@ from torch import nn
 
 from trainer.config import UserError
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import beyond_text
 from trainer.parallel.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.patches.replace import replace
 
-# transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
+# Name, in transformers' modeling files, of mamba-ssm's kernel for a whole Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
 SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "causal_conv1d_cuda")
-"""A package that transformers takes a kernel of where it can be imported, and what building that leaves beside it."""
+"""A package with a kernel that transformers uses if the import succeeds, and the compiled library of the package."""
 
 
 def check_packable(model: Any) -> None:
-    """Raise UserError where `adapter: qlora` would find nothing to quantise; the model may be without weights."""
+    """Raise UserError if `adapter: qlora` finds nothing to quantise; the model may be without weights."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):
-        raise UserError(
-            f"adapter=qlora: {type(model).__name__} has no linear layer that could be quantised; use adapter: lora"
-        )
+        raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantise; use adapter: lora")
 
 
 def unquantized_lines(model: nn.Module) -> list[str]:
-    """A line on the adapted layers of a quantised run whose base is not quantised; or none."""
+    """Return a line on the adapted layers of a quantised run that have an unquantised base, if any."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -48,16 +47,15 @@ def unquantized_lines(model: nn.Module) -> list[str]:
 
 
 def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
-    """Lines on the weight matrices that are no linear layers and have no adapter, such as fused experts; or none.
+    """Return lines on the weight matrices outside linear layers that have no adapter, such as fused experts.
 
-    A model of linear layers, embeddings and norms alone has no such line. Packed experts have one of their own.
+    A model with only linear layers, embeddings and norms has none. Packed experts have a separate line.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from transformers.pytorch_utils import Conv1D
 
-    # PEFT's adapter on a parameter that is no linear layer's weight.
-    # Conv1D is GPT-2's linear layer, with its weight the other way round.
+    # Conv1D is GPT-2's linear layer, with its weight transposed.
     linear = (nn.Linear, nn.Embedding, LoraLayer, Conv1D)
     towers = tuple(f"{path}." for path in beyond_text(_base_of(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
@@ -71,7 +69,7 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
                 where = _last_name(path) if name == "weight" else f"{_last_name(path)}.{name}"
                 packing = packed_experts_layout(parameter)
-                bits = ", being no linear layers, and not in 4 bits" if quantized else ", being no linear layers"
+                bits = ", not linear layers, and not in 4 bits" if quantized else ", not linear layers"
                 found.setdefault(f", in {packing.kind.upper()}" if packing else bits, Counter())[where, shape] += 1
     lines = []
     for kind, counts in found.items():
@@ -87,23 +85,32 @@ def _base_of(model: Any) -> Any:
 
 
 def _last_name(path: str) -> str:
-    """`experts` of mlp.experts.base_layer.base_layer, PEFT's way of nesting several adapters of one module."""
+    """Return `experts` for mlp.experts.base_layer.base_layer, in which PEFT nests several adapters of one module."""
     names = [name for name in path.split(".") if name != "base_layer"]
     return names[-1]
 
 
 def _is_mamba_2(module: nn.Module) -> bool:
-    """By what all of transformers' have: of Mamba-1 there are no chunks, of other mixers no state."""
+    """Return whether this is one of transformers' Mamba-2 mixers: Mamba-1 has no chunks, other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
 
+@replaces(
+    "`mamba2_split_conv1d_scan_combined` of modeling files",
+    library="transformers",
+    read_in="5.23.0",
+    why="the fused kernel reads the weight of out_proj without calling the layer, so its adapter would get no gradient",
+    active="hybrid models with out_proj adapted or in 4 bits",
+    test="tests/unit/test_architectures.py",
+    upstream="https://github.com/huggingface/peft/issues/2274",
+)
 def call_projections_of_mamba(model: Any) -> list[str]:
-    """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; lines on how they compute.
+    """Let Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; return lines for the console.
 
-    mamba-ssm's kernel for a whole layer takes out_proj's weight and never calls the layer: an adapter on it would get
-    no gradient. transformers asks that kernel first and goes step by step, still with mamba-ssm's kernels for the
-    convolution and the scan, where it answers None.
+    mamba-ssm's kernel for a whole layer reads out_proj's weight without calling the layer, so an adapter on it would
+    get no gradient. If that kernel returns None, transformers uses mamba-ssm's separate kernels for the convolution and
+    the scan.
     """
     mixers = [module for module in model.modules() if _is_mamba_2(module)]
     for module in mixers:
@@ -116,34 +123,34 @@ def call_projections_of_mamba(model: Any) -> list[str]:
         return []
     if why_not := _why_not_used(*SCAN):
         return [f"mamba: {len(mixers)} layers in plain torch; {why_not}"]
-    lines = [f"mamba: out_proj of {len(changed)} layers apart from mamba-ssm's kernel, which would pass its adapter by"]
+    lines = [f"mamba: out_proj of {len(changed)} layers outside mamba-ssm's kernel, which would bypass its adapter"]
     if why_not := _why_not_used(*CONVOLUTION):
         lines.append(f"mamba: convolutions in plain torch; {why_not}")
     return lines
 
 
 def has_scan_kernels() -> bool:
-    """Whether mamba-ssm is there, with what it compiles: its scan, in Triton, keeps less than that of plain torch."""
+    """Return whether mamba-ssm is installed and compiled: its Triton scan keeps less memory than plain torch's."""
     return not _why_not_loaded(*SCAN)
 
 
 def _why_not_used(package: str, library: str) -> str:
-    """Why transformers does not take its kernels, which has tried to import it by now; empty where it does."""
+    """Return why transformers, which has tried the import by now, does not use the kernels; empty if it does."""
     return _why_not_loaded(package, library) or _why_not_imported(package, package)
 
 
 def _why_not_loaded(package: str, library: str) -> str:
-    """Why not, as far as that is known without the package itself, whose import takes seconds."""
+    """Return why the kernels are unavailable, as far as known without the slow import of the package; or empty."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
-        return "the extra `mamba` has kernels that are faster and keep less"
+        return "the extra `mamba` has kernels that are faster and keep less memory"
     return _why_not_imported(package, library)
 
 
 def _why_not_imported(package: str, name: str) -> str:
     try:
         importlib.import_module(name)
-    except Exception as error:  # of the package's own code: transformers passes over any of them
-        return f"{package} is installed and cannot be imported ({error}): build it against this torch, or uninstall it"
+    except Exception as error:  # transformers also ignores any error of the package
+        return f"{package} is installed but cannot be imported ({error}): build it against this torch, or uninstall it"
     return ""
 
 
@@ -152,4 +159,4 @@ def _file_of(module: nn.Module) -> Any:
 
 
 def _no_kernel(*args: Any, **kwargs: Any) -> None:
-    """What transformers takes for `there is no such kernel here`."""
+    """Return None, which transformers takes for a missing kernel."""

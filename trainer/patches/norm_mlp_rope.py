@@ -1,11 +1,11 @@
-"""Our RMSNorm, SwiGLU, GeGLU and rotary embedding instead of a loaded model's own.
+"""Our RMSNorm, SwiGLU, GeGLU and rotary embedding in place of a loaded model's own.
 
-Which modules compute these is found by observation, not from a list of architectures: a copy of the module runs on
-random data, with random weights and with stand-ins for its projections, and must give what our operator gives, values
-and gradients, to a rounding or two. What fails keeps its own forward, and the console says why.
+Modules that compute these are found by observation, not from a list of architectures: a copy of the module runs on
+random data with random weights and dummy projections. Its values and gradients must agree with our operator's to a
+rounding or two; otherwise the module keeps its own forward, and the reason is printed.
 
-With `recompute`, results mark themselves with their recipe, and the adapted layers that read them keep the recipe in
-place of the result (`ops.elementwise.recomputing`).
+With `recompute`, results carry the function that recomputes them, and the adapted layers that read them keep this
+function instead of the result (`ops.elementwise.recomputing`).
 """
 
 import copy
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ops.elementwise import gelu_mul, recomputing, rms_norm, rope, silu_mul
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 ROTARY = "apply_rotary_pos_emb"
 WORTH_FORGETTING = 2**23
-"""Bytes of a result below which the hooks cost more host time than its memory is worth: 1,024 x 4,096 in 16 bits."""
+"""Minimum bytes of a result for which recomputing is worth the host time of the hooks: 1,024 x 4,096 in 16 bits."""
 _RECIPE = "_zerolora_recipe"
 _ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -38,7 +39,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Replaced:
-    """How many modules compute by our operators, and the reasons for the rest."""
+    """Number of modules that use our operators, and the reasons for the rest."""
 
     norms: int = 0
     mlps: int = 0
@@ -46,7 +47,7 @@ class Replaced:
     refused: list[tuple[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """For the console."""
+        """Return the lines for the console."""
         found = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.rotary else 'no '}rotary embedding"
         counts = Counter(self.refused)
         return [f"element-wise operators: {found}"] + [
@@ -54,7 +55,7 @@ class Replaced:
         ]
 
     def why_not(self) -> dict[str, str]:
-        """Why a part (of PARTS) is not ours in the whole model; empty where it is."""
+        """Return for each of PARTS why it is not replaced in the whole model; empty if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": self.rotary}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:
@@ -62,20 +63,20 @@ class Replaced:
         return reasons
 
     def whole(self) -> set[str]:
-        """The parts (of PARTS) of which nothing is left to replace."""
+        """Return those of PARTS that are replaced in the whole model."""
         return {part for part, reason in self.why_not().items() if not reason}
 
 
 @dataclass
 class Examination:
-    """What our operators would replace, without having done so: forwards of modules, functions of modeling files."""
+    """Forwards of modules and functions of modeling files that our operators can replace."""
 
     found: Replaced = field(default_factory=Replaced)
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     functions: list[tuple[Any, Forward]] = field(default_factory=list)
 
     def install(self) -> Replaced:
-        """Swap them in."""
+        """Replace them."""
         for module, forward in self.forwards:
             # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
             replace(module, "forward", MethodType(forward, module))
@@ -87,7 +88,7 @@ class Examination:
 def examine_elementwise(
     model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
 ) -> Examination:
-    """Find what gives what our operators give, in a loaded model or in an empty one; nothing is changed."""
+    """Find what our operators can replace in a loaded or an empty model, without changing it."""
     examined = Examination()
     replaced = examined.found
     verdicts: dict[Any, Forward | str] = {}
@@ -118,20 +119,37 @@ def examine_elementwise(
     return examined
 
 
+@replaces(
+    "the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`",
+    library="transformers",
+    read_in="5.23.0",
+    why="each takes one pass over memory instead of several, and cheap results are recomputed instead of kept",
+    active="ops.elementwise: auto on a GPU, if a test on random data agrees with the model's own code",
+    test="tests/unit/test_elementwise.py",
+)
 def replace_elementwise(
     model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
 ) -> Replaced:
-    """Swap in our operators wherever they give what the model's own code gives; before adapters are added.
+    """Replace norms, gated MLPs and rotary embedding by our operators where they agree with the model's own code.
 
-    Norms that are trained (not `frozen_norms`) stay the model's own; `recompute` of gated MLPs and of norms: see above.
+    Call it before adapters are added. Trained norms (not `frozen_norms`) stay the model's own. `recompute` and
+    `recompute_norms` let layers recompute the outputs of gated MLPs and of norms.
     """
     return examine_elementwise(
         model, frozen_norms=frozen_norms, recompute=recompute, recompute_norms=recompute_norms
     ).install()
 
 
-def forget_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
-    """Have adapted layers, once they are there, keep the recipe of an input that has one, but those within `but`."""
+@replaces(
+    "the forward of adapted layers, to recompute their inputs",
+    library="peft",
+    read_in="0.21.2",
+    why="the layers keep what a cheap input is recomputed from instead of the input itself",
+    active="ops.recompute: activations or norms, in layers without gradient checkpointing",
+    test="tests/unit/test_elementwise.py",
+)
+def recompute_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
+    """Let adapted layers, except those within `but`, recompute inputs instead of keeping them; return their number."""
     from peft.tuners.lora import LoraLayer
 
     left = {module for part in but for module in part.modules()}
@@ -158,7 +176,7 @@ def _is_norm(name: str) -> bool:
 
 
 def _projections(module: nn.Module) -> tuple[str, ...] | None:
-    """Names of the projections of a gated MLP, the one that ends it last; None for other modules."""
+    """Return the names of a gated MLP's projections, the output projection last; None for other modules."""
     for names in (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")):
         if all(isinstance(module._modules.get(name), nn.Module) for name in names):
             return names
@@ -166,7 +184,7 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """What modules have in common that differ in their weights' values alone."""
+    """Return a key shared by modules that differ only in the values of their weights."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     children = tuple(type(child) for child in module.children())
     weights = tuple((weight.dtype, weight.shape, weight.device) for weight in module.parameters(recurse=False))
@@ -174,7 +192,7 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """The forward of this norm by our operator, or why there is none."""
+    """Return a forward for this norm that uses our operator, or why there is none."""
     plain, weight = type(module).forward, getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "forward" in vars(module):
@@ -206,22 +224,22 @@ def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> 
 
 
 def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
-    """Why our norm is not this one; empty if it is."""
-    width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may not say it
+    """Return why our norm differs from this one; empty if it does not."""
+    width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may lack its shape
     twin = copy.copy(module)
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
         x = (draw(3, 4, width) * draw(3, 4, 1, scale=30.0).detach()).detach()
-        x[0] *= eps**0.5 / 30  # rows in which epsilon counts
+        x[0] *= eps**0.5 / 30  # rows small enough for epsilon to matter
         x.requires_grad_()
-        vars(twin)["weight"] = factor = draw(width).detach()  # found before the module's own
+        vars(twin)["weight"] = factor = draw(width).detach()  # shadows the module's own
         return rms_norm(x, factor, eps, offset), type(module).forward(twin, x), [x]
 
     return _difference(run, weight)
 
 
 def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """The forward of this gated MLP by our operator, or why there is none."""
+    """Return a forward for this gated MLP that uses our operator, or why there is none."""
     names = _projections(module)
     assert names is not None
     if "forward" in vars(module):
@@ -237,7 +255,7 @@ def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
 
 
 def _multipliers(module: Any) -> tuple[float, float]:
-    """Falcon-H1's factors of the gate and of the result."""
+    """Return Falcon-H1's factors of the gate and of the result."""
     return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
 
 
@@ -260,7 +278,7 @@ def _mlp_method(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forwar
 
 
 def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
-    """Why what this MLP does between its projections is not silu(gate) up, or gelu(gate) up; empty if it is."""
+    """Return why this MLP is not `gated(gate, up)` between its projections; empty if it is."""
     twin, (of_gate, of_result) = copy.copy(module), _multipliers(module)
     seen: list[Tensor] = []
 
@@ -274,7 +292,7 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
             return given.get(name, value)
 
         for name in names:
-            vars(twin)[name] = partial(project, name)  # found before the module's own
+            vars(twin)[name] = partial(project, name)  # shadows the module's own
         result = type(module).forward(twin, x)
         *inputs, end = seen
         projects_last = result is end or hasattr(module, "down_multiplier")
@@ -286,9 +304,9 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
 
 
 def _rotary(plain: Forward, like: Tensor) -> Forward | str:
-    """The rotary embedding by our operator, or why there is none."""
+    """Return a rotary embedding that uses our operator, or why there is none."""
     if list(inspect.signature(plain).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
-        return "it takes other arguments than q, k, cos, sin, unsqueeze_dim"
+        return "its arguments are not q, k, cos, sin, unsqueeze_dim"
 
     def test(width: int) -> str:
         def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -318,9 +336,9 @@ Draw = Callable[..., Tensor]
 
 
 def _difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
-    """Run in fp32, where forms of functions differ visibly, and in the model's type; what is off, or nothing.
+    """Compare results and gradients in fp32 and in the model's dtype; return what differs, or an empty string.
 
-    `run` is given a function that draws normal numbers, and returns our result, the model's, and their inputs. For an
+    `run` gets a function that draws normal numbers, and returns our result, the model's, and their inputs. For an
     empty model it runs on the CPU.
     """
     device = torch.device("cpu") if like.is_meta else like.device
@@ -337,7 +355,7 @@ def _difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like
             return str(error).split("\n")[0]
         for got, wanted in ((ours.detach(), theirs.detach()) for ours, theirs in pairs):
             if got.dtype != wanted.dtype or got.shape != wanted.shape:
-                return f"it gives {tuple(wanted.shape)} in {wanted.dtype}"
+                return f"it returns {tuple(wanted.shape)} in {wanted.dtype}"
             difference = (got.double() - wanted.double()).square().mean().sqrt()
             error_of = float(difference / wanted.double().square().mean().sqrt())
             if not error_of <= _ALLOWED[dtype]:

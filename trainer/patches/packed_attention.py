@@ -1,9 +1,9 @@
 """Attention over packed documents: variable-length flash attention on a GPU, a block mask elsewhere.
 
-transformers isolates documents by restarting `position_ids` when no attention mask and no cache are given; it then
-builds a block mask of L x L. On a GPU the documents of a micro-batch are laid end to end instead, and flash
-attention computes each one alone, without a mask. Where there is no flash attention (32 bits, cards before Ampere) key
-heads that are shared are copied for every query head; torch would fall back to products that keep L x L probabilities.
+transformers isolates documents by `position_ids` that restart, if it gets no attention mask and no cache; it then
+builds an L x L block mask. On a GPU the documents of a micro-batch are concatenated instead, and flash attention
+computes each one separately, without a mask. Without flash attention (fp32, GPUs before Ampere) shared key heads are
+copied for every query head; torch would fall back to products that keep L x L probabilities.
 """
 
 from typing import Any
@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
 from trainer.model.model_kind import takes_sdpa
-from trainer.patches.attention_sinks import flash_with_sinks, has_sinks, one_by_one
+from trainer.patches.attention_sinks import attend_per_document, flash_with_sinks, has_sinks
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -29,11 +30,11 @@ SUPPORT_FLAGS = {
     "flash_attention_3": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
-"""What transformers' model classes say of themselves."""
+"""Attributes by which transformers' model classes declare their support."""
 
 
 def check_supported(section: ModelSection, model: Any) -> None:
-    """Raise UserError where a model has no code for the attention that is asked for."""
+    """Raise UserError if the model does not support the requested attention."""
     chosen = section.attn_implementation
     flag = SUPPORT_FLAGS.get(chosen)
     capped = chosen == "sdpa" and not takes_sdpa(model)
@@ -42,20 +43,37 @@ def check_supported(section: ModelSection, model: Any) -> None:
 
 
 def choose_attention(section: ModelSection) -> str | None:
-    """What to load a model with; None leaves the choice to transformers: sdpa where the model knows it, else eager."""
+    """Return the attention to load a model with; None leaves it to transformers (sdpa if supported, else eager)."""
     return None if section.attn_implementation == "auto" else section.attn_implementation
 
 
 def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
-    """`copy_shared_heads` on a GPU that has no flash attention."""
+    """Call `copy_shared_heads` on a GPU without flash attention."""
     if device.type == "cuda" and not has_flash(device, dtype):
         copy_shared_heads()
 
 
+@replaces(
+    "attention over packed documents",
+    library="transformers",
+    read_in="5.23.0",
+    why="it builds an L x L mask, and waits for the device to find out whether documents are packed",
+    active="dataset.packing with flash attention, for models that use transformers' attention registry",
+    test="tests/unit/test_attention.py",
+)
+@replaces(
+    "attention sinks over packed documents",
+    library="torch",
+    read_in="2.13.0",
+    why="flash attention does not support sinks; its backward is exact if it gets the output and log-sum-exp "
+    "with the sink",
+    active="dataset.packing with gpt-oss",
+    test="tests/unit/test_attention_sinks.py",
+)
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a loaded model that takes its attention from transformers' registry compute packed documents one by one.
+    """Let a loaded model that uses transformers' attention registry compute packed documents separately.
 
-    With attention sinks everywhere, in plain torch where there is no flash attention: transformers would mix documents.
+    Models with attention sinks always do, without flash attention in plain torch: transformers would mix documents.
     """
     takes_ours = require(model, "_supports_attention_backend", "transformers")
     by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
@@ -64,27 +82,36 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         model.set_attn_implementation(VARLEN)
 
 
-def leave_varlen(model: Any) -> None:
-    """The opposite: transformers' sdpa, which makes a mask for packs."""
+def disable_varlen(model: Any) -> None:
+    """Restore transformers' sdpa, which masks packed documents."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.config._attn_implementation == VARLEN:
         base.set_attn_implementation("sdpa")
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's flash attention runs there: 16 bits, compute capability 8.0 and up."""
+    """Return whether torch's flash attention supports the device and dtype: 16 bits, compute capability 8.0 and up."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@replaces(
+    "transformers' attention `sdpa`",
+    library="transformers",
+    read_in="5.23.0",
+    why="it leaves grouped key heads to torch, which without flash attention keeps L x L probabilities per head",
+    active="GPUs without flash attention: fp32, or compute capability below 8.0",
+    test="tests/unit/test_workarounds.py: test_transformers_leaves_shared_heads_to_torch",
+    upstream="https://github.com/huggingface/transformers/issues/48633",
+)
 def copy_shared_heads() -> None:
-    """From now on transformers' `sdpa` is ours in this process (`sdpa_with_own_heads`)."""
+    """Replace transformers' `sdpa` in this process by `sdpa_with_own_heads`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa", sdpa_with_own_heads)
 
 
-def share_heads_again() -> None:
-    """The opposite: transformers' own `sdpa`."""
+def restore_sdpa() -> None:
+    """Restore transformers' own `sdpa`."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -99,10 +126,10 @@ def sdpa_with_own_heads(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa with a copy of every shared key and value head for each query head; [B, heads, L, head_dim].
+    """Compute transformers' sdpa with shared key and value heads copied for each query head; [B, heads, L, head_dim].
 
-    Without a mask transformers leaves the sharing to torch, whose memory-efficient kernels do not know it: what remains
-    without flash attention are plain products, which keep L x L probabilities a head.
+    Without a mask transformers leaves shared heads to torch, but its memory-efficient kernels do not support them.
+    Without flash attention only plain products remain, which keep L x L probabilities per head.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -128,18 +155,18 @@ def varlen_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each document; query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim].
+    """Compute causal attention within each document; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Documents are the runs [cu_seqlens[i], cu_seqlens[i+1]). Without them (text generation) it is transformers' sdpa.
-    The first `equal_documents` of them, if any, have max_seqlen tokens each, and the others `others_seqlen` at most.
-    With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
+    Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]). Without `cu_seqlens` (text generation) it is
+    transformers' sdpa. The first `equal_documents` documents, if any, have max_seqlen tokens each, the others at most
+    `others_seqlen`. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     sinks = kwargs.get("s_aux")
     if sinks is not None and (cu_seqlens is None or dropout or not has_flash(query.device, query.dtype)):
         tensors = (query, key, value, attention_mask)
-        return one_by_one(module, *tensors, scaling, cu_seqlens, sliding_window, dropout), None
+        return attend_per_document(module, *tensors, scaling, cu_seqlens, sliding_window, dropout), None
     if cu_seqlens is None:
         if attention_mask is None:
             attention_mask = _mask_of_one_text(query.shape[2], key.shape[2], sliding_window, query.device)
@@ -148,8 +175,8 @@ def varlen_attention(
     assert max_seqlen is not None
     if kwargs.get("softcap") is not None:
         raise UserError(
-            "model.attn_implementation=auto: this model's attention scores take softcap, which the variable-length "
-            "kernels do not know; use eager, or dataset.packing: false"
+            "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
+            "support; use eager, or dataset.packing: false"
         )
     documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
@@ -159,7 +186,7 @@ def varlen_attention(
         return _of_equal_lengths(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
         return _of_any_lengths(query, key, value, cu_seqlens, longest, scaling, dropout, window).unsqueeze(0), None
-    # Split, not sliced: the derivative of a slice is a copy into zeros.
+    # Split instead of sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
     of_equal = _of_equal_lengths(q, k, v, equal_documents, scaling, dropout)
@@ -169,8 +196,11 @@ def varlen_attention(
 
 
 def equal_documents_first(batch: MicroBatch) -> dict[str, int]:
-    """What `varlen_attention` is told where documents of one length have shorter ones behind them: training text that
-    fills its sequences, and reference text. Dense kernels take the former, which is most of the work."""
+    """Return the arguments of `varlen_attention` for a batch that begins with documents of one length.
+
+    Training text that fills its sequences is followed by reference text; dense kernels compute the former, which is
+    most of the work. Empty if there are no such documents, or no others.
+    """
     assert batch.cu_seqlens is not None
     lengths = batch.cu_seqlens.diff().tolist()
     equal = next((at for at, length in enumerate(lengths) if length != batch.max_seqlen), len(lengths))
@@ -189,8 +219,7 @@ def _of_any_lengths(
     dropout: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Documents end to end, by variable-length flash attention, [T, heads, head_dim]."""
-    # The operator below varlen_attn: in torch 2.11 that one knows no shared key heads, and copies them.
+    # The operator below varlen_attn, which in torch 2.11 does not support shared key heads and copies them.
     out: torch.Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
@@ -211,11 +240,11 @@ def _of_any_lengths(
 def _of_equal_lengths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
-    """Documents as rows of a batch, [T, heads, head_dim]: dense kernels (cuDNN's on Hopper) need 58 % of the time.
+    """Compute documents as batch rows, [T, heads, head_dim]; dense kernels (cuDNN on Hopper) need 58 % of the time.
 
     Measured on one H200, 4 x 2048 tokens, 32 heads of 128 with 8 key heads, forward and backward: 1.13 against 1.97 ms.
     """
-    # squeeze, not [0]: the derivative of an index is a copy into zeros
+    # squeeze instead of [0]: the derivative of an index is a copy into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
     whole_tiles = q.shape[2] % CUDNN_TILE == 0
     with sdpa_kernel([*WITHOUT_CUDNN, SDPBackend.CUDNN_ATTENTION] if whole_tiles else WITHOUT_CUDNN):
@@ -226,9 +255,9 @@ def _of_equal_lengths(
 
 
 def _mask_of_one_text(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """[1, 1, queries, keys], true where a query looks; None where sdpa's own causal attention does the same.
+    """Return a mask [1, 1, queries, keys], true where a query attends; None if sdpa's causal attention does the same.
 
-    The last query belongs to the last key; there is no padding, for rows of several lengths are never generated from.
+    The last query belongs to the last key. There is no padding: generation never batches rows of different lengths.
     """
     if (window is None or keys <= window) and queries in (1, keys):
         return None
@@ -240,6 +269,6 @@ def _mask_of_one_text(queries: int, keys: int, window: int | None, device: torch
 def _register() -> None:
     from transformers import AttentionInterface
 
-    # No mask is registered, so that transformers makes none: it would build L x L in every forward pass, and find out
-    # by a wait for the device whether documents are packed.
+    # No mask is registered, so transformers builds none: it would be L x L in every forward pass, and finding out
+    # whether documents are packed would wait for the device.
     AttentionInterface.register(VARLEN, varlen_attention)

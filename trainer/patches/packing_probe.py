@@ -1,7 +1,7 @@
-"""No token sees those that follow it, nor a packed document another: looked at in the model itself, before training.
+"""Check before training that no token sees later ones, and no packed document another, by running the model.
 
-A model may ignore what keeps documents apart (positions that begin again, or bounds) without an error, and would be
-trained on other texts than it is given.
+A model may ignore without an error what separates documents (restarted positions, or bounds), and would then be trained
+on the wrong texts.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from trainer.config import UserError
 from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, leave_varlen
+from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, disable_varlen
 
 LENGTHS = (5, 4)
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
-"""A token is changed. It is seen at another position if the logits there change by more than this fraction of their
-change at a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With
-experts it may: they get other batches of tokens, round sums differently, and the choice of experts can flip."""
+"""A changed token is seen at another position if the logits there change by more than this fraction of their change at
+a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With experts
+it may: they get different batches of tokens, round sums differently, and the choice of experts can flip."""
 
 
 @torch.no_grad()
 def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
-    """Raise UserError if what the model says of a token changes with a later one; every rank must call it."""
+    """Raise UserError if the logits of a token change with a later one; every rank must call it."""
     length = sum(LENGTHS)
     tokens = _distant_tokens(model, length)
     other_last = tokens.clone()
@@ -41,16 +41,16 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
     if _size(change[:-1]) > _allowed(model) * _size(change[-1:]):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         raise UserError(
-            f"base_model={base_model}: in {type(base).__name__} tokens see those that follow them, so that there is "
-            "nothing to predict; name a causal language model"
+            f"base_model={base_model}: in {type(base).__name__} tokens see those that follow them, so there is "
+            "nothing to predict; use a causal language model"
         )
 
 
 def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
-    """Whether packs are to be laid out flat; every rank must call it.
+    """Return whether packs must be laid out flat; every rank must call it.
 
-    A model that ignores the bounds of our variable-length attention gets transformers' sdpa, with a mask. Raises
-    UserError if a document sees another even so, or a token those that follow it.
+    A model that ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises
+    UserError if a document still sees another, or a token those that follow it.
     """
     from peft import PeftModel
 
@@ -58,7 +58,7 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
     flat = base.config._attn_implementation in FLAT_ATTENTION
     seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
     if seen and base.config._attn_implementation == VARLEN:
-        leave_varlen(base)
+        disable_varlen(base)
         flat = False
         seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
     if seen:
@@ -70,12 +70,12 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
 def _what_is_seen(
     token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, *, flat: bool
 ) -> str | None:
-    """How a pack of two documents is read as it should not be; None if it is read well."""
+    """Return what is wrong with the attention over a pack of two documents; None if it is correct."""
     length = sum(LENGTHS)
     tokens = _distant_tokens(model, length)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
-        """Of the places that have a target, which are all but the last of each document: [length - 2, V]."""
+        """Return the logits [length - 2, V] at all tokens but the last of each document."""
         sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
         batch = collate([sample], pad_token_id, packed=True, flat=flat)
         found = token_loss.logits(model, batch, device)[0][0].float()

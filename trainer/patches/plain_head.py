@@ -1,4 +1,4 @@
-"""The output head where it is one linear layer, frozen but for rows of new tokens: replaced for one forward pass."""
+"""Replace, for one forward pass, an output head that is one linear layer, frozen except for rows of new tokens."""
 
 import math
 from collections.abc import Iterator
@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from ops.head import TrainedRows
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
 @torch.no_grad()
 def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
-    """c if the model's logits are c times what the head gives (1 for most, 1 / scaling for Granite), else None."""
+    """Return c if the logits are c times the head's output (1 for most models, 1 / scaling for Granite), else None."""
     seen: list[float] = []
     training = module.training
-    module.eval()  # no dropout, whose draws would be missing in the first step
+    module.eval()  # without dropout, which would advance the random state of the first step
     for probe in (1.0, 2.0, -64.0):
-        with head_replaced(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
+        with replace_head(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
             logits = module(input_ids=tokens, use_cache=False).logits
         seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
     module.train(training)
@@ -28,10 +29,10 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
 
 
 def why_not_plain(head: Any) -> str:
-    """Return why head and loss are computed apart; empty for a whole linear layer without trained weights but rows."""
+    """Return why head and loss are computed separately; empty if they are fused."""
     layer = linear_layer(head)
     if type(layer) is not nn.Linear:
-        return "the head is adapted or no linear layer" if head is not None else "the model computes every logit"
+        return "the head is adapted or not a linear layer" if head is not None else "the model computes every logit"
     if layer.bias is not None:
         return "the head has a bias"
     if layer.weight.requires_grad:
@@ -42,12 +43,12 @@ def why_not_plain(head: Any) -> str:
 
 
 def linear_layer(head: Any) -> Any:
-    """Return the layer within PEFT's wrapper of a head that has trained rows; any other head itself."""
+    """Return the layer inside PEFT's wrapper of a head with trained rows; any other head as it is."""
     return head.original_module if _has_trained_rows(head) else head
 
 
 def trained_rows(head: Any) -> TrainedRows | None:
-    """Return the rows of the head that are trained (`model.added_tokens`); None where none is or the adapter is off."""
+    """Return the trained rows of the head (`model.added_tokens`); None without any, or while the adapter is off."""
     if not _has_trained_rows(head) or head.token_adapter.disable_adapters:
         return None
     adapter = head.token_adapter
@@ -65,12 +66,20 @@ def _has_trained_rows(head: Any) -> bool:
 
 
 _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""The indices on their device: copying them there in every pass would wait for it."""
+"""The indices on their device: copying them in every pass would wait for it."""
 
 
+@replaces(
+    "the forward of the output head",
+    library="transformers",
+    read_in="5.23.0",
+    why="head and loss are computed in chunks, so the logits of a micro-batch never exist as a whole",
+    active="a frozen, unpartitioned head with at most a constant factor on its logits, for one forward pass at a time",
+    test="tests/unit/test_head.py",
+)
 @contextmanager
-def head_replaced(head: nn.Module | None, forward: Any) -> Iterator[None]:
-    """The head computes something else for one forward pass; hooks on it, which may fetch its weight, still run."""
+def replace_head(head: nn.Module | None, forward: Any) -> Iterator[None]:
+    """Replace the head's forward within the block; its hooks, which may gather its weight, still run."""
     if head is None:
         yield
         return

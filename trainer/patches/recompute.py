@@ -1,12 +1,11 @@
-"""Gradient checkpointing: which parts of the model are computed again in the backward pass, and what is kept instead.
+"""Gradient checkpointing: the parts of the model that are recomputed in the backward pass, and what is kept instead.
 
-non_reentrant, reentrant   every decoder layer, or the first so many; its input is kept
-selective                  the feed-forward part of every layer, which holds most of what a layer keeps; attention stays
-offload_activations        the inputs that are kept lie in page-locked host memory; copies run beside the computation
+non_reentrant, reentrant   recompute every decoder layer, or the first ones; keep its input
+selective                  recompute the MLP of every layer, which keeps most of a layer's activations, not attention
+offload_activations        keep the inputs in page-locked host memory; copies overlap with the computation
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,22 @@ from torch.utils.checkpoint import checkpoint
 from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.linear_layers import is_linear, model_shape
 from trainer.patches.replace import replace, undo
 
 
+@replaces(
+    "`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs",
+    library="transformers",
+    read_in="5.23.0",
+    why="random states are kept only in layers that draw numbers, activations can move to host memory, and "
+    "transformers cannot recompute the MLP alone",
+    active="training.gradient_checkpointing: non_reentrant or selective",
+    test="tests/unit/test_recompute.py",
+)
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
-    """Set the model up as `training.gradient_checkpointing` says; returns a line for the console, None if it is off.
+    """Set up `training.gradient_checkpointing`; return a line for the console, None if it is off.
 
     Raises UserError if `selective` finds no feed-forward part to recompute.
     """
@@ -54,7 +63,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
-        raise changed("transformers", "no layer holds `_gradient_checkpointing_func` with recomputation on")
+        raise changed("transformers", "no layer has `_gradient_checkpointing_func` with gradient checkpointing on")
     for layer in layers:
         replace(layer, "_gradient_checkpointing_func", run)
     which = "every layer"
@@ -64,38 +73,39 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
 
 
 def _repeating_draws(function: Callable[..., Any], *args: Any) -> Any:
-    """A checkpoint that draws the same numbers again; while a CUDA graph records it, the seeds of our operators.
+    """Run a checkpoint that repeats its random numbers; during the capture of a CUDA graph only those of our operators.
 
-    What else draws numbers shows then: the recording gives other gradients (trainer/parallel/engine/cuda_graphs.py).
+    Other random numbers are noticed there: the graph has different gradients (trainer/parallel/engine/cuda_graphs.py).
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
     seeds = Seeds()
-    contexts = partial(_contexts_of, seeds)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-
-def _contexts_of(seeds: Seeds) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return seeds.record(), seeds.replay()
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (seeds.record(), seeds.replay()),
+    )
 
 
 def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:
-    """Which are recomputed then: all where the model's own code calls for all or none."""
+    """Recompute only the first layers, if the model's code supports it; return which ones are recomputed."""
     blocks = _blocks(model)
     if not set(blocks) <= set(layers):
-        return f"every layer, for this model's code knows all or none (not gradient_checkpointing_layers={first})"
+        return f"every layer: this model supports only all or none (not gradient_checkpointing_layers={first})"
     for block in blocks[first:]:
         replace(block, "gradient_checkpointing", False)
     return f"the first {min(first, len(blocks))} of {len(blocks)} layers"
 
 
 def recomputed_whole(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
-    """The decoder layers of which nothing but the input is kept, where others are not recomputed."""
+    """Return the decoder layers that keep only their input if the other layers are not recomputed."""
     return _blocks(model)[: training.gradient_checkpointing_layers or 0]
 
 
 def disable_recomputation(model: Any) -> None:
-    """The opposite; forwards come back by `undo`."""
+    """Undo `enable_recomputation`."""
     undo(model)
     if (hook := vars(model).pop("recomputation_hook", None)) is not None:
         hook.remove()
@@ -106,9 +116,9 @@ def disable_recomputation(model: Any) -> None:
 
 
 def _draws(model: Any) -> bool:
-    """True if training draws random numbers, which the recomputation has to draw again.
+    """Return whether training draws random numbers, which the recomputation has to repeat.
 
-    OPT, Seed-OSS and others drop through torch's function and not a module: only their settings tell.
+    OPT, Seed-OSS and others call torch's dropout function instead of a module: only their configuration shows it.
     """
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
@@ -117,18 +127,18 @@ def _draws(model: Any) -> bool:
 
 
 def _is_noise(setting: str) -> bool:
-    """Such as attention_dropout, resid_pdrop, layerdrop, router_jitter_noise."""
+    """Match names such as attention_dropout, resid_pdrop, layerdrop, router_jitter_noise."""
     return "drop" in setting or "jitter" in setting
 
 
 def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
-    """The children of the decoder layers that hold weight matrices, adapted or not, and are not their token mixers."""
+    """Return the children of the decoder layers with weight matrices, adapted or not, except token mixers."""
     from peft.tuners.lora import LoraLayer
 
     parts: list[nn.Module] = []
     for block in _blocks(model):
         for child in block.children():
-            mixes = hasattr(child, "layer_idx")  # by which attention and state-space mixers find their cache
+            mixes = hasattr(child, "layer_idx")  # with which attention and state-space mixers find their cache
             if not mixes and not isinstance(child, LoraLayer) and not is_linear(child) and _has_matrices(child):
                 parts.append(child)
     return parts
@@ -142,7 +152,7 @@ def _has_matrices(part: nn.Module) -> bool:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: the list of modules that holds most of the model."""
+    """Return the decoder layers: the list of modules with most of the model's parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(len(list(block.parameters())) for block in blocks) for blocks in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
@@ -158,29 +168,29 @@ def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callabl
 
 
 def _with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    # Only what the checkpoint itself keeps passes these hooks: inside of it its own are in force.
+    # These hooks see only the tensors that the checkpoint itself keeps: inside it, its own hooks apply.
     with torch.autograd.graph.saved_tensors_hooks(offload.keep, offload.give_back):
         return run(function, *args)
 
 
 class HostCopies:
-    """Activations in page-locked host memory, copied on a stream of their own; the next one is fetched ahead.
+    """Activations in page-locked host memory, copied on a separate stream, with the next one prefetched.
 
-    The backward pass asks for them in the opposite order. On a CPU they stay where they are.
+    The backward pass needs them in reverse order. On a CPU they are not copied.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._buffers: dict[int, Tensor] = {}
-        """Page-locked memory by position in the pass, used again in every pass."""
+        """Page-locked memory by position in the pass, reused in every pass."""
         self._copies: list[_Copy] = []
 
     def start_pass(self, *_: Any) -> None:
-        """Forward pre-hook: what an earlier pass kept and never asked for is forgotten."""
+        """Forget the copies that an earlier pass did not fetch (a forward pre-hook)."""
         self._copies = []
 
     def keep(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start to copy an activation to the host; small tensors and what is not differentiated stay."""
+        """Start to copy an activation to the host; return other tensors as they are."""
         if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.requires_grad:
             return tensor
         if self._stream is None:
@@ -200,7 +210,7 @@ class HostCopies:
         return copy
 
     def give_back(self, kept: "Tensor | _Copy") -> Tensor:
-        """The activation on its device again; the one before it in the pass sets out."""
+        """Return the activation on its device, and prefetch the one before it."""
         if isinstance(kept, Tensor):
             return kept
         self._fetch(kept)
@@ -223,7 +233,7 @@ class HostCopies:
 
 
 class _Copy:
-    """One activation on the host, and on its way back."""
+    """One activation on the host, and its copy back on the device."""
 
     def __init__(self, position: int, host: Tensor, device: torch.device) -> None:
         self.position, self.host, self.device = position, host, device

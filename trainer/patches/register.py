@@ -1,43 +1,87 @@
-"""Every place where code of ours runs instead of a library's, or answers a fault of one: the one list of them.
+"""Print every replacement of library code, for `zerolora doctor --patches` and docs/reference/workarounds.md.
 
-`zerolora doctor --patches` prints it with the installed versions; docs/reference/workarounds.md is written from it by
-`python -m trainer.patches.register --markdown`. tests/unit/test_register.py looks through the tree for replacements
-that are not listed. The entries are in trainer/patches/entries.py, in the order in which a run comes to them;
-installation.py puts those of a model and its engine in place, and takes them back.
+The entries are the `@replaces` decorators in trainer; `ops`, which must not import trainer, has its own below.
 """
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 
 from trainer.contract.known_versions import KNOWN, installed
-from trainer.patches.entries import PATCHES
-from trainer.patches.patch import Patch
+from trainer.contract.replacements import REPLACEMENTS, Replacement, replaces
+from trainer.parallel.ranks.lean_imports import import_lean
 
-HEAD = """# What is replaced in the libraries, and why
+HEAD = """# Replaced library code
 
-Written by `python -m trainer.patches.register --markdown` from `trainer/patches/entries.py`, in the order in which a
-run comes to them. `zerolora doctor --patches` prints the same with the installed versions.
+Written by `python -m trainer.patches.register --markdown` from the `@replaces` decorators in the source.
+`zerolora doctor --patches` prints the same list with the installed versions.
 """
+ROOT = Path(__file__).parents[2]
+DECORATED = re.compile(r"^ *@replaces\($", re.MULTILINE)
 
 
-def version_line(patch: Patch) -> str:
-    """`deepspeed 0.19.8, read in 0.19.8`; a version that was never tested is marked."""
-    found = installed(patch.library)
+def collect() -> list[Replacement]:
+    """Import every module with a `@replaces`; return the replacements by library, then by module."""
+    import_lean()
+    for file in sorted((ROOT / "trainer").rglob("*.py")):
+        if DECORATED.search(file.read_text(encoding="utf-8")):
+            import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    _register_operators()
+    return sorted(REPLACEMENTS, key=lambda entry: (entry.library, entry.installed_by))
+
+
+@cache
+def _register_operators() -> None:
+    from ops.builder import LoraOpBuilder, register
+
+    replaces(
+        "the table of DeepSpeed's operators",
+        library="deepspeed",
+        read_in="0.19.8",
+        why="DeepSpeed's op builder has no hook through which it would build and list our operators",
+        active="`zerolora ops` and its report",
+        test="tests/numerics/test_builder.py",
+    )(register)
+    replaces(
+        "nvcc's flags",
+        library="deepspeed",
+        read_in="0.19.8",
+        why="CUDAOpBuilder compiles with --use_fast_math, which would change results",
+        active="building the CUDA operators",
+        test="tests/unit/test_workarounds.py: test_deepspeeds_builder_asks_for_fast_math",
+    )(LoraOpBuilder.nvcc_args)
+    replaces(
+        "torch's lock of extension builds",
+        library="torch",
+        read_in="2.13.0",
+        why="a killed build leaves it behind, and every later build waits for it forever",
+        active="building the CUDA operators, which takes a lock of ours first; `zerolora doctor` finds old locks",
+        test="tests/unit/test_workarounds.py: test_torchs_build_lock_outlives_its_builder",
+        upstream="https://github.com/pytorch/pytorch/issues/189245",
+    )(LoraOpBuilder._compile)
+
+
+def version_line(entry: Replacement) -> str:
+    """Return `deepspeed 0.19.8; read in 0.19.8`; an installed version that was never tested is marked."""
+    found = installed(entry.library)
     if found is None:
-        return f"{patch.library} is not installed; read in {patch.read_in}"
-    untested = "" if found in KNOWN[patch.library].tested else ", untested"
-    return f"{patch.library} {found}{untested}; read in {patch.read_in}"
+        return f"{entry.library} is not installed; read in {entry.read_in}"
+    untested = "" if found in KNOWN[entry.library].tested else ", untested"
+    return f"{entry.library} {found}{untested}; read in {entry.read_in}"
 
 
 def text() -> Iterator[str]:
-    """For the terminal."""
-    for number, patch in enumerate(PATCHES, start=1):
-        yield f"{number:2}. {patch.replaces}  [{version_line(patch)}]"
-        for title, content in _details(patch):
+    """Yield the lines for the terminal."""
+    for number, entry in enumerate(collect(), start=1):
+        yield f"{number:2}. {entry.replaces}  [{version_line(entry)}]"
+        for title, content in _details(entry):
             yield textwrap.fill(
                 f"{title}: {content}", 116, initial_indent="      ", subsequent_indent="        ",
                 break_on_hyphens=False, break_long_words=False,
@@ -45,35 +89,34 @@ def text() -> Iterator[str]:
 
 
 def markdown() -> str:
-    """docs/reference/workarounds.md; without installed versions, which are those of one machine."""
+    """Return the text of docs/reference/workarounds.md, without the installed versions."""
     parts = [HEAD]
-    for number, patch in enumerate(PATCHES, start=1):
-        lines = [f"## {number}. {patch.replaces}", "", f"- library: {patch.library}, read in {patch.read_in}"]
-        lines += [f"- {title}: {content}" for title, content in _details(patch)]
+    for number, entry in enumerate(collect(), start=1):
+        lines = [f"## {number}. {entry.replaces}", "", f"- library: {entry.library}, read in {entry.read_in}"]
+        lines += [f"- {title}: {content}" for title, content in _details(entry)]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def _details(patch: Patch) -> list[tuple[str, str]]:
-    details = [
-        ("why", patch.reason),
-        ("active", patch.active),
-        ("installed by", patch.installed_by),
-        ("undone", patch.undone),
-        ("upstream", patch.upstream),
+def _details(entry: Replacement) -> list[tuple[str, str]]:
+    return [
+        ("why", entry.reason),
+        ("active", entry.active),
+        ("installed by", entry.installed_by),
+        ("upstream", entry.upstream),
+        ("test", entry.test),
     ]
-    return [*details, ("test", patch.test)]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the list; exit code 0."""
     parser = argparse.ArgumentParser(prog="zerolora doctor --patches", description=str(__doc__).split("\n")[0])
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON array")
-    form.add_argument("--markdown", action="store_true", help="the text of docs/reference/workarounds.md")
+    form.add_argument("--json", action="store_true", help="print a JSON array")
+    form.add_argument("--markdown", action="store_true", help="print the text of docs/reference/workarounds.md")
     options = parser.parse_args(argv)
     if options.json:
-        print(json.dumps([asdict(patch) | {"installed": installed(patch.library)} for patch in PATCHES], indent=1))
+        print(json.dumps([asdict(entry) | {"installed": installed(entry.library)} for entry in collect()], indent=1))
     elif options.markdown:
         print(markdown(), end="")
     else:

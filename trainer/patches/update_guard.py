@@ -1,9 +1,9 @@
-"""Clipping, and skipping of steps that are not finite, within the optimizer's own update: the host waits for nothing.
+"""Clip gradients and skip non-finite steps inside the optimizer's own update, without a wait of the host.
 
-DeepSpeed's checks wait for the device three times a step, and are switched off where this is in force. torch's fused
-AdamW takes two tensors by name, `grad_scale` and `found_inf`; the norm is measured instead of by a method of
-DeepSpeed's. Were one of these names changed, steps would silently be taken unclipped and with NaN. So: before
-training the update is tried on a scratch tensor, and no group is updated before its norm was measured here.
+DeepSpeed's checks wait for the device three times per step and are switched off. torch's fused AdamW reads the
+attributes `grad_scale` and `found_inf`, and a method of DeepSpeed that measures the norm is replaced. If one of these
+names changed, steps would silently be unclipped or NaN. Therefore the update is tried on a scratch tensor before
+training, and no group is updated before its norm was measured here.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.contract.known_versions import changed, require
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace, undo_on
 
 NORM_METHOD = "get_grad_norm_direct"
 TRIED_WEIGHT, TRIED_GRADIENT, TRIED_SCALE, TRIED_RATE = 0.5, 3.0, 4.0, 0.25
 TRIED_ERROR = 1e-2
-"""Relative. On a GPU 1 - beta2 is rounded to fp32, 5e-5 of it for 0.999; a scale not applied is a factor of 4."""
+"""Relative. On a GPU 1 - beta2 is rounded to fp32, by 5e-5 for 0.999; without the scale the error is a factor of 4."""
 
 
+@replaces(
+    "`get_grad_norm_direct`",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="it waits for the device twice and replaces a non-finite norm by -1, which would pass as a norm",
+    active="bf16 on a GPU at stages 1 and 2 with 32-bit AdamW",
+    test="tests/unit/test_workarounds.py: test_deepspeeds_norm_hides_what_is_not_finite; "
+    "tests/unit/test_update_guard.py",
+)
+@replaces(
+    "`grad_scale` and `found_inf` of torch's fused AdamW",
+    library="torch",
+    read_in="2.13.0",
+    why="the optimizer clips and skips steps itself without a wait by the host; this is tried on a scratch "
+    "tensor first",
+    active="bf16 on a GPU at stages 1 and 2 with 32-bit AdamW",
+    test="tests/unit/test_update_guard.py",
+)
 class UpdateGuard:
-    """Hands the optimizer of an engine of stage 1 or 2 the gradient norm, before every update of a group."""
+    """Gives the optimizer of an engine of stage 1 or 2 the gradient norm before every update of a group."""
 
     def __init__(self, engine: Engine, max_grad_norm: float) -> None:
-        """Raises UserError, naming library and version, where torch or DeepSpeed no longer works as it was read."""
+        """Install the guard. Raises UserError if torch or DeepSpeed no longer works as expected."""
         self._zero, self._max_grad_norm = engine.optimizer, max_grad_norm
         require_fused_update(engine.basic_optimizer, engine.device)
         for name in (NORM_METHOD, "_global_grad_norm"):
@@ -41,27 +60,27 @@ class UpdateGuard:
         self._optimizer = engine.basic_optimizer
 
     def remove(self) -> None:
-        """The opposite: DeepSpeed measures, and nothing is divided or skipped by the optimizer."""
+        """Remove the guard: DeepSpeed measures the norm, and the optimizer neither clips nor skips."""
         self._hook.remove()
         undo_on(self._zero)
         for name in ("grad_scale", "found_inf"):
             vars(self._optimizer).pop(name, None)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        """Replaces DeepSpeed's (0.19.8), which writes -1 over what is not finite and waits twice for that."""
+        """Replace DeepSpeed's norm (0.19.8), which turns non-finite values into -1 and waits for the device twice."""
         if len(self._measured) == self._groups:
-            raise changed("deepspeed", "the optimizer was not asked to update what was measured for the step before")
+            raise changed("deepspeed", "the optimizer did not update the groups that were measured for the last step")
         norm = gradient_norm(self._zero, gradients)
         self._measured.append(norm)
         return norm
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
-        """DeepSpeed measures all groups, then updates one after the other."""
+        # DeepSpeed measures all groups, then updates them one by one.
         if self._updated == 0:
             if len(self._measured) != self._groups:
                 raise changed("deepspeed", f"{len(self._measured)} of {self._groups} norms came from `{NORM_METHOD}`")
             self._norm = torch.stack(self._measured).square().sum().sqrt()
-            self._zero._global_grad_norm = self._norm  # what the engine reports, whatever it made of ours
+            self._zero._global_grad_norm = self._norm  # the engine reports this
             _give(optimizer, self._norm, self._max_grad_norm)
         self._updated += 1
         if self._updated == self._groups:
@@ -69,15 +88,15 @@ class UpdateGuard:
 
 
 def _give(optimizer: Any, norm: Tensor, max_grad_norm: float) -> None:
-    """The names by which torch's fused optimizers take them: gradients are divided by the one, the other skips."""
+    """Set the attributes of torch's fused optimizers: gradients are divided by `grad_scale`, `found_inf` skips."""
     optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm else None
     optimizer.found_inf = (~torch.isfinite(norm)).float()
 
 
 def gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
-    """2-norm over all ranks of a group's gradients, not finite if one is not; `optimizer` is DeepSpeed's of stage 1, 2.
+    """Return the 2-norm over all ranks of a group's gradients, non-finite if one of them is.
 
-    A rank's part of a group may hold padding, which is zeros.
+    `optimizer` is DeepSpeed's of stage 1 or 2. A rank's shard of a group may contain padding, which is zeros.
     """
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
@@ -86,7 +105,7 @@ def gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
 
 
 def require_fused_update(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """UserError unless an update of this class and these settings divides by `grad_scale` and skips on `found_inf`."""
+    """Raise UserError unless the optimizer divides by `grad_scale` and skips an update on `found_inf`."""
     group = optimizer.param_groups[0]
     weight = torch.nn.Parameter(torch.full((3,), TRIED_WEIGHT, device=device))
     kind: Any = type(optimizer)
@@ -94,7 +113,7 @@ def require_fused_update(optimizer: torch.optim.Optimizer, device: torch.device)
     weight.grad = torch.full_like(weight, TRIED_GRADIENT)
     _give(twin, torch.tensor(TRIED_SCALE, device=device), 1.0)
     twin.step()
-    # The first step of AdamW (Loshchilov and Hutter, 2019) from moments of zero, with the gradient that was clipped.
+    # The first step of AdamW (Loshchilov and Hutter, 2019) from zero moments with the clipped gradient.
     clipped = TRIED_GRADIENT / TRIED_SCALE
     beta1, beta2 = group["betas"]
     expected = {

@@ -18,10 +18,10 @@ from rich.markup import escape
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples
-from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
-from trainer.patches.loss_head import TokenLoss, adapter_off
+from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
 from trainer.scu.fit import FEWEST, split_held_out
 
@@ -141,7 +141,7 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
     model.eval()
     drawn: list[list[int]] = []
     # The RNG states of training (of dropout) must not depend on these samples.
-    with torch.random.fork_rng(devices), adapter_off(model):
+    with torch.random.fork_rng(devices), bypass_adapter(model):
         torch.manual_seed(seed)
         for _ in range(SAMPLES // AT_A_TIME):
             start = torch.full((AT_A_TIME, 1), first, device=engine.device)
@@ -157,7 +157,7 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
                 # Under ZeRO-3 forward passes are collective: no rank may stop generating before the others.
-                synced_gpus=engine.zero_optimization_stage() == 3 or layer_shards_of(model) is not None,
+                synced_gpus=engine.zero_optimization_stage() == 3 or find_layer_shards(model) is not None,
             )
             drawn += [_until_its_end(row, tokenizer.eos_token_id) for row in rows.tolist()]
     model.train(was_training)

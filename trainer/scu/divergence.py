@@ -83,7 +83,7 @@ class BaseStates:
             batch = reference.batch(chosen)
             if not token_loss.in_chunks(batch, engine.device):
                 break
-            found = token_loss.of_base(engine, batch, engine.device)
+            found = token_loss.compute_base_states(engine, batch, engine.device)
             lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
             states += (part.clone() for part in found.cpu().split(lengths))
         model.train(was_training)
@@ -153,7 +153,7 @@ class Divergence:
     def _base_output(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:
             return self._base_states.load(documents, self._engine.device)
-        return self._token_loss.of_base(self._engine, self.reference.batch(documents), self._engine.device)
+        return self._token_loss.compute_base_states(self._engine, self.reference.batch(documents), self._engine.device)
 
     def local(self) -> Tensor | None:
         """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""
@@ -176,7 +176,11 @@ class Divergence:
         for begin in range(0, len(held_out.documents), held_out.rows):
             chosen = range(begin, min(begin + held_out.rows, len(held_out.documents)))
             batch = held_out.batch(chosen)
-            base = states.load(chosen, device) if states else self._token_loss.of_base(self._engine, batch, device)
+            base = (
+                states.load(chosen, device)
+                if states
+                else self._token_loss.compute_base_states(self._engine, batch, device)
+            )
             total += self._token_loss.divergence(self._engine, batch, device, base_states=base, with_gradient=False)
         if self.reference.rank:
             total.zero_()

@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from trainer.config import UserError
 from trainer.model.expert_factor import ExpertFactor
 from trainer.parallel.engine.flat_adapter import FlatAdapter
-from trainer.parallel.engine.partitioned import is_partitioned, is_whole_here, own_share, sharing_group, whole_shape
+from trainer.parallel.engine.partitioned import (
+    get_local_shard,
+    get_partition_group,
+    is_partitioned,
+    is_whole_here,
+    whole_shape,
+)
 
 Measure = Literal["delta", "factors"]
 # An nn.Parameter that ZeRO-3 may have partitioned (trainer/parallel/engine/partitioned.py).
@@ -274,7 +280,7 @@ def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
 
 def _partitions(parameter: Partitionable) -> int:
     """Return the number of shards of a parameter under ZeRO-3; 1 if it is not partitioned."""
-    return dist.get_world_size(sharing_group(parameter)) if is_partitioned(parameter) else 1
+    return dist.get_world_size(get_partition_group(parameter)) if is_partitioned(parameter) else 1
 
 
 def _whole(parameters: list[Partitionable]) -> list[Tensor]:
@@ -286,11 +292,11 @@ def _whole(parameters: list[Partitionable]) -> list[Tensor]:
     partitioned = [parameter for parameter in parameters if not is_whole_here(parameter)]
     gathered: dict[int, Tensor] = {}
     if partitioned:
-        shards = torch.cat([own_share(p).to(p.device) for p in partitioned])
+        shards = torch.cat([get_local_shard(p).to(p.device) for p in partitioned])
         ranks = _partitions(partitioned[0])
         buffer = shards.new_empty(ranks * shards.numel())
-        dist.all_gather_into_tensor(buffer, shards, group=sharing_group(partitioned[0]))
-        columns = buffer.view(ranks, -1).split([own_share(p).numel() for p in partitioned], dim=1)
+        dist.all_gather_into_tensor(buffer, shards, group=get_partition_group(partitioned[0]))
+        columns = buffer.view(ranks, -1).split([get_local_shard(p).numel() for p in partitioned], dim=1)
         for parameter, column in zip(partitioned, columns, strict=True):
             shape = whole_shape(parameter)
             # The last shards are padded to equal length; the padding follows the elements.
@@ -305,8 +311,8 @@ def _owned(parameters: list[Partitionable]) -> list[Tensor]:
         if not is_partitioned(parameter):
             tensors.append(parameter)
             continue
-        shard, shape = own_share(parameter), whole_shape(parameter)
-        start = dist.get_rank(sharing_group(parameter)) * shard.numel()
+        shard, shape = get_local_shard(parameter), whole_shape(parameter)
+        start = dist.get_rank(get_partition_group(parameter)) * shard.numel()
         length = max(0, min(shard.numel(), shape.numel() - start))
         owned = torch.zeros(shape.numel(), dtype=shard.dtype, device=parameter.device)
         if length:

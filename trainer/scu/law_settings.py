@@ -6,7 +6,7 @@ from torch import nn
 
 from trainer.config import ScuSection, UserError
 from trainer.config.sections import AUTO_TARGET
-from trainer.parallel.engine.flat_adapter import flat_adapter_of
+from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.scu import law as scu
 from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
@@ -20,7 +20,7 @@ def build_information(section: ScuSection, model: nn.Module, tokens: int | None)
         raise UserError("scu.tokens: the target tokens of one epoch are not known; set their number")
     measure: Measure = "factors" if section.measure == "factors" else "delta"
     return AdapterInformation(
-        find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=flat_adapter_of(model)
+        find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=find_flat_adapter(model)
     )
 
 

@@ -10,7 +10,7 @@ from trainer.memory.decisions import VARLEN, Decisions
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.eight_bit import exact_lines
 from trainer.model.targets import unadapted_layers
-from trainer.parallel.engine.deepspeed_engine import DTYPES, partitioning_announced
+from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import Ranks, set_seed
 from trainer.parallel.ranks.progress import phase
@@ -43,7 +43,7 @@ def build_model(
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
-        with partitioning_announced(engine_config):
+        with announce_partitioning(engine_config):
             model = apply_adapter(
                 model,
                 config.lora,

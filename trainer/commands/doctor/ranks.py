@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainer.commands.doctor.probe import MARK, Finding
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.contract.rank_variables import host_name
-from trainer.parallel.ranks.agreement import Report, differences, own_report
+from trainer.parallel.ranks.agreement import Report, build_report, differences
 from trainer.parallel.ranks.group import Ranks, end_process, form_process_group, leave_process_group
 
 PATIENCE_MINUTES = 2.0
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     device = ranks.device()
     reports: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(reports, own_report(ranks, config or ANY_RUN))
+    dist.all_gather_object(reports, build_report(ranks, config or ANY_RUN))
     hosts = list(dict.fromkeys(report.host for report in reports))
     known = f"{ranks.world_size} ranks on {', '.join(hosts)}"
     findings = [Finding("ranks", "OK", known)]

@@ -1,1 +1,1 @@
-"""DeepSpeed's engine: its configuration, the optimizer and its state, flat adapters, stage 3 per layer."""
+"""DeepSpeed's engine: its configuration, the optimizer and its state, flat adapters, per-layer stage 3."""

@@ -1,18 +1,18 @@
-"""A value of fixed inputs, one number or a few, and its gradient in the flat adapter, recorded as two CUDA graphs.
+"""Capture a value (one number or a few) of fixed inputs and its gradient in the flat adapter as two CUDA graphs.
 
-A small step is bound by the host: it launches some thousand kernels that take the device microseconds each. A graph is
-one launch. What is recorded reads and writes the same memory every time, so that inputs are copied into static tensors
-before, and results out of them after; nothing in between may wait for the device or look at a value.
+A small step is bound by the host: it launches a few thousand kernels that take the device microseconds each. A graph is
+one launch. A graph reads and writes the same memory every time, so inputs are copied into static tensors before, and
+results out of them after; nothing in between may wait for the device or read a value.
 
-For autograd a recording is one function of the flat buffers: hooks on them, accumulation, loss scales and reductions
-see what they always see. The gradient of the value enters the second graph where it enters the recorded backward pass,
-so that the kernels, and the bits, are those of the pass that was recorded. Random numbers go on: torch advances its
-generator at every playback by what the pass draws.
+For autograd a captured pass is one function of the flat buffers, so hooks on them, accumulation, loss scales and
+reductions work as usual. The gradient of the value enters the second graph where it enters the captured backward pass,
+so the kernels and the bits are those of the captured pass. Random numbers continue: torch advances its generator at
+every replay by the numbers that the pass draws.
 
-All recordings share one pool of memory: of one the forward and the backward graph are always played one after the
-other, and then nothing of it is needed any more. cuBLAS's workspaces (32 MiB for each thread and stream on Hopper) are
-in it too; those of the stream on which passes are launched are let go of, and come back with the next of these. There
-is no collective in a recording, so that ranks may differ in what they have recorded.
+All graphs share one memory pool: the forward and the backward graph of a pass are always replayed one after the other,
+and then none of its memory is needed any more. cuBLAS's workspaces (32 MiB per thread and stream on Hopper) are in the
+pool too; those of the stream of launched passes are freed, and allocated again by the next launched pass. Graphs
+contain no collectives, so ranks may capture different passes.
 """
 
 import time
@@ -27,85 +27,85 @@ from torch import Tensor
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 
 PAYS_BELOW = 0.95
-"""Of the time of a pass that is launched one by one: what a recording must take at most to be kept."""
+"""A graph is kept if a replay takes at most this fraction of the time of a launched pass."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Relative differences of gradients beyond which a recording is wrong; in 16 bits 2e-2."""
+"""Largest allowed relative difference of a graph's gradients; in 16 bits 2e-2."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""On which passes are recorded."""
+"""Streams for captures."""
 _WAITS = "called a synchronizing CUDA operation"
 
 
-class NotRecordable(RuntimeError):
-    """Why a pass is not played back; everything is as it was before."""
+class NotCapturable(RuntimeError):
+    """A pass cannot be captured; nothing has changed."""
 
 
-class NoRoom(NotRecordable):
-    """There is not enough memory for what is recorded and what is launched."""
+class NoRoom(NotCapturable):
+    """Not enough memory for both graphs and launched passes."""
 
 
-class Recording:
-    """One pass: `value()` plays it forward, `gradients()` backward."""
+class CapturedPass:
+    """One captured pass: `value()` replays its forward, `gradients()` its backward."""
 
     def __init__(
-        self, recorder: "Recorder", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
+        self, capturer: "GraphCapturer", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
     ) -> None:
-        self._recorder, self._value, self._grad_output = recorder, value, grad_output
+        self._capturer, self._value, self._grad_output = capturer, value, grad_output
         self._forward, self._backward = graphs
-        self.launched_s = self.played_s = 0.0
-        """What one pass took, forward and backward, launched kernel by kernel and played back."""
+        self.launched_s = self.replayed_s = 0.0
+        """Seconds of one pass, forward and backward, launched and replayed."""
 
     def __call__(self) -> Tensor:
-        """The value of what is in the static inputs now, differentiable in the flat buffers."""
-        result: Tensor = _Played.apply(self, *self._recorder.flat.buffers)
+        """Return the value for the current static inputs, differentiable in the flat buffers."""
+        result: Tensor = _Replay.apply(self, *self._capturer.flat.buffers)
         return result
 
     def value(self) -> Tensor:
-        """The value; until `gradients` no other recording may be played."""
-        self._recorder.played = self
+        """Return the value; no other pass may be replayed before `gradients`."""
+        self._capturer.replaying = self
         self._forward.replay()
         return self._value.clone()
 
     def gradients(self, grad_output: Tensor) -> list[Tensor]:
-        """Of the latest `value`, for every flat buffer."""
-        if self._recorder.played is not self:
-            raise RuntimeError("another recording was played between forward and backward pass of this one")
-        self._recorder.played = None
+        """Return the gradients of the latest `value` in every flat buffer."""
+        if self._capturer.replaying is not self:
+            raise RuntimeError("another graph was replayed between forward and backward pass of this one")
+        self._capturer.replaying = None
         self._grad_output.copy_(grad_output)
         self._backward.replay()
-        return [gradient.clone() for gradient in self._recorder.gradients]
+        return [gradient.clone() for gradient in self._capturer.gradients]
 
 
-class Recorder:
-    """Makes recordings over one flat adapter, in one pool of memory."""
+class GraphCapturer:
+    """Captures passes over one flat adapter in one memory pool."""
 
-    def __init__(self, flat: FlatAdapter, *, beside: bool = False) -> None:
-        """`beside` another Recorder, with whose workspaces passes are recorded: let go of both together."""
+    def __init__(self, flat: FlatAdapter, *, shares_workspaces: bool = False) -> None:
+        """Set up a memory pool; with `shares_workspaces` another one has the workspaces: free both together."""
         self.flat = flat
-        self._has_workspaces = beside
-        # In their place autograd sees the buffers without the engine's hooks.
+        self._has_workspaces = shares_workspaces
+        # Autograd sees these instead of the buffers, without the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         device = self._leaves[0].device
         self._device = device
         self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in self._leaves]
-        self.played: Recording | None = None
+        self.replaying: CapturedPass | None = None
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
         self._reserved = 0
 
     @property
     def is_current(self) -> bool:
-        """False once the buffers lie elsewhere than when recording began."""
+        """Whether the buffers are still at the addresses of the captures."""
         pairs = zip(self._leaves, self.flat.buffers, strict=True)
         return all(leaf.data_ptr() == buffer.data_ptr() for leaf, buffer in pairs)
 
-    def record(self, compute: Callable[[], Tensor], *, must_pay: bool) -> Recording:
-        """Record `compute`, fp32, of the flat adapter and of static inputs, with its backward pass.
+    def capture(self, compute: Callable[[], Tensor], *, must_pay: bool) -> CapturedPass:
+        """Capture `compute`, fp32, a function of the flat adapter and of static inputs, with its backward pass.
 
-        It is run a few times first. Raises NotRecordable if it waits for the device, gives other numbers, or does not
-        pay where it must; errors of CUDA and of memory as they come.
+        It is run a few times first. Raises NotCapturable if it waits for the device, returns other numbers, or with
+        `must_pay` is not faster. Errors of CUDA and of memory are not caught.
         """
         random_state = torch.cuda.get_rng_state(self._device)
-        self._make_room()  # the passes below run on a stream, whose memory is its own
+        self._make_room()  # the passes below run on another stream, which has memory of its own
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         try:
             with self.flat.reading(self._leaves):
@@ -114,33 +114,33 @@ class Recorder:
                 wanted = self._launched(compute)
                 self._make_room()
                 before = torch.cuda.memory_reserved(self._device)
-                with self._mended_after_failure():
-                    recording = self._recorded(compute, graphs)
+                with self._restored_after_failure():
+                    captured = self._capture_graphs(compute, graphs)
                 self._has_workspaces = True
                 self._reserved += torch.cuda.memory_reserved(self._device) - before
             torch.cuda.set_rng_state(random_state, self._device)
-            self._check(recording, *wanted, must_pay=must_pay)
+            self._check(captured, *wanted, must_pay=must_pay)
         finally:
             torch.cuda.set_rng_state(random_state, self._device)
-        return recording
+        return captured
 
     def check_room(self) -> None:
-        """NoRoom if a pass that is launched would not find as much memory as the recordings hold for theirs."""
+        """Raise NoRoom if less memory is left for a launched pass than the graphs hold for theirs."""
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) - self._reserved
         if free < self._reserved:
             held, left = self._reserved / 2**20, free / 2**20
-            raise NoRoom(f"recordings hold {held:.0f} MiB, and {left:.0f} MiB are left for what is launched")
+            raise NoRoom(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are left for launched passes")
 
     def _make_room(self) -> None:
-        """What is recorded next asks for its memory anew; workspaces, too, until there are some in the pool."""
+        """Empty the cache, and free the workspaces until the pool has some, so that a capture allocates its own."""
         torch.cuda.synchronize(self._device)
         if not self._has_workspaces:
             release_workspaces()
         torch.cuda.empty_cache()
 
     def _warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Once for what is compiled, tuned or allocated in a first pass, and once to see whether it waits."""
+        """Run the pass once to compile, tune and allocate, and once to check that it does not wait for the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._pass(compute)
@@ -149,10 +149,10 @@ class Recorder:
                 self._pass(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if places:
-            raise NotRecordable(f"the forward or backward pass waits for the device ({places[0]})")
+            raise NotCapturable(f"the forward or backward pass waits for the device ({places[0]})")
 
     def _launched(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
-        """Value and gradients of a pass as ever, and the seconds it takes."""
+        """Return value and gradients of a launched pass, and its seconds."""
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
@@ -164,8 +164,10 @@ class Recorder:
         value = compute()
         return value.detach(), list(torch.autograd.grad(value, self._leaves, torch.ones_like(value)))
 
-    def _recorded(self, compute: Callable[[], Tensor], graphs: "tuple[torch.cuda.CUDAGraph, ...]") -> Recording:
-        # Other threads, such as the one that writes checkpoints, may go on with what a capture forbids.
+    def _capture_graphs(
+        self, compute: Callable[[], Tensor], graphs: "tuple[torch.cuda.CUDAGraph, ...]"
+    ) -> CapturedPass:
+        # Other threads, such as the checkpoint writer, may continue with calls that a capture forbids.
         where: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graphs[0], **where):
             value = compute()
@@ -175,18 +177,18 @@ class Recorder:
             for static, gradient in zip(self.gradients, found, strict=True):
                 static.copy_(gradient)
             del found, gradient
-        return Recording(self, value.detach(), grad_output, graphs)
+        return CapturedPass(self, value.detach(), grad_output, graphs)
 
     def _check(
-        self, recording: Recording, value: Tensor, gradients: Sequence[Tensor], seconds: float, *, must_pay: bool
+        self, captured: CapturedPass, value: Tensor, gradients: Sequence[Tensor], seconds: float, *, must_pay: bool
     ) -> None:
-        """Play it, hold the numbers against those of the pass as ever, and the time."""
+        """Replay the pass, and compare its numbers and its time with those of the launched pass."""
         grad_output = torch.ones_like(value)
-        found, found_gradients = recording.value(), recording.gradients(grad_output)
+        found, found_gradients = captured.value(), captured.gradients(grad_output)
         torch.cuda.synchronize(self._device)
         allowed = TOLERANCE.get(gradients[0].dtype, 2e-2)
         errors = [_difference(got, wanted) for got, wanted in zip(found_gradients, gradients, strict=True)]
-        # Each number of a value alone; one that is next to nothing, as K is at first, beside the largest.
+        # Each number of the value by itself; one that is almost zero, as K is at first, relative to the largest.
         floor = 1e-4 / allowed * float(value.abs().max())
         errors += [
             abs(got - wanted) / max(abs(wanted), floor, 1e-30) if got != wanted else 0.0
@@ -194,19 +196,19 @@ class Recorder:
         ]
         for error in errors:
             if not error <= allowed:
-                raise NotRecordable(f"played back it is off by {error:.2g} (allowed {allowed})")
+                raise NotCapturable(f"the replay is off by {error:.2g} (allowed {allowed})")
         del found_gradients
         started = time.perf_counter()
-        recording.value()
-        recording.gradients(grad_output)
+        captured.value()
+        captured.gradients(grad_output)
         torch.cuda.synchronize(self._device)
-        recording.launched_s, recording.played_s = seconds, (took := time.perf_counter() - started)
+        captured.launched_s, captured.replayed_s = seconds, (took := time.perf_counter() - started)
         if must_pay and took > PAYS_BELOW * seconds:
-            raise NotRecordable(f"it does not pay: {took * 1e3:.1f} ms played back, {seconds * 1e3:.1f} ms launched")
+            raise NotCapturable(f"it is not faster: {took * 1e3:.1f} ms replayed, {seconds * 1e3:.1f} ms launched")
 
     @contextmanager
-    def _mended_after_failure(self) -> Iterator[None]:
-        """A capture that breaks off leaves torch's generator and allocator in the middle of it."""
+    def _restored_after_failure(self) -> Iterator[None]:
+        """Restore torch's generator and allocator if a capture in the block fails."""
         generator = torch.cuda.default_generators[self._device.index or 0]
         stream = torch.cuda.current_stream(self._device)
         try:
@@ -223,31 +225,31 @@ class Recorder:
 
 
 def release_workspaces() -> None:
-    """Let go of those of cuBLAS; recordings that were made with them must be gone, or have them in their pool."""
+    """Free the workspaces of cuBLAS; graphs that use them must have been deleted, or have them in their pool."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
 
 
-class _Played(torch.autograd.Function):
+class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recording: Recording, *buffers: Tensor) -> Tensor:
-        ctx.recording = recording
-        return recording.value()
+    def forward(ctx: Any, captured: CapturedPass, *buffers: Tensor) -> Tensor:
+        ctx.captured = captured
+        return captured.value()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.recording.gradients(grad_output)
+        return None, *ctx.captured.gradients(grad_output)
 
 
 @contextmanager
 def _waits_seen() -> Iterator[list[str]]:
-    """Where the host waited for the device within the block, as file and line."""
+    """Collect the places, as file and line, at which the host waits for the device within the block."""
     places: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        # A warning and no error: other threads may wait.
+        # A warning instead of an error: other threads may wait.
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
@@ -257,7 +259,7 @@ def _waits_seen() -> Iterator[list[str]]:
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:
-    """Root of the squared differences over that of what is wanted, in pieces."""
+    """Return the norm of the difference relative to that of `wanted`, computed in pieces."""
     pairs = list(zip(got.flatten().split(2**24), wanted.flatten().split(2**24), strict=True))
     squares = [((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in pairs]
     error = float(torch.stack([difference for difference, _ in squares]).sum())

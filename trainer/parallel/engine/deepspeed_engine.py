@@ -1,4 +1,4 @@
-"""RunConfig to DeepSpeed's dictionary and engine; the only file that spells DeepSpeed's keys."""
+"""Build DeepSpeed's configuration and engine; no other file uses DeepSpeed's keys."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,9 @@ import torch
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
 from trainer.contract.known_versions import replaced
-from trainer.parallel.engine.kept_types import frozen_types_kept
-from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.contract.replacements import replaces
+from trainer.parallel.engine.kept_types import keep_frozen_dtypes
+from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.parallel.engine.protocol import Engine
 
@@ -18,29 +19,40 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 on cards of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU.
+    """Resolve `auto` to bf16 on GPUs of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU.
 
-    Raises UserError for a format that the device does not compute in.
+    Raises UserError if the device does not support the precision.
     """
     if device.type != "cuda":
         if precision == "fp16":
-            raise UserError("training.precision=fp16: needs a GPU, and there is none; use auto, bf16 or fp32")
+            raise UserError("training.precision=fp16: needs a GPU, but none was found; use auto, bf16 or fp32")
         return "fp32" if precision == "auto" else precision
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if precision == "bf16" and not has_bf16:
         card = torch.cuda.get_device_name(device)
-        raise UserError(f"training.precision=bf16: {card} has none (it needs compute capability 8.0); use auto or fp16")
+        raise UserError(
+            f"training.precision=bf16: {card} does not support it (needs compute capability 8.0); use auto or fp16"
+        )
     if precision == "auto":
         return "bf16" if has_bf16 else "fp16"
     return precision
 
 
+@replaces(
+    "defaults of DeepSpeed's configuration",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="by default it clips at 1.0, lowers the loss scale at the second overflow (except at stage 0) and times steps",
+    active="every run",
+    test="tests/unit/test_workarounds.py: test_deepspeed_clips_if_nothing_is_said, test_stage_0_knows_no_hysteresis",
+    upstream="https://github.com/deepspeedai/DeepSpeed/pull/8068 (clipping)",
+)
 def deepspeed_config(
     training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool, *, one_gradient: bool = False
 ) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` takes; `one_gradient`: the adapter is one flat tensor."""
-    # One gradient arrives at the very end of the backward pass: nothing is left to overlap with, and DeepSpeed 0.19.8
-    # makes the host wait for the device before every overlapped reduction.
+    """Return the configuration for `deepspeed.initialize`; `one_gradient` if the adapter is one flat tensor."""
+    # A single gradient arrives at the very end of the backward pass: nothing is left to overlap with, and DeepSpeed
+    # 0.19.8 makes the host wait for the device before every overlapped reduction.
     overlaps = zero.overlap_comm and on_gpu and not one_gradient
     partition: dict[str, Any] = {
         "stage": zero.stage,
@@ -65,34 +77,34 @@ def deepspeed_config(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        # Left out, DeepSpeed 0.19.8 would clip at 1.0 by default.
+        # Without this key DeepSpeed 0.19.8 clips at 1.0.
         "gradient_clipping": 0.0 if clips else training.max_grad_norm,
         "zero_optimization": partition,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
-        # On by default, and waits for the device in every forward pass and every step.
+        # On by default, and makes the host wait for the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
     }
     if precision == "bf16":
-        # A step with a gradient that is not finite is then skipped, as with fp16, instead of destroying the weights.
+        # Skip steps with a non-finite gradient, as with fp16, instead of destroying the weights.
         config["bf16"] = {"enabled": True, "check_grad_overflow": not clips}
     elif precision == "fp16":
-        # Without hysteresis, which stage 0 does not know: the scale falls at the first overflow, not at the second.
+        # No hysteresis, as stage 0 does not support it: the scale falls at the first overflow, not at the second.
         dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
         config["fp16"] = {"enabled": True, **dynamic}
     return _merged(config, zero.extra)
 
 
 def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """Whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
+    """Return whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
     in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
     return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
 
 
 def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
-    """Raise UserError if DeepSpeed refuses a key of `zero.extra`, or the type of its value."""
+    """Raise UserError if DeepSpeed rejects a key of `zero.extra`, or the type of its value."""
     if not zero.extra:
         return
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -107,14 +119,14 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
-        raise UserError(f"zero.extra: DeepSpeed refuses {where}={found['input']}: {found['msg']}; change it") from None
-    except Exception as error:  # of every kind, for its parts read their keys in ways of their own
-        raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed refuses it: {error}; change or remove it") from None
+        raise UserError(f"zero.extra: DeepSpeed rejects {where}={found['input']}: {found['msg']}; change it") from None
+    except Exception as error:  # of any type, as its parts parse their keys differently
+        raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
 
 
 @contextmanager
-def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
-    """Tell transformers and PEFT that parameters are partitioned, so that they gather what they read (stage 3)."""
+def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
+    """Announce partitioned parameters to transformers and PEFT, so that they gather what they read (stage 3)."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     announcement = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
@@ -125,21 +137,28 @@ def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
+@replaces(
+    "the compiler passes of DeepSpeed",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="an engine on GPUs registers them even if unused, and imports Inductor for it (0.75 s)",
+    active="while the engine is created",
+    test="tests/unit/test_workarounds.py: test_deepspeed_registers_passes_of_its_compiler_unasked",
+)
 def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
-    """DeepSpeed's engine around a model and its optimizer, as it comes: its faults are answered in trainer/patches."""
+    """Return DeepSpeed's engine for a model and its optimizer; trainer/patches works around its faults."""
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # DeepSpeed allocates its buckets whole: no larger than all the gradients that they can ever hold.
+    # DeepSpeed allocates whole buckets: make them no larger than all gradients together.
     elements = sum(map(whole_size, trainable))
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
-    if layer_shards_of(model) is not None:
+    if find_layer_shards(model) is not None:
         require_own_values_kept()
-    # An engine on GPUs registers the passes of DeepSpeed's compiler, asked for or not, and imports Inductor for that.
     compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
     not_supported = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
-    with frozen_types_kept(model, compute), not_supported:
+    with keep_frozen_dtypes(model, compute), not_supported:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)
@@ -148,7 +167,7 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
 
 
 def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
-    """The fused operators read a layer's weights past its children's forwards: gather them with the layer itself."""
+    """Gather weights with their adapted layer: the fused operators read them without calling the layer's children."""
     import deepspeed
     from peft.tuners.lora import LoraLayer
 

@@ -1,27 +1,27 @@
 """The moments of bitsandbytes' AdamW: bytes, and a scale for each block of 256 elements of a partition.
 
-Quantised again they change: the signed code book has 1 but no -1, so that a block whose largest element is negative
-gets another scale. Of a flat adapter, cut at multiples of 256, the blocks are the same on any number of ranks; with
-their scales kept, the bytes are found again.
+Quantising them again changes them: the signed code book has 1 but no -1, so a block with a negative largest element
+gets a different scale. The blocks of a flat adapter, cut at multiples of 256, are the same on any number of ranks, and
+their saved scales reproduce the bytes.
 """
 
 from typing import Any
 
 import torch
 
-# bitsandbytes' names for the two moments in 8 bits, their scales and code books; a scale covers 256 elements.
+# bitsandbytes' names of the two 8-bit moments, their scales and code books; a scale covers 256 elements.
 EIGHT_BIT = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
 EIGHT_BIT_BLOCK = 256
 ELEMENTS_AT_ONCE = 64_000_000
 
 
 def elements_per_buffer(optimizer: str, world_size: int) -> int:
-    """What a flat buffer is rounded up to, so that no block of 8-bit moments lies on two ranks."""
+    """Return the multiple to round a flat buffer up to, so that no block of 8-bit moments spans two ranks."""
     return EIGHT_BIT_BLOCK * world_size if optimizer == "adamw_8bit" else 1
 
 
 def dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Code x scale, 32 bits."""
+    """Return code x scale, fp32."""
     scale_of_each = scales.repeat_interleave(EIGHT_BIT_BLOCK)[: values.numel()]
     return codes[values.reshape(-1).long()] * scale_of_each
 
@@ -29,7 +29,7 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor)
 def requantise(
     entry: dict[str, Any], names: tuple[str, str, str], dense: torch.Tensor, scales: torch.Tensor | None
 ) -> bool:
-    """Write 32-bit moments into an 8-bit entry: with `scales`, the bytes that they were made of; whether it was so."""
+    """Write 32-bit moments into an 8-bit entry, with their original `scales` if given; return whether it is exact."""
     from bitsandbytes.functional import quantize_blockwise
 
     values, scale, codes = (entry[name] for name in names)
@@ -46,7 +46,7 @@ def requantise(
 
 
 def _bytes_of(dense: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The nearest codes of what was once code x scale."""
+    """Return the nearest codes of values that were computed as code x scale."""
     middles = (codes[1:] + codes[:-1]) / 2
     inverse = torch.where(scales > 0, 1 / scales, 0)
     packed = torch.empty_like(dense, dtype=torch.uint8)

@@ -1,11 +1,11 @@
-"""All LoRA factors in one Parameter, so that the engine, its reductions and the optimizer handle one tensor, not 448.
+"""All LoRA factors in one Parameter: the engine, its reductions and the optimizer handle one tensor instead of 448.
 
-PEFT keeps its own Parameters, under their names and as views of the buffer: saving, merging and loading see what they
-always saw. In a forward pass with gradients each adapter module reads its weight through autograd's views of the
-buffer, so that the gradient arrives as one tensor, already concatenated.
+PEFT keeps its own Parameters, under their names and as views of the buffer, so saving, merging and loading are
+unaffected. In a forward pass with gradients each adapter module reads its weight through autograd's views of the
+buffer, so the gradient arrives as one concatenated tensor.
 
-Layout: the layers of one pair of shapes lie together, all A [N, R, I], then all B [N, O, R] (legend: N layers, R rank,
-I in, O out), so that a batched product over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
+Layout: layers with the same pair of shapes are adjacent, all A [N, R, I], then all B [N, O, R] (legend: N layers,
+R rank, I in, O out), so a batched product over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import engine_zero
+from trainer.contract.replacements import replaces
 
 ALIGNMENT_BYTES = 16
-FLAT = "flat_adapter_"  # how the names of the buffers begin
+FLAT = "flat_adapter_"  # prefix of the buffers' names
 DOWN, UP = "down", "up"
 Watcher = Callable[[str, Tensor], None]
 
@@ -35,7 +36,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Block:
-    """Factors of one shape that lie together: row n is member n."""
+    """Adjacent factors of one shape: row n is member n."""
 
     members: tuple[Member, ...]
     buffer: int
@@ -44,16 +45,16 @@ class Block:
 
     @property
     def shape(self) -> torch.Size:
-        """Of one factor."""
+        """Shape of one factor."""
         return self.members[0].parameter.shape
 
     @property
     def elements(self) -> int:
-        """Of the buffer that the block takes."""
+        """Number of elements of the block in its buffer."""
         return len(self.members) * self.stride
 
     def stacked(self, piece: Tensor) -> Tensor:
-        """The block's piece of the buffer as [N, *shape], without the padding."""
+        """Return the block's piece of the buffer as [N, *shape], without the padding."""
         rows = piece.view(len(self.members), self.stride)
         numel = self.shape.numel()
         if numel != self.stride:
@@ -65,9 +66,9 @@ class FlatAdapter:
     """The buffers, their blocks, and the views that the current forward pass reads."""
 
     def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, multiple: int = 1) -> None:
-        """`separate_up` puts the factors B into a buffer of their own, for a learning rate of their own (LoRA+).
+        """Copy the factors into buffers with a multiple of `multiple` elements.
 
-        Each buffer has a `multiple` of elements.
+        `separate_up` puts the factors B into a second buffer, for a separate learning rate (LoRA+).
         """
         self.blocks: list[Block] = []
         ends = [0, 0] if separate_up else [0]
@@ -86,7 +87,7 @@ class FlatAdapter:
         sizes = [(end + multiple - 1) // multiple * multiple for end in ends]
         self.buffers = [nn.Parameter(torch.zeros(size, dtype=sample.dtype, device=sample.device)) for size in sizes]
         self.stacks: dict[int, Tensor] = {}
-        """Block number -> [N, *shape] in the graph of the latest forward pass with gradients."""
+        """Stacked factors [N, *shape] by block number, in the graph of the latest forward pass with gradients."""
         self._watcher: Watcher | None = None
         self._sources: Sequence[Tensor] | None = None
         self._stacks_alone = False
@@ -97,11 +98,11 @@ class FlatAdapter:
 
     @property
     def members(self) -> list[Member]:
-        """All factors."""
+        """All factors, in the order of the blocks."""
         return [member for block in self.blocks for member in block.members]
 
     def spans(self) -> dict[str, tuple[int, int, int]]:
-        """Name of each factor -> (buffer, start, elements) of where it lies."""
+        """Return (buffer, start, elements) by factor name."""
         return {
             member.name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
@@ -109,12 +110,12 @@ class FlatAdapter:
         }
 
     def block(self, number: int) -> Tensor:
-        """A block's values as [N, *shape], outside of any graph."""
+        """Return a block's values as [N, *shape], outside of any graph."""
         block = self.blocks[number]
         return block.stacked(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
 
     def rows_of(self, parameters: Sequence[nn.Parameter]) -> tuple[int, slice] | None:
-        """The block and the rows that hold these of PEFT's Parameters, if they are neighbours in one block."""
+        """Return the block and rows of these Parameters of PEFT's; None unless they are adjacent in one block."""
         for number, block in enumerate(self.blocks):
             ids = [id(member.parameter) for member in block.members]
             if id(parameters[0]) in ids:
@@ -124,17 +125,17 @@ class FlatAdapter:
         return None
 
     def repoint(self) -> None:
-        """Make PEFT's Parameters views of the buffers, whose memory an engine moves when it starts."""
+        """Make PEFT's Parameters views of the buffers again, which an engine moves in memory when it starts."""
         for member, view in self._rows():
             member.parameter.data = view
             member.parameter.requires_grad_(False)
 
     def is_whole(self) -> bool:
-        """True while every Parameter of PEFT's is still the memory that the engine trains."""
+        """Return whether every Parameter of PEFT's is still a view of the memory that the engine trains."""
         return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._rows())
 
     def read_through_views(self, *_: Any) -> None:
-        """Forward pre-hook: fresh views in the graph of the pass to come, none where nothing is differentiated."""
+        """Create the views for the coming pass in its graph (a forward pre-hook); none without gradients."""
         self.stacks = {}
         if not torch.is_grad_enabled():
             for member in self.members:
@@ -150,14 +151,14 @@ class FlatAdapter:
                 if self._stacks_alone:
                     continue
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
-                    # An instance's own attribute is found before the registered Parameter, which stays what it is.
+                    # Shadows the registered Parameter, which stays unchanged.
                     member.module.__dict__["weight"] = view
                     if self._watcher is not None:
                         self._watcher(member.name, view)
 
     @contextmanager
-    def views_kept(self) -> Iterator[None]:
-        """For passes between a forward and its backward, which recomputes with the views it was made with."""
+    def keep_views(self) -> Iterator[None]:
+        """Allow other passes between a forward and its backward, which recomputes with the views of its forward."""
         stacks, views = self.stacks, [member.module.__dict__.get("weight") for member in self.members]
         try:
             yield
@@ -171,7 +172,7 @@ class FlatAdapter:
 
     @contextmanager
     def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
-        """Forward passes read these tensors in place of the buffers; no view of them stays."""
+        """Let forward passes within the block read these tensors instead of the buffers; keep no view of them."""
         self._sources = sources
         try:
             yield
@@ -181,8 +182,8 @@ class FlatAdapter:
                 member.module.__dict__.pop("weight", None)
 
     @contextmanager
-    def stacks_alone(self) -> Iterator[None]:
-        """A forward pass in which no adapter module reads its weight: views of it are not made."""
+    def build_stacks_only(self) -> Iterator[None]:
+        """Create only the stacks within the block, not the views: no adapter module reads its weight."""
         self._stacks_alone = True
         try:
             yield
@@ -190,12 +191,12 @@ class FlatAdapter:
             self._stacks_alone = False
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Show every new view to `watcher(name, view)`; None ends it."""
+        """Pass every new view to `watcher(name, view)`; None ends it."""
         self._watcher = watcher
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks at every new view."""
+        """Whether new views are passed to a watcher."""
         return self._watcher is not None
 
     def _rows(self) -> list[tuple[Member, Tensor]]:
@@ -206,10 +207,18 @@ class FlatAdapter:
         ]
 
 
+@replaces(
+    "the factors that PEFT reads in a forward pass",
+    library="peft",
+    read_in="0.21.2",
+    why="as views of one Parameter they need one gradient, one reduction and one update instead of hundreds",
+    active="ops.flat: true, except with DeepSpeed's stage 3, reentrant checkpointing or torch.compile",
+    test="tests/unit/test_flat_adapter.py",
+)
 def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> FlatAdapter | None:
-    """Put the LoRA factors of a PEFT model into flat buffers, registered with the model; None if it has none.
+    """Move the LoRA factors of a PEFT model into flat buffers registered with the model; None if it has none.
 
-    `multiple` is what the elements of a buffer are rounded up to.
+    The number of elements of a buffer is rounded up to `multiple`.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -237,14 +246,14 @@ def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> Flat
     return flat
 
 
-def flat_adapter_of(model: Any) -> FlatAdapter | None:
-    """The model's flat adapter, if it has one."""
+def find_flat_adapter(model: Any) -> FlatAdapter | None:
+    """Return the model's flat adapter, if it has one."""
     return getattr(model, "flat_adapter", None)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """What is trained, by PEFT's names: factors in a flat buffer count, the buffer itself does not."""
-    flat = flat_adapter_of(model)
+    """Return the trained parameters by PEFT's names, with the factors in a flat buffer instead of the buffer itself."""
+    flat = find_flat_adapter(model)
     inside = {id(member.parameter) for member in flat.members} if flat else set()
     buffers = {id(buffer) for buffer in flat.buffers} if flat else set()
     return [
@@ -255,15 +264,15 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def why_not_flat(config: Any) -> str | None:
-    """Why the adapter of this run cannot be one buffer, or None if it can."""
+    """Return why the adapter of this run cannot be one buffer, or None if it can."""
     if config.adapter == "none":
         return "no adapter"
     if not config.ops.flat:
         return "ops.flat: false"
     if engine_zero(config).stage == 3:
-        return "DeepSpeed's stage 3 partitions every parameter by itself"
+        return "DeepSpeed's stage 3 partitions every parameter separately"
     if config.training.gradient_checkpointing == "reentrant":
-        return "reentrant checkpointing runs a backward pass of its own for every layer"
+        return "reentrant checkpointing runs a separate backward pass for every layer"
     if config.training.torch_compile:
         return "torch.compile traces each layer's own weights"
     return None

@@ -1,23 +1,32 @@
-"""What a rank waits in its forward passes for the others' shares of the weights (ZeRO-3) is no work of its own."""
+"""Subtract waits for all-gathers in forward passes (ZeRO-3) from the time by which slow ranks are found."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from trainer.contract.known_versions import require
-from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.contract.replacements import replaces
+from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.layer_gather.unit import Waiting
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import StragglerWatch
 
 
+@replaces(
+    "the parameter fetch of stage 3, to time it",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="the wait for the shards of other ranks must not count as work of a rank when slow ranks are reported",
+    active="zero.stage: 3 with zero.gather: module, on several ranks",
+    test="tests/integration/test_restarts.py",
+)
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """A watch that knows of the waits for gathers; None for a rank alone. Every rank must call it."""
+    """Return a StragglerWatch that subtracts waits for gathers; None on a single rank. Every rank must call it."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
-    shards = layer_shards_of(engine.module)
+    shards = find_layer_shards(engine.module)
     if shards is not None:
         shards.time_waits(watch.waiting)
     elif engine.zero_optimization_stage() == 3:
@@ -26,10 +35,10 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
 
 
 def _time_fetches(engine: Engine, waiting: Waiting) -> None:
-    """Of DeepSpeed's own stage 3: in a fetch the compute stream does nothing but wait.
+    """Time the fetches of DeepSpeed's own stage 3, during which the compute stream only waits.
 
-    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and what
-    takes them apart run on a stream of their own.
+    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and the
+    copies out of their buffers run on a separate stream.
     """
     offload = require(engine.optimizer, "parameter_offload", "deepspeed")
     coordinator = require(offload, "get_param_coordinator", "deepspeed")()

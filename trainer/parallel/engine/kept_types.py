@@ -1,4 +1,4 @@
-"""Weights that transformers keeps in 32 bits in a model of 16 bits, such as the biases by which a router chooses."""
+"""Weights that transformers keeps in fp32 in a 16-bit model, such as a router's biases."""
 
 import re
 from collections.abc import Iterator
@@ -9,21 +9,22 @@ import torch
 from torch import nn
 
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 
-def kept_in_32_bits(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return what matches the names that `from_pretrained` loads in 32 bits into a model of `dtype`; None for none."""
+def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return a pattern of the names that `from_pretrained` loads in fp32 into a model of `dtype`; None without any."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "_keep_in_fp32_modules_strict"):
-        return None  # no model of transformers
+        return None  # not a model of transformers
     names = require(base, "_get_dtype_plan", "transformers")(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
 
 
-def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters and buffers of an empty model of `dtype` the types that `from_pretrained` gives them."""
-    pattern = kept_in_32_bits(model, dtype)
+def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters and buffers of an empty model to fp32 where `from_pretrained` would."""
+    pattern = find_fp32_names(model, dtype)
     for path, module in model.named_modules() if pattern is not None else ():
         for name, parameter in module.named_parameters(recurse=False):
             if pattern is not None and pattern.search(f"{path}.{name}"):
@@ -33,10 +34,18 @@ def widen_kept(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.float()
 
 
+@replaces(
+    "the dtype of frozen fp32 weights",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="the engine would convert weights to 16 bits that transformers keeps in fp32",
+    active="16-bit training of models such as ERNIE 4.5 with an fp32 router",
+    test="tests/unit/test_weight_types.py: test_the_engine_keeps_frozen_weights_in_32_bits",
+)
 @contextmanager
-def frozen_types_kept(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Hide frozen weights in 32 bits from DeepSpeed's engine, which converts all parameters to its own type."""
-    pattern = kept_in_32_bits(model, dtype)
+def keep_frozen_dtypes(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Hide frozen fp32 weights from DeepSpeed's engine, which converts all parameters to its own dtype."""
+    pattern = find_fp32_names(model, dtype)
     hidden = [
         (parameter, parameter.data)
         for name, parameter in model.named_parameters()

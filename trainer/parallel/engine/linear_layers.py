@@ -1,4 +1,4 @@
-"""Which modules are linear layers and nothing else, or the experts of a mixture: those can be held in 4 bits."""
+"""Find the modules that are plain linear layers or experts, which can be stored in 4 bits."""
 
 from functools import cache
 from typing import Any
@@ -11,24 +11,24 @@ from trainer.parallel.engine.partitioned import whole_shape
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x W^T + b: nn.Linear, or a subclass of which a small one is seen to do so.
+    """Return whether a module computes x W^T + b: nn.Linear, or a subclass if a small instance of it does.
 
-    Falcon's linear layers do; routers of experts, which are subclasses too, return more than that.
+    Falcon's linear layers do; routers of experts, also subclasses, return more than that.
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _acts_linear(kind))
 
 
-def experts_in(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a module holds itself of which each is one matrix for every expert of a mixture."""
+def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters that hold one matrix per expert."""
     if "expert" not in type(module).__name__.lower():
         return {}
     return {name: each for name, each in module.named_parameters(recurse=False) if each.dim() == 3}
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Whether a module of experts holds x W and not x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
-    shapes = {name: whole_shape(each) for name, each in experts_in(experts).items()}
+    """Return whether experts compute x W instead of x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
+    shapes = {name: whole_shape(each) for name, each in find_expert_weights(experts).items()}
     if not {"gate_up_proj", "down_proj"} <= shapes.keys():
         return bool(getattr(experts, "is_transposed", False))
     gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
@@ -36,29 +36,29 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def packed_state(parameter: nn.Parameter) -> Any | None:
-    """How bitsandbytes packed a 4-bit weight; None of any other parameter."""
-    is_packed = type(parameter).__name__ == "Params4bit"  # the name by which PEFT knows it as well
+    """Return bitsandbytes' quantisation state of a 4-bit weight; None for any other parameter."""
+    is_packed = type(parameter).__name__ == "Params4bit"  # PEFT checks the same name
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
 
 
 def is_eight_bit(parameter: nn.Parameter) -> bool:
-    """Whether a parameter holds the values of a linear layer in 8 bits (trainer/model/eight_bit.py)."""
+    """Return whether a parameter holds the weight of a linear layer in 8 bits (trainer/model/eight_bit.py)."""
     whole_numbers = not (parameter.is_floating_point() or parameter.is_complex())
     return whole_numbers and packed_state(parameter) is None and packed_experts_layout(parameter) is None
 
 
-# What the subclasses of transformers, PEFT, bitsandbytes and DeepSpeed answer where they want other arguments, packed
-# weights, another device or kernels that are not installed. Anything else is a fault, and is shown.
+# Errors of subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,
+# another device or kernels that are not installed. Anything else is a bug and is raised.
 REFUSALS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, ImportError)
 
 
 def packed_experts_layout(parameter: nn.Parameter) -> Any | None:
-    """How the experts in a parameter are packed (trainer/model/packed_experts.py); None of any other parameter."""
+    """Return the layout of packed experts (trainer/model/packed_experts.py); None for any other parameter."""
     return getattr(parameter, "packing", None)
 
 
 def model_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of the values that a parameter stands for: all of them, however they are packed or partitioned."""
+    """Return the shape of a parameter's values before they were packed or partitioned."""
     packed = packed_state(parameter) or packed_experts_layout(parameter)
     return whole_shape(parameter) if packed is None else torch.Size(packed.shape)
 
@@ -68,7 +68,7 @@ def _acts_linear(kind: Any) -> bool:
     x = torch.linspace(-1.0, 1.0, 8, device="cpu").view(2, 4)
     try:
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            # Values of our own: this may be called where models are made without weights.
+            # Values set here: this may be called while models are created without weights.
             small = kind(4, 3).to_empty(device="cpu")
             for parameter in small.parameters():
                 parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))

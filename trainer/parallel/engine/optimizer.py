@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: AdamW in 32 or 8 bits, LoRA+ groups, transformers' learning-rate curves."""
+"""The optimizer and its schedule: 32-bit or 8-bit AdamW, LoRA+ groups, transformers' learning rate schedules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trainer.config import LoraSection, ScuSection, TrainingSection
+from trainer.contract.replacements import replaces
 from trainer.data.step_count import warmup_steps
 from trainer.parallel.engine.flat_adapter import FLAT, UP
 from trainer.parallel.engine.partitioned import whole_shape
@@ -14,16 +15,16 @@ from trainer.parallel.engine.partitioned import whole_shape
 def build_optimizer(
     model: torch.nn.Module, training: TrainingSection, lora: LoraSection, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, in groups of equal learning rate and decay.
+    """Build AdamW over the trainable parameters, in groups of equal learning rate and weight decay.
 
-    LoRA+ (Hayou et al., 2024): the factor B learns `loraplus_lr_ratio` times as fast as A. Vectors (norms, biases,
-    DoRA magnitudes) carry no weight decay.
+    LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times that of A. Vectors (norms, biases,
+    DoRA magnitudes) have no weight decay.
     """
     ratio = lora.loraplus_lr_ratio or 1.0
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its true shape. A flat adapter is matrices.
+            # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its shape. A flat adapter holds matrices.
             dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
             rate = training.learning_rate * (ratio if is_up else 1.0)
@@ -38,12 +39,20 @@ def build_optimizer(
     return torch.optim.AdamW(param_groups, betas=betas, eps=training.adam_epsilon, fused=fused)
 
 
+@replaces(
+    "`lr_lambdas` of the learning rate schedule",
+    library="torch",
+    read_in="2.13.0",
+    why="transformers' schedules have no minimum learning rate that applies after warm-up",
+    active="scu.rate_floor above 0, while the controller is active",
+    test="tests/unit/test_controller.py",
+)
 def build_schedule(
     optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int, *, floor: float = 0.0
 ) -> Any:
-    """transformers' schedule of the learning rate over the optimizer steps of the run.
+    """Build transformers' learning rate schedule over the optimizer steps of the run.
 
-    After warm-up the rate falls no lower than `floor` of its peak.
+    After warm-up the learning rate falls no lower than `floor` times its peak.
     """
     from transformers import get_scheduler
 
@@ -64,7 +73,7 @@ def build_schedule(
 
 
 def rate_floor(scu: ScuSection) -> float:
-    """The floor that the SCU's controller asks for while it works."""
+    """Return the minimum learning rate, as a fraction of the peak, that the SCU's controller requires while active."""
     return scu.rate_floor if scu.enabled and scu.controller == "pi" else 0.0
 
 
@@ -73,7 +82,7 @@ def _with_floor(curve: Callable[[int], float], floor: float, warmup: int) -> Cal
 
 
 def restore_schedule(schedule: Any, steps: int) -> None:
-    """Put a fresh schedule at `steps` scheduler steps, as if it had been stepped there."""
+    """Set a new schedule to its state after `steps` scheduler steps."""
     schedule.last_epoch = steps
     rates = [base * curve(steps) for base, curve in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -82,5 +91,5 @@ def restore_schedule(schedule: Any, steps: int) -> None:
 
 
 def planned_rates(schedule: Any, total_steps: int) -> list[float]:
-    """The learning rate of the first parameter group at every step to come."""
+    """Return the learning rate of the first parameter group at every step."""
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]

@@ -1,10 +1,10 @@
-"""The optimizer's 32-bit state out of a DeepSpeed engine and back, whatever the stage and the number of ranks.
+"""Save and restore the optimizer's 32-bit state of a DeepSpeed engine, for any stage and number of ranks.
 
-DeepSpeed keeps master weights and moments in flat partitions whose cuts depend on stage and rank count. A `Shard` says
-where one trained tensor lies in the partition that this rank holds; with it what was saved by other cuts
-(trainer/parallel/engine/state_pieces.py) is copied back into any partitioning. Read in DeepSpeed 0.19.8:
+DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
+position of one trained tensor in this rank's partition; with it, a state saved with other partitions
+(trainer/parallel/engine/state_pieces.py) is copied into any partitioning. Read in DeepSpeed 0.19.8:
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
-Why not by `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`: docs/decisions/09-checkpoints.md.
+docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
 """
 
 import json
@@ -22,7 +22,7 @@ from trainer.parallel.engine.eight_bit_moments import (
     dequantised,
     requantise,
 )
-from trainer.parallel.engine.flat_adapter import flat_adapter_of, trained_parameters
+from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.engine.state_pieces import LAYOUT, QUANTITIES, Pieces
@@ -33,7 +33,7 @@ Dense = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [param_start, param_start + length) of a trained tensor lie at `holder_start` of a flat holder."""
+    """Elements [param_start, param_start + length) of a trained tensor, at `holder_start` of a flat holder."""
 
     name: str
     holder: torch.Tensor
@@ -43,7 +43,7 @@ class Shard:
 
 
 class EngineState:
-    """Master weights and AdamW moments by parameter name. Every rank must take part in each call."""
+    """Master weights and AdamW moments by parameter name. Every rank must make each call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -53,9 +53,9 @@ class EngineState:
         self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
 
     def pieces(self) -> Pieces | None:
-        """This rank's part, on its device: views of the real tensors, copies of 8-bit moments only.
+        """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
 
-        None on a rank that holds nothing which rank 0 does not hold.
+        None on a rank that holds nothing that rank 0 does not hold.
         """
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return None
@@ -78,13 +78,13 @@ class EngineState:
         return Pieces(tensors, shards, shapes, offsets, self._layout())
 
     def sizes(self) -> list[tuple[int, torch.device]]:
-        """Bytes and device of what `pieces` has once there are moments, but for the scales of 8-bit ones."""
+        """Return bytes and device of the tensors of `pieces` once moments exist, without the scales of 8-bit ones."""
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return []
         return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in QUANTITIES]
 
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
-        """Where `state`, as `whole_state` gives it, has other trained tensors than this engine; None if it fits."""
+        """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
         for name, parameter in self._trained:
             found = state.get(f"master/{name}")
             if found is None:
@@ -95,9 +95,9 @@ class EngineState:
         return f"it has {more} trained tensors more than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Write back what `whole_state` gave after `steps` optimizer steps; the working copies of the weights follow.
+        """Restore the result of `whole_state` after `steps` optimizer steps, and the working copies of the weights.
 
-        False if 8-bit moments had to be rounded again.
+        Returns False if 8-bit moments had to be rounded again.
         """
         if steps:
             self._create_moments(steps)
@@ -117,7 +117,7 @@ class EngineState:
         return exact
 
     def raw(self) -> dict[str, torch.Tensor]:
-        """This rank's 8-bit moments themselves (none for 32-bit ones); they fit the same partitioning only."""
+        """Return this rank's 8-bit moments (nothing for 32-bit ones), which fit only the same partitioning."""
         return {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
@@ -126,7 +126,7 @@ class EngineState:
         }
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
-        """Write back this rank's own 8-bit moments; False, and nothing written, if they are of another partitioning."""
+        """Restore this rank's own 8-bit moments; return False, without a change, for another partitioning."""
         own = {}
         for name in raw:
             index, key = name.split("/")
@@ -140,18 +140,18 @@ class EngineState:
     def _scales_of(
         self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
     ) -> torch.Tensor | None:
-        """The saved scales of a holder's blocks, if those were cut as they are here."""
+        """Return the saved scales of a holder's blocks, if they were saved with the same blocks."""
         offsets, saved = self._block_offsets(), state.get(f"scales/{quantity}/{index}")
         if offsets is None or saved is None or int(state[LAYOUT]) != self._layout():
             return None
-        own = torch.zeros_like(like)  # beyond the end of the saved ones there is padding only
+        own = torch.zeros_like(like)  # only padding lies beyond the end of the saved ones
         part = saved[offsets[index] // EIGHT_BIT_BLOCK :][: len(own)]
         own[: len(part)].copy_(part)
         return own
 
     def _block_offsets(self) -> list[int] | None:
-        """Where this rank's holders begin in the flat buffers, all of whose blocks are whole on one rank; else None."""
-        flat, stage = flat_adapter_of(self._engine.module), self._engine.zero_optimization_stage()
+        """Return the starts of this rank's holders in the flat buffers; None if a block may span two ranks."""
+        flat, stage = find_flat_adapter(self._engine.module), self._engine.zero_optimization_stage()
         if flat is None or stage == 3 or len(flat.members) != len(self._trained):
             return None
         sizes = [holder.numel() for holder in self._holders]
@@ -160,18 +160,18 @@ class EngineState:
         return [size * self._engine.global_rank if stage else 0 for size in sizes]
 
     def _layout(self) -> int:
-        """A number for where each factor lies in the flat buffers."""
-        flat = flat_adapter_of(self._engine.module)
+        """Return a hash of the positions of all factors in the flat buffers."""
+        flat = find_flat_adapter(self._engine.module)
         assert flat is not None, "a layout without a flat adapter"
         return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
 
     def steps_taken(self) -> int:
-        """Optimizer steps that the moments have seen."""
+        """Return the number of optimizer steps in the moments."""
         steps = [entry["step"] for holder in self._holders if (entry := self._optimizer.state.get(holder))]
         return max((int(float(step)) for step in steps), default=0)
 
     def _dense(self, holder: torch.Tensor) -> Dense:
-        """The holder's values and moments, flat, fp32: views of the real ones, or copies of 8-bit ones."""
+        """Return the holder's values and moments, flat, fp32: views, or copies of 8-bit ones."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
         for quantity, (values, scales, codes) in EIGHT_BIT.items():
@@ -186,12 +186,12 @@ class EngineState:
         return dense
 
     def _create_moments(self, steps: int) -> None:
-        """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
+        """Create the zero moments that a new engine lacks, on every flat partition."""
         for group_index, group in enumerate(self._optimizer.param_groups):
             for holder in self._group_holders(group_index, group):
                 if not isinstance(self._optimizer, torch.optim.AdamW):
                     init_state = require(self._optimizer, "init_state", "bitsandbytes")
-                    members, group["params"] = group["params"], [holder]  # where it looks its parameter up
+                    members, group["params"] = group["params"], [holder]  # init_state looks its parameter up here
                     init_state(group, holder, group_index, 0)
                     group["params"] = members
                     self._optimizer.state[holder]["step"] = steps
@@ -204,7 +204,7 @@ class EngineState:
                     }
 
     def _group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
-        """Stage 3 puts a sub-group's partition into its group only while it steps; the others leave it there."""
+        """Return the flat partitions of a group, which stage 3 puts into the group only during a step."""
         if self._engine.zero_optimization_stage() < 3:
             return list(group["params"])
         zero = self._engine.optimizer
@@ -212,7 +212,7 @@ class EngineState:
         return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
 
     def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
-        """The weights that the forward pass reads: every rank writes the whole tensor, or its part under stage 3."""
+        """Write the weights that the forward pass reads: whole tensors on every rank, or their shards under stage 3."""
         import deepspeed
 
         stage = self._engine.zero_optimization_stage()
@@ -226,8 +226,8 @@ class EngineState:
 
 
 def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
-    """Where the trained tensors lie; those of a flat adapter where their part of its buffer lies."""
-    flat = flat_adapter_of(engine.module)
+    """Yield the shards of the trained tensors, including the factors of a flat adapter."""
+    flat = find_flat_adapter(engine.module)
     if flat is None:
         yield from _shards_of_parameters(engine, trained)
         return
@@ -263,14 +263,14 @@ def _shards_of_parameters(engine: Engine, trained: list[Named]) -> Iterator[Shar
     else:
         for name, parameter in trained:
             mapping = require(parameter, "_hp_mapping", "deepspeed")
-            if mapping is not None:  # None: no part of this tensor is in this rank's partition
+            if mapping is not None:  # otherwise this rank's partition has no part of the tensor
                 holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
                 part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
                 yield Shard(name, holder, part.start, whole.start, part.numel)
 
 
 def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
-    """In 16 bits stage 0 wraps the optimizer and keeps 32-bit copies; in 32 bits the parameter is its own master."""
+    """Return stage 0's fp32 copies by the id of their 16-bit parameter; in fp32 a parameter is its own master."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return {}
     pairs = zip(

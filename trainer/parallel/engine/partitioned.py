@@ -1,4 +1,4 @@
-"""What DeepSpeed's stage 3 adds to the parameters that it partitions; no other file spells these attributes.
+"""Attributes that DeepSpeed's stage 3 adds to the parameters that it partitions; no other file uses them.
 
 Read in DeepSpeed 0.19.8, runtime/zero/partition_parameters.py (`_convert_to_deepspeed_param`).
 """
@@ -14,54 +14,54 @@ from trainer.contract.known_versions import changed, require
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether stage 3 has taken the parameter over; it may be gathered at the moment."""
+    """Return whether stage 3 manages the parameter, even if it is gathered at the moment."""
     return hasattr(parameter, "ds_id")
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of all of a parameter, also where this rank holds only a share of it."""
+    """Return the full shape of a parameter, even if this rank holds only a shard."""
     return torch.Size(_of(parameter, "ds_shape")) if is_partitioned(parameter) else parameter.shape
 
 
 def whole_size(parameter: Tensor) -> int:
-    """The number of elements of all of a parameter."""
+    """Return the number of elements of the full parameter."""
     return whole_shape(parameter).numel()
 
 
 def is_whole_here(parameter: Tensor) -> bool:
-    """False where this rank has only its share, or the rest is still on its way."""
+    """Return whether this rank has the full parameter, and no gather is in progress."""
     return not is_partitioned(parameter) or _of(parameter, "ds_status").name == "AVAILABLE"
 
 
-def own_share(parameter: Tensor) -> Tensor:
-    """This rank's part of a partitioned parameter, flat; the last ranks' parts are padded."""
+def get_local_shard(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a partitioned parameter, flat; the last ranks' shards are padded."""
     share: Tensor = _of(parameter, "ds_tensor")
     return share
 
 
-def sharing_group(parameter: Tensor) -> Any:
-    """The process group over which a partitioned parameter is spread."""
+def get_partition_group(parameter: Tensor) -> Any:
+    """Return the process group over which a parameter is partitioned."""
     return _of(parameter, "ds_process_group")
 
 
 def require_partitioned(parameters: Iterable[Tensor]) -> None:
-    """UserError unless stage 3 has marked them all: without the mark shares would pass as whole parameters."""
+    """Raise UserError unless stage 3 has marked all parameters: otherwise shards would pass as full parameters."""
     if not all(map(is_partitioned, parameters)):
         raise changed("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 
 
 def keep_own_values(parameter: Tensor) -> None:
-    """Mark a weight that differs between ranks: DeepSpeed's engine shall not broadcast rank 0's over it."""
+    """Mark a weight that differs between ranks, so that DeepSpeed's engine does not broadcast rank 0's over it."""
     parameter.ds_optim_param = True  # type: ignore[attr-defined]
 
 
 def require_own_values_kept() -> None:
-    """UserError where DeepSpeed's broadcast no longer asks for that mark."""
+    """Raise UserError if DeepSpeed's broadcast no longer respects that mark."""
     from deepspeed import DeepSpeedEngine
 
     broadcast = require(DeepSpeedEngine, "_broadcast_model", "deepspeed")
     if "ds_optim_param" not in inspect.getsource(broadcast):
-        raise changed("deepspeed", "its broadcast of the model passes over no weight marked `ds_optim_param`")
+        raise changed("deepspeed", "its broadcast of the model does not skip weights marked `ds_optim_param`")
 
 
 def _of(parameter: Tensor, name: str) -> Any:

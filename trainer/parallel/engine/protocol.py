@@ -1,4 +1,4 @@
-"""What is used of DeepSpeed's engine; a test holds it against a real one."""
+"""The attributes and methods of DeepSpeed's engine that zerolora uses; a test compares them with a real engine."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,26 +10,26 @@ class Engine(Protocol):
     """DeepSpeed's engine around a model and its optimizer, on one rank."""
 
     module: Any
-    """The model that `start_engine` was given."""
+    """Model passed to `start_engine`."""
     device: torch.device
     optimizer: Any
-    """DeepSpeed's around `basic_optimizer`, by stage and precision; at stage 0 in 32 bits `basic_optimizer` itself."""
+    """DeepSpeed's wrapper of `basic_optimizer`, by stage and precision; at stage 0 in fp32 `basic_optimizer` itself."""
     basic_optimizer: torch.optim.Optimizer
-    """The one that `start_engine` was given."""
+    """Optimizer passed to `start_engine`."""
     global_rank: int
     world_size: int
     global_steps: int
     skipped_steps: int
-    """Steps that DeepSpeed did not apply because a gradient was not finite."""
+    """Steps that DeepSpeed skipped because of a non-finite gradient."""
     backward: Callable[..., Any]
-    """Of a loss, which it divides by the accumulation steps; reduces the gradients in the last micro-step."""
+    """Backward pass of a loss, which it divides by the accumulation steps; reduces gradients in the last micro-step."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass."""
+        """Run the model's forward pass."""
         ...
 
     def step(self) -> Any:
-        """One optimizer step, in the last micro-step; nothing in the others."""
+        """Run an optimizer step in the last micro-step; do nothing in the others."""
         ...
 
     def train(self, mode: bool = True) -> Any: ...
@@ -41,17 +41,17 @@ class Engine(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
     def set_train_micro_batch_size(self, micro_batch_size: int) -> Any: ...
     def set_train_batch_size(self, train_batch_size: int) -> Any:
-        """Of all ranks and micro-steps; the number of micro-steps follows from it."""
+        """Set the batch size over all ranks and micro-steps, which determines the number of micro-steps."""
         ...
 
     def get_global_grad_norm(self) -> Any:
-        """Of the last step, over all ranks and before clipping: a number, a tensor, or None before the first step."""
+        """Return the last step's norm over all ranks before clipping: a number, a tensor, or None before any step."""
         ...
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> Any:
-        """Whether the next backward pass is the last of its step."""
+        """Set whether the next backward pass is the last of its step."""
         ...
 
     def allreduce_gradients(self) -> Any:
-        """Reduce what the backward passes have left."""
+        """Reduce the gradients of the backward passes."""
         ...

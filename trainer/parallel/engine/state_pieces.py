@@ -1,7 +1,7 @@
-"""The optimizer's state as each rank holds it, for a checkpoint's files, and put together again from those files.
+"""The optimizer's state as each rank saves it in a checkpoint, and its reassembly from these files.
 
-A rank writes its own flat partitions and where each trained tensor lies in them, so that a save communicates nothing:
-no rank sees the moments of another. Who reads puts the tensors together by name, for any stage and number of ranks.
+A rank writes its own flat partitions and the position of each trained tensor in them, so a save needs no communication.
+The reader reassembles the tensors by name, for any stage and number of ranks.
 """
 
 import json
@@ -19,33 +19,33 @@ QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Pieces:
-    """One rank's part: flat tensors "master/0", "exp_avg/0", "scales/exp_avg/0", ... by number of the partition."""
+    """One rank's state: flat tensors "master/0", "exp_avg/0", "scales/exp_avg/0", ... by partition number."""
 
     tensors: Mapping[str, torch.Tensor]
     shards: list[list[Any]]
-    """[name, partition, start in it, start in the tensor, elements], of trained tensors."""
+    """[name, partition, start in it, start in the tensor, elements] of trained tensors."""
     shapes: dict[str, list[int]]
-    """Of the trained tensors that this rank has a part of."""
+    """Shapes of the trained tensors that have a shard on this rank."""
     offsets: list[int] | None = None
-    """Where the partitions begin in the flat buffers, if the blocks of 8-bit moments are cut alike on all ranks."""
+    """Starts of the partitions in the flat buffers, if no block of 8-bit moments spans two ranks."""
     layout: int = 0
-    """A number for where each factor lies in those buffers."""
+    """Hash of the positions of all factors in those buffers."""
 
     def metadata(self) -> dict[str, str]:
-        """Everything that is not a tensor, for the header of a file."""
+        """Return everything except the tensors, for the header of a file."""
         rest = {"shards": self.shards, "shapes": self.shapes, "offsets": self.offsets, "layout": self.layout}
         return {"pieces": json.dumps(rest)}
 
     @classmethod
     def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "Pieces":
-        """The inverse of `tensors` and `metadata`."""
+        """Rebuild the pieces from `tensors` and `metadata`."""
         return cls(tensors, **json.loads(metadata["pieces"]))
 
 
 def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
-    """All trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on the CPU.
+    """Return all trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on the CPU.
 
-    With 8-bit moments whose blocks are cut alike, their scales over the flat buffers as well, and the LAYOUT of those.
+    Includes the scales of 8-bit moments over the flat buffers, and the LAYOUT of these, if no block spans two ranks.
     """
     state: dict[str, torch.Tensor] = {}
     for part in parts:

@@ -1,1 +1,1 @@
-"""What concerns a rank among others: process group, agreement, signals, progress, watchdog."""
+"""A rank among others: process group, agreement, signals, progress, watchdog."""

@@ -1,7 +1,7 @@
-"""The ranks compare themselves before they work together: one code, one configuration, one set of versions.
+"""Check before ranks work together that they run the same code, configuration and versions.
 
-Rank 0 collects a report from each rank in the key-value store in which the process group will be formed, and answers
-all of them. Not by a collective: a rank that sees no GPU would form a gloo group while the others wait in NCCL.
+Rank 0 collects a report from each rank in the key-value store that the process group will use, and answers all of them.
+A collective would not do: a rank that sees no GPU would form a gloo group while the others wait in NCCL.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from trainer.contract.folder_lock import is_seen
 from trainer.contract.home import CHECKOUT
 from trainer.contract.rank_variables import host_name
 from trainer.contract.versions import installed_version, package_versions
-from trainer.parallel.ranks.group import Ranks, find_meeting_point, told_if_taken
+from trainer.parallel.ranks.group import Ranks, explain_taken_port, find_meeting_point
 from trainer.parallel.ranks.progress import WAITING_PHASE, phase
 
 PACKAGES = ("trainer", "ops")
@@ -39,48 +39,47 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself."""
+    """What a rank reports to rank 0."""
 
     rank: int
     host: str
     device: str
-    """Its kind, `cuda NVIDIA H200` or `cpu`."""
+    """Kind of device, `cuda NVIDIA H200` or `cpu`."""
     device_id: str
     """Different for any two GPUs; empty for a CPU, which ranks may share."""
-    facts: dict[str, str]
-    """What must be the same everywhere, by name."""
+    values: dict[str, str]
+    """Versions and digests by name, which must be the same on all ranks."""
     sees_folder: bool = True
-    """Whether what rank 0 writes into the output folder can be read there."""
+    """Whether this rank can read what rank 0 writes into the output folder."""
 
 
 _MEETINGS, _DECISIONS = itertools.count(), itertools.count()
-# Rank 0 serves the store, in which all of them meet next, as long as it keeps it.
+# Rank 0 serves the store, in which all ranks meet next, as long as it holds this reference.
 _SERVERS: list[Any] = []
 Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, found alike."""
+    """All ranks, after they were found to agree."""
 
     summary: str
-    """One line: how many ranks, where, on what."""
+    """One line: number of ranks, hosts, devices and versions."""
     store: Any
-    """On rank 0 the server where the process group is formed: keep it until then."""
+    """On rank 0 the server at which the process group is formed: keep a reference until then."""
     hosts: int = 1
     token: str = ""
-    """That of the lock which rank 0 holds in the output folder, and which all have seen there."""
+    """Token of the lock that rank 0 holds in the output folder, seen there by all ranks."""
 
 
 def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
-    """Compare all ranks. Every rank must call it, before the process group is formed.
+    """Compare all ranks; every rank must call it before the process group is formed.
 
-    `token` on rank 0 is that of the lock it holds in the output folder, which every rank must see there.
-
-    Raises UserError, on every rank, with the names of the hosts that differ; TimeoutError if a rank does not come
-    within `training.timeout_minutes`, or what the watchdog needs if that is longer.
+    `token` on rank 0 is that of its lock in the output folder, which every rank must see there. Raises UserError on
+    every rank with the hosts that differ, and TimeoutError if a rank does not arrive within `training.timeout_minutes`,
+    or the time that the watchdog needs if that is longer.
     """
-    report = own_report(ranks, config)
+    report = build_report(ranks, config)
     if ranks.world_size == 1:
         return World(summary([report]), None)
     with phase(WAITING_PHASE):
@@ -93,8 +92,8 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
     try:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:
-        raise told_if_taken(error) from None
-    # What an earlier run of these processes left in the store is not this one's.
+        raise explain_taken_port(error) from None
+    # An earlier run of these processes may have left values in the store.
     exchange = PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store)
     exchange.set_timeout(patience)
     if ranks.is_main:
@@ -108,9 +107,10 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
 
 
 def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
-    """What `decide` gives on rank 0, None on the others; every rank must call it, before the process group is formed.
+    """Return the result of `decide` on rank 0, None on the others.
 
-    A UserError of rank 0 is raised on all ranks, when all have heard of it.
+    Every rank must call it before the process group is formed. A UserError of rank 0 is raised on all ranks, once all
+    of them have received it.
     """
     if ranks.world_size == 1:
         return decide()
@@ -133,28 +133,28 @@ def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[]
         if store.add("read", 1) == ranks.world_size - 1:
             store.set("all read", "")
     if problem:
-        # If rank 0 ended at once the others would read a closed connection, not the problem.
+        # If rank 0 ended at once, the others would find a closed connection instead of the problem.
         store.wait(["all read"])
         raise UserError(problem)
     return decision
 
 
-def own_report(ranks: Ranks, config: RunConfig) -> Report:
-    """This rank's report."""
+def build_report(ranks: Ranks, config: RunConfig) -> Report:
+    """Return this rank's report."""
     device, device_id = "cpu", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(ranks.device())
         device, device_id = f"cuda {properties.name}", str(properties.uuid)
-    facts = {"python": platform.python_version()} | package_versions()
-    facts["cuda"] = str(torch.version.cuda)
-    facts["code"] = code_version()
-    facts["configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
-    return Report(ranks.rank, host_name(), device, device_id, facts)
+    values = {"python": platform.python_version()} | package_versions()
+    values["cuda"] = str(torch.version.cuda)
+    values["code"] = code_version()
+    values["configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    return Report(ranks.rank, host_name(), device, device_id, values)
 
 
 @cache
 def code_version() -> str:
-    """The package's version and a digest of the sources that are running, whatever version control knows of them."""
+    """Return the package's version and a digest of the sources, regardless of version control."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((CHECKOUT / package).rglob("*.py")):
@@ -163,34 +163,34 @@ def code_version() -> str:
 
 
 def differences(reports: Sequence[Report]) -> list[str]:
-    """A line for everything that differs between ranks, with the hosts; empty if nothing does."""
+    """Return a line for everything that differs between ranks, with the hosts; empty if nothing does."""
     lines = []
-    names = dict.fromkeys(name for report in reports for name in report.facts)
+    names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):
         hosts: dict[str, list[str]] = defaultdict(list)
-        # A file saved while the ranks of a host read it would make them differ, from one checkout.
+        # A file saved while the ranks of one host read it would make them differ despite one checkout.
         first_of_host = {report.host: report for report in reversed(reports)}
         asked = [report for report in reports if name != "code" or first_of_host[report.host] is report]
         for report in asked:
-            value = report.device if name == "device" else report.facts.get(name, "not installed")
+            value = report.device if name == "device" else report.values.get(name, "not installed")
             hosts[value].append(report.host)
         if len(hosts) > 1:
             ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
-            told = "; ".join(f"{value} on {_listed(dict.fromkeys(where))}" for value, where in ordered)
+            found = "; ".join(f"{value} on {_listed(dict.fromkeys(where))}" for value, where in ordered)
             fix = FIXES.get(name, f"install one version of {name} on all hosts")
-            lines.append(f"{name} differs: {told}; {fix}")
+            lines.append(f"{name} differs: {found}; {fix}")
     return lines + _shared_devices(reports)
 
 
 def unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
-    """A line if some hosts have a folder of their own under this name."""
+    """Return an error message if some hosts do not share the output folder with rank 0; otherwise nothing."""
     blind = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not blind:
         return []
     see = "does not see" if len(blind) == 1 else "do not see"
     return [
         f"output_dir={output_dir}: {_listed(blind)} {see} what rank 0 on {reports[0].host} writes there; "
-        "name a folder on a file system that all hosts share"
+        "use a folder on a file system that all hosts share"
     ]
 
 
@@ -207,16 +207,16 @@ def _shared_devices(reports: Sequence[Report]) -> list[str]:
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """One line: how many ranks, where, on what, with which versions."""
+    """Return one line with the number of ranks, hosts, device and versions."""
     hosts = list(dict.fromkeys(report.host for report in reports))
-    facts = reports[0].facts
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "deepspeed") if name in facts)
+    values = reports[0].values
+    versions = ", ".join(f"{name} {values[name]}" for name in ("torch", "deepspeed") if name in values)
     rank_word = "rank" if len(reports) == 1 else "ranks"
     return f"world        {len(reports)} {rank_word} on {_listed(hosts)}: {reports[0].device}; {versions}"
 
 
 def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
-    """Rank 0's answer to all reports."""
+    """Return rank 0's answer to all reports."""
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
         answer: dict[str, str] = json.loads(store.get("answer"))
@@ -229,7 +229,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
             reports.append(Report(**json.loads(store.get(f"report-{rank}"))))
         except dist.DistStoreError:
             raise TimeoutError(
-                f"rank {rank} has not come within {patience}; here are the ranks on "
+                f"rank {rank} did not arrive within {patience}; ranks have arrived from "
                 f"{_listed(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {
@@ -238,12 +238,12 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
         "hosts": str(len({report.host for report in reports})),
     }
     store.set("answer", json.dumps(answer))
-    # If this rank ended at once the others would read a closed connection, not the answer.
+    # If this rank ended at once, the others would find a closed connection instead of the answer.
     store.wait(["all read"])
     return answer
 
 
 def _listed(words: Any) -> str:
-    """`n1, n2, n3`, or the first and last of many."""
+    """Return `n1, n2, n3`, or the first and last of many."""
     listed = [str(word) for word in words]
     return ", ".join(listed) if len(listed) <= 8 else f"{', '.join(listed[:4])}, ... {listed[-1]} ({len(listed)})"

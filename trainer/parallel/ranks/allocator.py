@@ -1,12 +1,12 @@
-"""How torch's allocator cuts up a GPU's memory: imported before torch, which reads the variable once.
+"""Set up torch's allocator for GPU memory; import it before torch, which reads the variable once.
 
-Segments that grow leave no pieces between activations that the next step's largest tensor does not fit into.
+Expandable segments leave no gaps between activations that are too small for the next step's largest tensor.
 """
 
 import os
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""What a user sets is left alone, under torch's new name or its old one."""
+"""torch's new and old name of the variable; a value set by the user is kept."""
 
 if not any(name in os.environ for name in NAMES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

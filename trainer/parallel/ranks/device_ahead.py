@@ -1,7 +1,7 @@
-"""Slow work of the device's libraries, in threads beside the imports and the joining.
+"""Slow work of the device's libraries, in threads alongside the imports and the joining of ranks.
 
-This rank's CUDA context takes the driver a second on a machine with several cards, and torch finds it there. What goes
-wrong here is met again, and told, where torch or Triton does the same.
+Creating the CUDA context takes the driver a second on a machine with several GPUs; torch then finds it. Errors are
+ignored here: they occur again, and are reported, when torch or Triton does the same.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from trainer.contract.rank_variables import read_place
 
 
 def make_context_ahead(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
-    """Start that in a thread; None on a machine without NVIDIA's driver, or for ranks on the CPU."""
+    """Create the CUDA context in a thread; None on a machine without NVIDIA's driver, or for ranks on the CPU."""
     if environment.get("DS_ACCELERATOR") == "cpu":
         return None
     try:
@@ -27,9 +27,9 @@ def make_context_ahead(environment: Mapping[str, str] = os.environ) -> threading
 
 
 def hash_triton_ahead() -> threading.Thread:
-    """Start to read Triton's library of some hundred MB: its hash is in the names of all kernels that are compiled.
+    """Start to hash Triton's library of a few hundred MB; the hash is part of the name of every compiled kernel.
 
-    It takes 0.4 s, in which Python's lock is free, and is kept for the first kernel of the first step.
+    It takes 0.4 s without holding the GIL, and is cached for the first kernel of the first step.
     """
     thread = threading.Thread(target=_hash_triton, name="triton", daemon=True)
     thread.start()
@@ -38,16 +38,16 @@ def hash_triton_ahead() -> threading.Thread:
 
 def _hash_triton() -> None:
     try:
-        # Imported whole by now (lean_imports): to import it in two threads at once could end in a deadlock of modules.
+        # Already imported (lean_imports): importing it in two threads at once could deadlock.
         from triton.runtime.cache import triton_key
 
         triton_key()
-    except (ImportError, OSError):  # not there, or the first kernel says so
+    except (ImportError, OSError):  # not installed, or reported by the first kernel
         return
 
 
 def _make_context(driver: ctypes.CDLL, local_rank: int) -> None:
-    """Make the context that torch uses, on the card that group.py chooses; the driver returns 0 for success."""
+    """Create the context that torch uses, on the GPU that group.py chooses; the driver returns 0 for success."""
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return

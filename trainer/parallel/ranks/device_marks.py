@@ -1,8 +1,8 @@
-"""How far this rank's GPU has come with what its host has launched: an event whenever a phase of a step begins.
+"""Track how far this rank's GPU is behind its host: an event is recorded whenever a phase of a step begins.
 
-A collective of NCCL is begun on the host of every rank long before the GPUs come to it, and the hosts run on into the
-next step. Where one GPU does not get there, because a kernel before it never ends, or the card has a fault, all hosts
-look alike: what tells is which events the GPUs have come to.
+The host of every rank launches a collective of NCCL long before the GPUs reach it, and continues into the next step. If
+one GPU never reaches it, because a kernel before it does not end or the GPU has a fault, all hosts look alike. Only the
+events that the GPUs have reached show the difference.
 """
 
 from contextlib import suppress
@@ -10,11 +10,11 @@ from contextlib import suppress
 import torch
 
 KEPT = 256
-"""Events, recorded in turn: a host is a step or two ahead of its GPU, and begins two phases in each micro-step."""
+"""Number of reused events: a host is a step or two ahead of its GPU, and begins two phases in each micro-step."""
 
 
 class DeviceMarks:
-    """Events of the phases that every rank goes through in the same order, numbered from 1."""
+    """Events of the phases that every rank passes in the same order, numbered from 1."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -22,28 +22,28 @@ class DeviceMarks:
         self._device = -1
 
     def note(self, step: int) -> None:
-        """Such a phase of this optimizer step begins; from the main thread, a few microseconds.
+        """Record an event on the main thread when a phase of this optimizer step begins; takes a few microseconds.
 
-        Nothing without a GPU, nor before the first step, when the rank may not yet be on its own.
+        Does nothing without a GPU, or before the first step, when the rank may not have chosen its GPU.
         """
         if not step or not torch.cuda.is_initialized():
             return
-        with suppress(RuntimeError):  # of the card: the step is about to hear of it, and says where
+        with suppress(RuntimeError):  # a failed GPU: the step is about to raise the same error
             if torch.cuda.is_current_stream_capturing():
                 return
             if not self._events:
                 self._device = torch.cuda.current_device()
             if torch.cuda.current_device() != self._device:
-                return  # an event belongs to the card on which it was recorded first
+                return  # an event belongs to the GPU on which it was recorded first
             if len(self._events) < KEPT:
                 self._events.append(torch.cuda.Event())
             self._events[self._made % KEPT].record()
             self._made += 1
 
     def reached(self) -> int | None:
-        """The number of the last event that the GPU has come to, 0 if it is one of those written over.
+        """Return the number of the last event that the GPU has reached, 0 if that event was overwritten.
 
-        None without events. From any thread that is on this rank's card, while the main thread waits.
+        None without events. Call it from any thread on this rank's GPU.
         """
         if not self._made:
             return None
@@ -52,5 +52,5 @@ class DeviceMarks:
                 if self._events[(number - 1) % KEPT].query():
                     return number
         except RuntimeError:
-            return None  # the card has failed, which the main thread is about to hear
+            return None  # the GPU has failed, which the main thread is about to notice
         return 0

@@ -1,4 +1,4 @@
-"""Which of the run's processes this one is, and the process group they form."""
+"""The rank of this process, and the process group of all ranks."""
 
 import atexit
 import datetime
@@ -29,6 +29,7 @@ from trainer.contract.rank_variables import (
     read_place,
     srun_meeting_point,
 )
+from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
 
 
@@ -42,15 +43,14 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True for the one rank that talks and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     @classmethod
     def from_environment(cls, environment: dict[str, str] | None = None, *, expected: int | None = None) -> "Ranks":
-        """Read the variables that the launcher has set; a process without them is a run of one rank.
+        """Read the variables that the launcher has set; without them the run has one rank.
 
-        `expected` is the number of ranks that were asked for. Raises UserError if there are others, or if the variables
-        contradict each other.
+        Raises UserError if the number of ranks is not `expected`, or if the variables contradict each other.
         """
         try:
             _, rank, world_size, local_rank = read_place(os.environ if environment is None else environment)
@@ -58,28 +58,28 @@ class Ranks:
             raise UserError(str(error)) from None
         if expected not in (None, world_size):
             raise UserError(
-                f"{expected} ranks were asked for, and this one on {host_name()} was told that it is rank {rank} of "
-                f"{world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
+                f"{expected} ranks were requested, but the environment of this one on {host_name()} says rank {rank} "
+                f"of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
 
     def is_on_own_host(self, rank: int) -> bool:
-        """Whether another rank is known to be on this one's host, from the launcher's variables."""
+        """Return whether the launcher's variables show that another rank is on this host."""
         first = self.rank - self.local_rank
         return first <= rank < first + (ranks_of_host(os.environ) or 0)
 
     def device(self) -> torch.device:
-        """The device this rank computes on."""
+        """Return the device of this rank."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # Some clusters show each process its own GPU only (`srun --gpus-per-task`), and there it is number 0.
+        # Some clusters show each process only its own GPU (`srun --gpus-per-task`), as number 0.
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
 def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     """Join the process group of all ranks: NCCL on GPUs, gloo on CPUs.
 
-    Raises UserError if MPI started the ranks and mpi4py, by which they find each other, is not installed.
+    Raises UserError if MPI started the ranks and mpi4py, through which they find each other, is not installed.
     """
     if dist.is_initialized():
         return
@@ -90,48 +90,63 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise UserError(
-                f"rank {ranks.rank} is number {ranks.local_rank} on {host_name()}, which shows it "
+                f"rank {ranks.rank} is number {ranks.local_rank} on {host_name()}, but sees only "
                 f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
             )
         torch.cuda.set_device(device)
-        # DeepSpeed takes the number of its device from here, and insists that Open MPI's variable says the same.
+        # DeepSpeed reads the number of its device here, and requires the same value in Open MPI's variable.
         os.environ["LOCAL_RANK"] = str(device.index)
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
     try:
-        with nothing_compiled_for_cpus():
+        with skip_shm_build():
             deepspeed.init_distributed(
                 dist_backend="nccl" if device.type == "cuda" else "gloo",
-                auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
+                auto_mpi_discovery=False,  # done above: the ranks meet before they form a group
                 timeout=datetime.timedelta(minutes=timeout_minutes),
                 verbose=False,
             )
     except dist.DistNetworkError as error:
-        raise told_if_taken(error) from None
+        raise explain_taken_port(error) from None
 
 
-def nothing_compiled_for_cpus() -> AbstractContextManager[None]:
-    """Within it DeepSpeed joins CPU ranks without its sums in shared memory, which tensor parallelism alone calls.
+@replaces(
+    "DeepSpeed's shared-memory all-reduce for CPU ranks",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="joining the ranks compiles an operator that only tensor parallelism uses, and leaves 66 MiB per rank in "
+    "/dev/shm",
+    active="while the ranks join",
+    test="tests/unit/test_workarounds.py: test_deepspeed_compiles_what_training_does_not_call",
+)
+def skip_shm_build() -> AbstractContextManager[None]:
+    """Let DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
 
-    To compile them takes 40 s on two cores, in the first start and whenever another environment was the last to do it,
-    for all of one Python share a folder. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
+    Compiling it takes 40 s on two cores, at the first start and whenever another environment of the same Python was the
+    last to compile it. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
     """
-    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
-def told_if_taken(error: dist.DistNetworkError) -> Exception:
-    """The error, as the line about --master-port where that is what is wrong: only the first rank can find it."""
+def explain_taken_port(error: dist.DistNetworkError) -> Exception:
+    """Return a UserError about --master-port if the port is taken, which only rank 0 can see; else the error itself."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(port_is_taken(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
+@replaces(
+    "the timeouts of DeepSpeed's process groups",
+    library="deepspeed",
+    read_in="0.19.8",
+    why="DeepSpeed does not pass the timeout of the first group on to the groups that it creates itself",
+    active="training on several ranks",
+    test="tests/unit/test_workarounds.py: test_deepspeeds_own_groups_wait_as_long_as_torch_says",
+    upstream="https://github.com/huggingface/transformers/issues/38933",
+)
 def extend_timeouts(minutes: float) -> None:
-    """Let every process group wait as long as the first one: DeepSpeed makes one of its own, which has torch's default.
-
-    That is ten minutes for NCCL.
-    """
+    """Give every process group the same timeout: DeepSpeed creates one with torch's default, ten minutes for NCCL."""
     if dist.is_initialized():
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
         for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
@@ -139,7 +154,7 @@ def extend_timeouts(minutes: float) -> None:
 
 
 def find_meeting_point(ranks: Ranks) -> None:
-    """Set the variables by which torch's ranks find each other, where the launcher has not.
+    """Set the variables with which torch's ranks find each other, if the launcher has not.
 
     Raises UserError if MPI started the ranks and mpi4py is not installed.
     """
@@ -157,12 +172,12 @@ def find_meeting_point(ranks: Ranks) -> None:
 
 
 def _discover_through_mpi(ranks: Ranks) -> None:
-    """Let DeepSpeed tell all ranks the address of the first one; the port is one that is free there."""
+    """Let DeepSpeed send all ranks the address of rank 0 and a port that is free there."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise UserError(
-            f"mpi4py: {error}; the ranks that mpirun starts find each other through it: pip install 'zerolora[mpi]', "
+            f"mpi4py: {error}; ranks that mpirun starts find each other through it: pip install 'zerolora[mpi]', "
             "or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
         ) from None
     from deepspeed.comm.comm import mpi_discovery
@@ -172,9 +187,9 @@ def _discover_through_mpi(ranks: Ranks) -> None:
 
 
 def leave_process_group(*, together: bool = False) -> None:
-    """End the process group; ranks that skip this abort now and then at exit.
+    """Destroy the process group; ranks that skip this sometimes abort at exit.
 
-    `together` waits for all ranks first: mpirun ends the others as soon as one has an exit code other than 0.
+    `together` waits for all ranks first: mpirun kills the others as soon as one has a nonzero exit code.
     """
     if dist.is_initialized():
         if together:
@@ -183,16 +198,16 @@ def leave_process_group(*, together: bool = False) -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Exit as Python does, but without the destructors of its libraries, where threads of gloo abort now and then.
+    """Exit like Python, but without the destructors of libraries, in which threads of gloo sometimes abort.
 
-    Under MPI they run, as it must be finalised.
+    Under MPI the destructors run, as MPI must be finalised.
     """
     if "mpi4py.MPI" in sys.modules:
         sys.exit(exit_code)
-    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, executors' too, which a plain join would not end
+    threading._shutdown()  # type: ignore[attr-defined]  # joins all threads, including those of executors
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a pipe that nobody reads any more, a stream that is closed
+        with suppress(OSError, ValueError):  # a pipe without a reader, a closed stream
             stream.flush()
     os._exit(exit_code)
 

@@ -1,15 +1,14 @@
-"""Libraries are imported without what nothing here calls in them: torch's compiler, torchao, SciPy and others.
+"""Import libraries without what no run calls: torch's compiler, torchao, SciPy and others.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
-for whatever adapter, compiles two functions of its CPU backend while it is imported, and DeepSpeed (0.19.8) three of an
-optimizer that it looks for by name. Compiled when they are called, they are the same functions.
+for any adapter, compiles two functions of its CPU backend at import, and DeepSpeed (0.19.8) three of an optimizer that
+it looks up by name. They are compiled at their first call instead.
 
-Where torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it,
-and Inductor with it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been
-imported.
+If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
+Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported.
 
-Where SciPy and scikit-learn are installed, transformers imports them for what no run calls: losses of detected objects
-and (5.17.0, no more 5.23.0) drafts of answers. torchvision stays: who calls a processor of pictures needs it.
+If SciPy and scikit-learn are installed, transformers imports them for code that no run calls: object detection losses
+and (in 5.17.0, not in 5.23.0) assisted generation. torchvision is still imported: image processors need it.
 """
 
 import gc
@@ -24,6 +23,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from trainer.contract.replacements import replaces
+
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
 _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
 ASK_FOR = {
@@ -34,9 +35,9 @@ ASK_FOR = {
     "transformers.generation.candidate_generator": ("transformers.utils", "sklearn"),
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
-"""Modules, where each takes the function from that says whether a package is installed, and that package."""
+"""Module -> module that it imports `is_..._available` from, and the package that this function checks."""
 LISTS_ITSELF = "transformers.utils.import_utils"
-"""Reads all of transformers' files for the names in them, twice: what it keeps of it is too little for its folders."""
+"""Reads the names in all of transformers' files twice, because its cache is smaller than the number of folders."""
 OF_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -44,11 +45,11 @@ OF_EVERY_RUN = (
     "deepspeed",
     "peft",
 )
-"""What imports most of what comes late otherwise: torch's tensors over ranks, its compiler's front, SymPy."""
+"""Modules that import most of what would be imported later: torch's DTensor, the front end of its compiler, SymPy."""
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules as the other finders do, each once."""
+    """Finds each of the modules once, like the other finders, and wraps its loader."""
 
     def __init__(self) -> None:
         self._wanted = {name for name in (*COMPILE, *ASK_FOR, LISTS_ITSELF) if name not in sys.modules}
@@ -79,7 +80,8 @@ class _Loader(Loader):
         with _compiled_when_called() if asked is None else _there_once_imported(*asked):
             self._loader.exec_module(module)
         if module.__name__ == LISTS_ITSELF:
-            _keep_what_was_read(module)
+            lists: Any = module
+            lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
 
 
 @contextmanager
@@ -94,10 +96,6 @@ def _compiled_when_called() -> Iterator[None]:
         torch.compile = eager
 
 
-def _keep_what_was_read(lists: Any) -> None:
-    lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
-
-
 @contextmanager
 def _there_once_imported(asked: str, package: str) -> Iterator[None]:
     module, name = sys.modules[asked], f"is_{package}_available"
@@ -109,16 +107,49 @@ def _there_once_imported(asked: str, package: str) -> Iterator[None]:
         setattr(module, name, installed)
 
 
+@replaces(
+    "`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported",
+    library="bitsandbytes",
+    read_in="0.50.2",
+    why="both compile functions that no run calls, and torch imports Inductor for it, which takes as long as "
+    "torch itself",
+    active="in every rank; the functions are compiled at their first call instead",
+    test="tests/unit/test_workarounds.py: test_bitsandbytes_and_deepspeed_compile_while_they_are_imported",
+)
+@replaces(
+    "`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported",
+    library="transformers",
+    read_in="5.23.0",
+    why="they import torchao, and Inductor with it, only to ask whether a weight is torchao's",
+    active="in every rank; returns True once torchao has been imported",
+    test="tests/unit/test_workarounds.py: test_transformers_imports_torchao_unasked",
+)
+@replaces(
+    "`is_scipy_available` and `is_sklearn_available` while modules of transformers are imported",
+    library="transformers",
+    read_in="5.23.0",
+    why="SciPy and scikit-learn are imported for object detection losses and assisted generation, which no run uses",
+    active="in every rank; returns True once the package has been imported",
+    test="tests/unit/test_workarounds.py: test_transformers_imports_what_no_run_calls",
+)
+@replaces(
+    "the cache of transformers' import structure",
+    library="transformers",
+    read_in="5.23.0",
+    why="it holds 128 folders, fewer than transformers has, so a second listing reads all files again (0.25 s)",
+    active="in every rank",
+    test="tests/unit/test_workarounds.py: test_transformers_reads_its_files_twice",
+)
 def import_lean() -> None:
-    """From now on; what is imported already stays as it is."""
+    """Install the finder; modules that are already imported stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
-def import_what_every_run_uses() -> None:
-    """After this the collector of cycles, off until then, is on, and passes over all that stands there.
+def import_common_modules() -> None:
+    """Import `OF_EVERY_RUN`, then freeze all objects and turn the cycle collector on, which is off until then.
 
-    Half a million objects do, of which none goes: looking through them again and again is a fifth of the imports.
+    The half million objects are never freed; scanning them again and again would take a fifth of the import time.
     """
     for name in OF_EVERY_RUN:
         importlib.import_module(name)
@@ -127,7 +158,7 @@ def import_what_every_run_uses() -> None:
 
 
 def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
-    """`torch.compile` whose work begins with the first call."""
+    """Return `function` compiled at its first call."""
     if function is None:
         return partial(_when_called, compile, **options)
     compiled: list[Callable[..., Any]] = []

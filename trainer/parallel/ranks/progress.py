@@ -1,4 +1,4 @@
-"""What this process is doing, noted by its main thread for the watchdog to read: a microsecond or two a note."""
+"""What this process is doing, recorded by its main thread for the watchdog; a note takes one or two microseconds."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ import psutil
 
 from trainer.parallel.ranks.start_times import StartTimes
 
-# Work whose length depends on data, disk and network. In all others a rank that gets nowhere waits for another one.
+# Work of a length that depends on data, disk and network. In all others a rank without progress waits for another one.
 LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", "save", "generate", "report"))
-# Within "join": the ranks wait for each other in a store, which takes a little of the processor all the time.
+# Within "join": the ranks wait for each other in a store, which constantly takes a little CPU time.
 WAITING_PHASE = "meet"
 
-# A device computes while these have ended on the host: their time is that of the steps.
+# The device still computes after these have ended on the host: their time counts as that of the steps.
 OF_A_STEP = frozenset(("data", "backward", "optimizer step", "reduce"))
 
 
@@ -22,37 +22,37 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """The optimizer step under way, from 1; 0 before the first."""
+        """Current optimizer step, from 1; 0 before the first."""
         self.first_step = 0
         self.phases: tuple[str, ...] = ()
         """From the outermost phase to the innermost."""
         self.changed_at = time.monotonic()
         self.seconds: dict[str, float] = {}
-        """Spent in each outermost phase so far, beside the steps themselves."""
+        """Time spent in each outermost phase so far, without the steps themselves."""
         self.first_phase_at: float | None = None
-        self.tell_step: Callable[[int, int], None] | None = None
-        """Where the step and the first one are written down at once, set by the watchdog."""
+        self.write_step: Callable[[int, int], None] | None = None
+        """Writes the step and the first step at once; set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
-        """Puts a mark into the device's work of this step, when a phase of OF_A_STEP begins; set by the watchdog."""
+        """Marks the device's work of this step when a phase of OF_A_STEP begins; set by the watchdog."""
         self._start: StartTimes | None = StartTimes()
 
     def at_step(self, step: int) -> None:
-        """Optimizer step `step` begins."""
+        """Record that optimizer step `step` begins."""
         if self._start is not None:
             self._start.at_first_step()
         self.first_step = self.first_step or step
         self.changed_at = time.monotonic()
-        self.fails_for(step)
+        self.attribute_failures_to(step)
 
-    def fails_for(self, step: int) -> None:
-        """What fails from now on fails for step `step`: on a device its numbers are read in the step after it."""
+    def attribute_failures_to(self, step: int) -> None:
+        """Attribute failures from now on to step `step`: a device's results are read in the step after it."""
         self.step = step
-        if self.tell_step is not None:
-            self.tell_step(step, self.first_step)
+        if self.write_step is not None:
+            self.write_step(step, self.first_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note that what follows is `name`, until the block ends; within a phase of that name it is the same one."""
+        """Record that the block is the phase `name`; inside a phase of that name it is the same phase."""
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
@@ -73,14 +73,14 @@ class Progress:
             self._start.change(phases)
 
     def end_start(self) -> StartTimes | None:
-        """Where the time until now went, at the end of the first step; None later."""
+        """Return the times of the start, at the end of the first step; None later."""
         start, self._start = self._start, None
         if start is not None:
             start.end()
         return start
 
     def time_by_phase(self) -> dict[str, float]:
-        """Seconds of this process: `start` until the first phase, each phase, and `steps`: all that is between."""
+        """Return the seconds of this process: `start` until the first phase, each phase, and `steps` for the rest."""
         now = time.monotonic()
         first = self.first_phase_at or now
         start = max(0.0, time.time() - psutil.Process().create_time() - (now - first))
@@ -89,6 +89,6 @@ class Progress:
         return {"start": start, **self.seconds, "steps": rest}
 
 
-# One for the process, as there is one main thread: passing it down to every collective would be noise.
+# One per process, as there is one main thread: passing it down to every collective would be noise.
 PROGRESS = Progress()
 phase = PROGRESS.phase

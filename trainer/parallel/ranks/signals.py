@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1: all ranks agree, save, then stop."""
+"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1: all ranks agree on the signal, save, then stop."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ from types import FrameType
 
 from trainer.contract.exit_codes import exit_code_after
 
-# The last one wins where ranks were told different things: schedulers send SIGTERM some time after SIGUSR1.
+# The last one wins if ranks received different signals: schedulers send SIGTERM some time after SIGUSR1.
 URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Remembers a signal until the loop can act on it.
+    """Records a signal until the training loop can act on it.
 
-    Before training there is nothing to save, and a signal ends the process at once; so does a second Ctrl-C. SIGUSR1 is
-    what schedulers send before they take the machine away (`sbatch --signal=B:USR1@120`).
+    Before training there is nothing to save, and a signal ends the process at once; so does a second Ctrl-C. Schedulers
+    send SIGUSR1 before they take the machine away (`sbatch --signal=B:USR1@120`).
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class StopRequest:
         self.training = False
         self.saved = False
         self.note_end: Callable[[int], None] = lambda exit_code: None
-        """Called with the exit code before the process ends at once, in the middle of anything."""
+        """Called with the exit code before the process ends at once."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
@@ -33,14 +33,14 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """75 after SIGUSR1, else 128 + signal, as a shell reports it."""
+        """Exit code: 75 after SIGUSR1, otherwise 128 + signal, as a shell reports it."""
         return exit_code_after(self.signal_number)
 
     def agree(self) -> None:
-        """Take on what any rank was told; every rank must call it, after the loop and its last checkpoint.
+        """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
 
-        A signal reaches the ranks at different moments, or only one of them: without this some would end while others
-        wait for them in the last evaluation. One that comes later ends its rank at once: the checkpoint is whole.
+        A signal reaches the ranks at different moments, or only one of them: without this, some would end while others
+        wait for them in the last evaluation. A later signal ends its rank at once: the checkpoint is complete.
         """
         import torch
         import torch.distributed as dist
@@ -55,9 +55,9 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            os._exit(128 + number)  # a worker that a library has forked, and now asks to end
+            os._exit(128 + number)  # a worker that a library has forked and now terminates
         if self.saved:
-            return  # the run ends by itself now; the launcher hurries the last ranks along when the first has ended
+            return  # the run is ending; the launcher terminates the last ranks after the first has ended
         again = self.signal_number == number == signal.SIGINT
         if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
             self.signal_number = number

@@ -1,7 +1,7 @@
-"""Where the time from the command to the first step goes: every second of it belongs to one part.
+"""Break down the time from the command to the first step: every second belongs to one part.
 
-Parts are the phases that a rank notes (progress.py), in their order, after `command` (the launcher's own time) and
-`imports`; time outside all phases is `other`.
+Parts are the phases of progress.py in their order, after `command` (the launcher's own time) and `imports`; time
+outside all phases is `other`.
 """
 
 import os
@@ -16,7 +16,7 @@ LEAST_SHOWN_S = 0.05
 
 
 class StartTimes:
-    """Seconds by the clock, and of this process's processor time, of every part of a start until `end`."""
+    """Wall-clock and CPU seconds of every part of a start until `end`."""
 
     def __init__(self) -> None:
         began = _began(os.getpid()) or time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -31,7 +31,7 @@ class StartTimes:
         self.total = 0.0
 
     def change(self, phases: Sequence[str]) -> None:
-        """What follows belongs to the innermost of `phases`."""
+        """Attribute the time from now on to the innermost of `phases`."""
         now, cpu = time.clock_gettime(time.CLOCK_BOOTTIME), time.process_time()
         seconds, busy = self._of_part.get(self._part, (0.0, 0.0))
         self._of_part[self._part] = (seconds + now - self._since, busy + cpu - self._cpu)
@@ -39,28 +39,28 @@ class StartTimes:
         self._part = (FIRST_STEP, *phases) if self._in_first_step else tuple(phases) or (OTHER,)
 
     def at_first_step(self) -> None:
-        """The first step begins."""
+        """Record that the first step begins."""
         if not self._in_first_step:
             self._in_first_step = True
             self.change(())
 
     def end(self) -> None:
-        """The numbers of the first step are here."""
+        """Record that the results of the first step have been read."""
         self.change(())
         self.total = sum(seconds for seconds, _ in self._of_part.values())
 
     def values(self) -> dict[str, float]:
-        """Seconds by the name of the metric, `start/load_s`."""
+        """Return the seconds by metric name, such as `start/load_s`."""
         named = {f"start/{part.replace(' ', '_')}_s": seconds for part, (seconds, _) in self._parts().items()}
         return {"start/total_s": self.total} | named
 
     def line(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         parts = [(part, seconds) for part, (seconds, _) in self._parts().items() if seconds >= LEAST_SHOWN_S]
         return f"start        {self.total:.1f} s: " + ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts)
 
     def table(self) -> list[str]:
-        """A line for every part and for what lies in it: seconds, and of them this process's processor time."""
+        """Return a line for every part and its inner phases, with wall-clock and CPU seconds."""
         lines = [f"{'start':<34}{'s':>7}{'cpu s':>8}"]
         for part, total in self._parts().items():
             within = [(path, found) for path, found in self._of_part.items() if path[0] == part]
@@ -72,7 +72,7 @@ class StartTimes:
         return [*lines, f"{'from the command to the first step':<34}{self.total:7.2f}"]
 
     def _parts(self) -> dict[str, tuple[float, float]]:
-        """The outermost parts, with all that lies in them."""
+        """Return the outermost parts, including their inner phases."""
         found: dict[str, tuple[float, float]] = {}
         for path, (seconds, busy) in self._of_part.items():
             before = found.get(path[0], (0.0, 0.0))

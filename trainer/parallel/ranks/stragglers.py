@@ -1,8 +1,9 @@
-"""Names a rank that is slower than the others, step after step: they all wait for it in every collective.
+"""Report a rank that is slower than the others step after step, as they all wait for it in every collective.
 
-Its own time is measured where no rank waits for another: its forward passes, on the GPU's clock, and the fetching of
-its data. Under ZeRO-3 forward passes wait for gathers, which is subtracted (trainer/parallel/engine/gather_waits.py).
-Every WINDOW steps the ranks compare their means; a rank that is behind in REPEATS comparisons in a row is reported.
+The own time of a rank is measured where it waits for no other: its forward passes, on the GPU's clock, and the loading
+of its data. Under ZeRO-3 forward passes wait for all-gathers, which is subtracted
+(trainer/parallel/engine/gather_waits.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
+REPEATS comparisons in a row is reported.
 """
 
 import time
@@ -18,7 +19,7 @@ from trainer.parallel.ranks.group import Ranks
 
 WINDOW = 50
 REPEATS = 3
-# Cards of one kind differ by some per cent, and so do batches of documents.
+# GPUs of one kind differ by a few per cent, and so do batches of documents.
 FACTOR = 1.15
 LEAST_S = 1e-3
 
@@ -26,10 +27,10 @@ _Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
 
 
 class StragglerWatch:
-    """This rank's own time in the steps of a window, and what the comparisons so far have shown."""
+    """This rank's own time in the steps of a window, and the results of the comparisons so far."""
 
     def __init__(self, ranks: Ranks, device: torch.device, say: Callable[[str], None]) -> None:
-        """Every rank must make one; rank 0's `say` is heard."""
+        """Exchange the host names of the ranks. Every rank must create one; only rank 0's `say` is called."""
         self._ranks, self._device, self._say = ranks, device, say
         self._spans: list[_Span] = []
         self._seconds = 0.0
@@ -41,7 +42,7 @@ class StragglerWatch:
 
     @contextmanager
     def own_time(self, *, on_device: bool = True) -> Iterator[None]:
-        """What the block does is this rank's own; `on_device` says that a GPU does it."""
+        """Count the block as this rank's own time; `on_device` if a GPU does the work."""
         self._is_own = True
         try:
             with self._timed(1.0, on_device=on_device):
@@ -51,7 +52,7 @@ class StragglerWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """In the block this rank waits for others, so that its time is taken off; outside of `own_time` nothing is."""
+        """Subtract the block, in which this rank waits for others, from its own time; no effect outside `own_time`."""
         with self._timed(-1.0) if self._is_own else nullcontext():
             yield
 
@@ -69,7 +70,7 @@ class StragglerWatch:
         self._spans.append((factor, start, end))
 
     def compare(self, step: int) -> None:
-        """After every step, on every rank: at the end of a window, compare and name a rank that is slow again."""
+        """Compare the ranks at the end of a window and report slow ones; every rank must call it after every step."""
         if step % WINDOW or self._ranks.world_size == 1:
             return
         own = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
@@ -79,7 +80,7 @@ class StragglerWatch:
             self.judge(step, own.tolist())
 
     def judge(self, step: int, seconds: list[float]) -> None:
-        """Of each rank, the mean of a step's own time in the window that ends with `step`."""
+        """Report slow ranks; `seconds` is each rank's mean own time per step in the window that ends with `step`."""
         for rank, own in enumerate(seconds):
             others = median(seconds[:rank] + seconds[rank + 1 :])
             slow = own > FACTOR * others and own - others > LEAST_S
@@ -87,7 +88,7 @@ class StragglerWatch:
             if self._slow_in_a_row[rank] == REPEATS:
                 self._say(
                     f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
-                    f"takes {own * 1e3:.1f} ms a step, that of the others {others * 1e3:.1f}; all wait for it"
+                    f"takes {own * 1e3:.1f} ms per step, the others' {others * 1e3:.1f}; all ranks wait for it"
                 )
 
     def _own_seconds(self) -> float:

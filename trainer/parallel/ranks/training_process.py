@@ -1,4 +1,4 @@
-"""How every process that trains begins, before torch is imported: its allocator, its signals, its parent."""
+"""Set up a training process before torch is imported: its allocator, its signals, its parent."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from trainer.parallel.ranks.lean_imports import import_lean
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    # Nothing is there to save yet, and an exception in the middle of an import would be told as that module's fault.
+    # There is nothing to save yet, and an exception in the middle of an import would look like a fault of that module.
     os._exit(exit_code_after(number))
 
 
@@ -24,10 +24,10 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
 def begin() -> None:
-    """End at once on a signal, until trainer.parallel.ranks.signals takes over, and with what started this process.
+    """End at once on a signal, until trainer.parallel.ranks.signals takes over, and when the parent process ends.
 
-    What is imported from here on is imported without what nobody calls and never from the working folder, while the
-    driver makes the CUDA context.
+    Later imports are lean (lean_imports.py) and never from the working folder; meanwhile the driver creates the CUDA
+    context.
     """
     open_closed_descriptors()
     if not sys.flags.safe_path and str(CHECKOUT) in sys.path[1:]:
@@ -37,7 +37,7 @@ def begin() -> None:
         signal.signal(number, _end_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
     LAUNCHER_WATCH.start()
-    # bitsandbytes, when imported on a processor with bf16 instructions, asks for a package that nothing here uses.
+    # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import_lean()
     make_context_ahead()

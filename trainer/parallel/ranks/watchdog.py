@@ -1,11 +1,11 @@
-"""Ends a run that gets nowhere and says which rank is behind, on which host, at which step, in what.
+"""End a run that hangs, and report which rank is behind, on which host, at which step and in which phase.
 
-Every rank has a thread that leaves a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
+Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
 thread enters or leaves a phase, or works through a long one (tokenising, loading, saving) outside of any collective.
-While one rank makes progress the run does not hang, however long the others wait for it; when none has for
+While one rank makes progress the run does not hang, however long the others wait for it. When none has for
 `training.hang_timeout`, the rank behind is the one that is silent, else at the lowest step, else with the fewest
-collectives begun, else whose GPU has come least far, else outside of any collective. All ranks then write their Python
-stacks into their logs and end with exit code 1.
+collectives begun, else with the GPU that is furthest behind, else outside of any collective. All ranks then write their
+Python stacks into their logs and end with exit code 1.
 """
 
 import faulthandler
@@ -29,25 +29,25 @@ from trainer.contract.launcher_process import read_stat
 from trainer.contract.rank_variables import host_name
 from trainer.parallel.ranks.device_marks import DeviceMarks
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
-from trainer.parallel.ranks.vital_signs import (
+from trainer.parallel.ranks.process_state import (
     Work,
-    collective_of,
+    find_collective,
+    find_place,
     free_host_memory,
     free_shared_memory,
     main_thread_frame,
-    place_of,
     recorded_collectives,
 )
+from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
-# Another process builds meanwhile, and what a killed one has left is removed by the launcher.
+# Another process is building; the launcher removes the lock of one that was killed.
 BUILD_PATIENCE_S = 600.0
 STACK_MARK = "Python stack of rank"
-STOPPED_OR_GONE = "it is stopped, or its host is gone"
+STOPPED_OR_LOST = "it is stopped, or its host is down"
 
 
 class Watchdog:
-    """This rank's heartbeat, and its eye on the others'."""
+    """Writes this rank's heartbeat and watches those of the others."""
 
     def __init__(self, ranks: Ranks, logs: Path, hang_timeout_minutes: float) -> None:
         self._ranks = ranks
@@ -55,48 +55,48 @@ class Watchdog:
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
         self.all_write = False
-        """Whether every rank leaves heartbeats from its beginning, so that one without any has not begun."""
-        PROGRESS.tell_step = self._tell_step
+        """Whether every rank writes heartbeats from its start, so that a rank without any has not started."""
+        PROGRESS.write_step = self._write_step
         self._host = host_name()
         self._work = Work()
         self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
         self._ended = threading.Event()
-        # What the user sees: descriptors 1 and 2 become the log soon.
+        # The user's terminal: descriptors 1 and 2 will soon be the log.
         self._screen = os.dup(2)
         self._marks = DeviceMarks()
         if self._timeout_s:
             PROGRESS.mark_device = self._marks.note
-            # How many collectives torch remembers; without it gloo's are not recorded at all.
+            # Number of collectives that torch records; without it those of gloo are not recorded at all.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     @property
     def writes(self) -> bool:
-        """Whether heartbeats are left in the run's folder: not while another run may be in it."""
+        """Whether heartbeats are written to the run's folder: not while another run may use it."""
         return self._folder.writes
 
     @writes.setter
     def writes(self, value: bool) -> None:
         self._folder.writes = value
         if value:
-            self._folder.publish(self._look_inward())  # not an interval later: a small model has made steps by then
+            self._folder.publish(self._look_inward())  # at once: a small model trains some steps within an interval
 
     def end(self, exit_code: int) -> int:
-        """Note the rank's exit code in its last heartbeat; returns the code."""
+        """Write the rank's exit code into its last heartbeat; return the code."""
         self._ended.set()
         self._thread.join(timeout=self._interval_s)
         self._folder.publish(replace(self._look_inward(), exit_code=exit_code))
         return exit_code
 
     def note_end(self, exit_code: int) -> None:
-        """As `end`, in the middle of anything: what stands is written again with the code."""
+        """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
         self._folder.note_end(exit_code)
 
-    def _tell_step(self, step: int, first: int) -> None:
+    def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
-            self._folder.publish(self._look_inward())  # the launcher knows nobody else to pass a signal on to
+            self._folder.publish(self._look_inward())  # the launcher forwards signals to the process named here
         self._folder.note_step(step, first)
 
     def _run(self) -> None:
@@ -105,29 +105,29 @@ class Watchdog:
             self._folder.publish(beat)
             verdict = self._folder.verdict() if self._timeout_s else None
             if verdict is not None:
-                # Also on a rank that was halted, goes on now, and is waited for no longer.
+                # Also on a rank that was stopped and continues after the others have given up.
                 self._leave(verdict, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._look_around(beat)
 
     def _look_inward(self) -> Heartbeat:
-        """This rank's heartbeat of now."""
+        """Return this rank's current heartbeat."""
         progress, now = PROGRESS, time.monotonic()
         frame = main_thread_frame()
-        collective, begun = collective_of(frame), None
+        collective, begun = find_collective(frame), None
         in_long_phase = not LONG_PHASES.isdisjoint(progress.phases)
         if in_long_phase or now - progress.changed_at > self._interval_s:
             if torch.distributed.is_initialized() and torch.cuda.is_initialized():
-                # A thread begins on GPU 0: asked from there, NCCL's events would open this rank's context on that card.
+                # A thread starts on GPU 0: querying NCCL's events there would create a context of this rank on it.
                 torch.cuda.set_device(self._ranks.device())
             recorded, begun = recorded_collectives()
             collective = collective or recorded
         waits = collective is not None or WAITING_PHASE in progress.phases
-        # A rank that waits for the GPU spins, which looks like work: only where it does not wait is it any.
+        # A rank that waits for the GPU spins, which looks like work: it counts only outside of waits.
         if in_long_phase and not waits and self._work.has_moved():
             self._worked_at = now
         idle_s = now - max(progress.changed_at, self._worked_at)
-        place = (place_of(frame) or "")[:160] if idle_s > self._interval_s else None
+        place = (find_place(frame) or "")[:160] if idle_s > self._interval_s else None
         allowed_s = self._timeout_s * (FIRST_STEP_FACTOR if progress.step == progress.first_step else 1.0)
         if place == BUILD_LOCK:
             allowed_s = max(allowed_s, BUILD_PATIENCE_S)
@@ -168,28 +168,28 @@ class Watchdog:
         beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None} | unheard
         if all(beat.stuck or rank in silent for rank, beat in beats.items()):
             if any(_waits_for_others(beat) for beat in beats.values()):
-                # In vain for one that has ended, but not because it was done.
+                # They may wait for a rank that has failed.
                 fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
                 beats, silent = beats | fallen, silent | set(fallen)
             verdict = describe_hang(beats, silent)
             self._leave(verdict, first=self._folder.decide(verdict))
 
     def _leave(self, verdict: Hang, *, first: bool) -> None:
-        """Write this rank's stacks into its log and end it."""
+        """Write this rank's stacks into its log and end the process."""
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
         if first:
             os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
-            # A launcher ends all ranks when the first has ended: the others need a moment to write their stacks.
+            # A launcher ends all ranks once the first has ended: the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._look_inward(), exit_code=EXIT_FAILED))
         os._exit(EXIT_FAILED)
 
 
 def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:
-    """The ranks that the others wait for, of a run in which nobody gets anywhere; all of them if none is behind."""
+    """Return the ranks that the others wait for in a run without progress; all ranks if none is behind."""
     missing = sorted(rank for rank in silent if rank in beats)
     if missing:
         return missing
@@ -200,7 +200,7 @@ def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[
 
 
 def _furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Those at the lowest step; where that is all of them, with the fewest collectives begun."""
+    """Return the ranks at the lowest step; if that is all of them, those with the fewest collectives begun."""
     lowest = min(beat.step for beat in beats.values())
     behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
     begun = [beat.collectives_begun for beat in behind.values()]
@@ -211,14 +211,14 @@ def _furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
 
 
 def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Those whose GPU has not come as far as that of the others; none where all are at the same place, or on CPUs."""
+    """Return the ranks with a GPU that is behind the others; none if all are at the same event, or on CPUs."""
     reached = {rank: beat.device_reached for rank, beat in beats.items() if beat.device_reached is not None}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
     return {rank: beats[rank] for rank, number in reached.items() if number == least < most}
 
 
 def _waits_for_others(beat: Heartbeat) -> bool:
-    """In a collective, or where the ranks meet."""
+    """Return whether the rank is in a collective or where the ranks meet."""
     return beat.collective is not None or (beat.phase.startswith("join") and beat.place != BUILD_LOCK)
 
 
@@ -231,15 +231,15 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
         text = f"all {len(behind)} ranks are stuck, {_doing(beats[behind[0]])}"
         if all(_waits_for_others(beats[rank]) for rank in behind):
             text += (
-                ": the network between them does not carry it; `zerolora doctor` tests it, NCCL_DEBUG=INFO in the "
+                ": the network between them does not work; `zerolora doctor` tests it, NCCL_DEBUG=INFO in the "
                 "environment shows more"
             )
     else:
         text = "; ".join(_sentence(beats[rank], silent=rank in quiet) for rank in behind)
         if not quiet and behind == sorted(_behind_on_device(_furthest_behind(beats))):
             text += (
-                ": the GPU has not come as far as that of others; a kernel does not end, or the card or its link has a "
-                "fault (`dmesg | grep Xid`)"
+                ": the GPU is behind those of other ranks; a kernel does not end, or the GPU or its link has a fault "
+                "(`dmesg | grep Xid`)"
             )
     if waiting:
         where = waiting[0].collective or waiting[0].phase or "nothing"
@@ -251,11 +251,11 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
 def _sentence(beat: Heartbeat, *, silent: bool) -> str:
     if beat.is_nobodys:
         place = f" on {beat.host}" if beat.host else ""
-        return f"rank {beat.rank}{place} has given no sign of life since it was started: {STOPPED_OR_GONE}"
+        return f"rank {beat.rank}{place} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
-        return f"{who} gives no sign of life any more, {_doing(beat)}: {_why_silent(beat)}"
-    return f"{who} has got nowhere for {beat.idle_s / 60.0:.1f} minutes, {_doing(beat)}"
+        return f"{who} sends no heartbeat any more, {_doing(beat)}: {_why_silent(beat)}"
+    return f"{who} has made no progress for {beat.idle_s / 60.0:.1f} minutes, {_doing(beat)}"
 
 
 def _doing(beat: Heartbeat) -> str:
@@ -267,7 +267,7 @@ def _doing(beat: Heartbeat) -> str:
 
 
 def _why_silent(beat: Heartbeat) -> str:
-    """Its exit code, or what the kernel says of the process, where it is on this host."""
+    """Return the rank's exit code, or the state of its process if it is on this host."""
     if beat.exit_code is not None:
         return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():
@@ -278,4 +278,4 @@ def _why_silent(beat: Heartbeat) -> str:
             return "the process is stopped (SIGSTOP, or a debugger)"
         if state == "D":
             return "the process waits for a file system or a driver that does not answer"
-    return STOPPED_OR_GONE
+    return STOPPED_OR_LOST

@@ -1,1 +1,1 @@
-"""ZeRO-3 per layer: the frozen base in one shard per layer and rank, gathered one layer ahead."""
+"""Per-layer ZeRO-3: the frozen base in one shard per layer and rank, gathered one layer ahead."""

@@ -1,12 +1,12 @@
-"""ZeRO-3 per layer: the frozen base is cut over the ranks and gathered one decoder layer at a time, a layer ahead.
+"""Per-layer ZeRO-3: the frozen base is sharded over the ranks and gathered one decoder layer ahead.
 
 DeepSpeed's own stage 3 gathers parameter by parameter from hooks on every module, and the host cannot keep up with an
-adapted model. Here one all-gather (unit.py) brings a whole layer while the layer before it computes, and DeepSpeed's
-engine runs at stage 2 on the adapter, which is whole on every rank.
+adapted model. Here one all-gather (unit.py) fetches a whole layer while the previous layer computes, and DeepSpeed's
+engine runs at stage 2 on the adapter, which every rank holds in full.
 
-Two units are gathered at most: the one in use and the one that comes next. In the backward pass the gradient of a
-layer's output is the sign that all later layers are done. Under gradient checkpointing the recomputation happens after
-that sign, with the layer's weights in place.
+At most two units are gathered: the current one and the next one. In the backward pass the gradient of a layer's output
+shows that all later layers are done. With gradient checkpointing the recomputation happens after that, while the
+layer's weights are gathered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,23 +20,24 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, slots_of
+from trainer.contract.replacements import replaces
+from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
 from trainer.parallel.engine.layer_gather.units_of_model import UnitPlan, plan_units
 from trainer.parallel.engine.partitioned import keep_own_values
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A module whose forward reads a unit."""
+    """A module with a forward that reads a unit."""
 
     unit: ShardedUnit
     module: nn.Module
     has_backward: bool
-    """False for embeddings: the gradient ends there."""
+    """False for embeddings, at which the gradient ends."""
 
 
 class LayerShards:
-    """The units of a model, in the order of its forward pass, and the hooks that gather them just in time."""
+    """The units of a model in the order of its forward pass, and the hooks that gather them just in time."""
 
     def __init__(
         self,
@@ -47,9 +48,10 @@ class LayerShards:
         keep_whole: Sequence[str] = (),
         keep_embeddings: bool = False,
     ) -> None:
-        """`keep_whole`: how the names of modules end that are not cut, because they are trained in full.
+        """Set up without a model.
 
-        `keep_embeddings`: the embedding and the head are not cut, because they will grow.
+        Modules with a name that ends in one of `keep_whole` are not sharded, because they are trained in full. With
+        `keep_embeddings` the embedding and the head are not sharded, because they will grow.
         """
         self.units: list[ShardedUnit] = []
         self._device = device
@@ -65,17 +67,17 @@ class LayerShards:
         self._in_backward = False
 
     def plan(self, model: nn.Module) -> None:
-        """Decide on the units of a model that has no weights yet."""
+        """Choose the units of a model that has no weights yet."""
         units = plan_units(model, self._keep_whole, keep_embeddings=self._keep_embeddings)
         self._plan = {unit.last_module: unit for unit in units}
 
     def cut_if_whole(self, model: nn.Module, path: str) -> None:
-        """Cut the unit whose last module, at `path`, has just been filled; every rank must call it for every module."""
+        """Shard a unit once its last module, at `path`, is filled; every rank must call it for every module."""
         plan = self._plan.pop(path, None)
         if plan is None:
             return
         parameters = [model.get_parameter(name) for name in plan.parameters]
-        slots = [slot for parameter in parameters for slot in slots_of(parameter)]
+        slots = [slot for parameter in parameters for slot in find_slots(parameter)]
         unit = ShardedUnit(
             plan.path, slots, self._device, in_host_memory=self._in_host_memory, pin_memory=self._pin_memory
         )
@@ -86,8 +88,17 @@ class LayerShards:
             keep_own_values(parameter)
             self._unit_of[id(parameter)] = unit
 
+    @replaces(
+        "the all-gather of a frozen base in ZeRO stage 3",
+        library="deepspeed",
+        read_in="0.19.8",
+        why="DeepSpeed's hooks gather parameter by parameter, which the host cannot keep up with; its start would "
+        "broadcast rank 0's weights over the shards of the others",
+        active="zero.stage: 3 with zero.gather: layer",
+        test="tests/unit/test_layer_shards.py",
+    )
     def attach(self, model: Any) -> None:
-        """Hook the modules that read the units, of the adapted model, before its first forward pass."""
+        """Register hooks on the modules of the adapted model that read the units, before its first forward pass."""
         assert not self._plan, f"never filled: {sorted(self._plan)}"
         self._steps = list(self._readers(model))
         for index, step in enumerate(self._steps):
@@ -97,16 +108,16 @@ class LayerShards:
         model.layer_shards = self
 
     def detach(self, model: Any) -> None:
-        """The opposite: the model no longer gathers what was cut."""
+        """Remove the hooks: the model no longer gathers its units."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         del model.layer_shards
 
     def _readers(self, model: nn.Module) -> Iterator[_Step]:
-        """The modules to hook: the outermost ones whose own forward may read a unit's weights without calling a child.
+        """Yield the outermost modules that may read a unit's weights without calling a child.
 
-        These are decoder layers, adapted linear layers, and modules that hold weights themselves.
+        These are decoder layers, adapted linear layers, and modules with weights of their own.
         """
         from peft.tuners.lora import LoraLayer
 
@@ -123,7 +134,7 @@ class LayerShards:
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """The weights of these modules for reading outside of their forward; every rank must enter."""
+        """Gather the weights of these modules within the block; every rank must enter it."""
         found = [self._unit_of.get(id(parameter)) for module in modules for parameter in module.parameters()]
         units = [unit for unit in dict.fromkeys(found) if unit is not None]
         for unit in units:
@@ -137,22 +148,22 @@ class LayerShards:
                     unit.free()
 
     def time_waits(self, waiting: Waiting) -> None:
-        """From now on, every wait of the compute stream for a gather (on a CPU, of the caller) is in such a block."""
+        """Wrap every wait of the compute stream (on a CPU, of the caller) for a gather in `waiting()`."""
         for unit in self.units:
             unit.waiting = waiting
 
     def line(self) -> str:
-        """For the console."""
+        """Return a line for the console."""
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
         where = "in its host memory" if self._in_host_memory else "on it"
         return (
-            f"base: cut into {len(self.units)} layers, of which each rank has {held:.2f} GiB {where}; gathered one "
+            f"base: cut into {len(self.units)} layers, {held:.2f} GiB per rank {where}; gathered one "
             f"ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
         )
 
     def _before_forward(self, index: int, *_: Any) -> None:
-        # Inside a backward pass this is a recomputation, and the way goes down.
+        # Inside a backward pass this is a recomputation, which proceeds from the last layer to the first.
         self._enter(index, backward=_runs_backward())
 
     def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -171,7 +182,7 @@ class LayerShards:
         self._enter(index, backward=True)
 
     def _enter(self, index: int, *, backward: bool) -> None:
-        """Have this step's unit, let the one that comes next be on its way, and free all others."""
+        """Wait for this step's unit, start to gather the next one, and free all others."""
         unit, coming = self._steps[index].unit, self._coming(index, backward)
         for other in self.units:
             if other is not unit and other is not coming:
@@ -186,7 +197,7 @@ class LayerShards:
         self._in_backward = backward
 
     def _coming(self, index: int, backward: bool) -> ShardedUnit | None:
-        """After the last step of a forward pass comes its backward, or the next pass; so it does after a backward."""
+        """Return the unit of the next step; after a last step, that of the backward pass or of the next forward."""
         if not backward and index + 1 < len(self._steps):
             return self._steps[index + 1].unit
         if backward or torch.is_grad_enabled():
@@ -198,15 +209,15 @@ class LayerShards:
         self._end_of_pass()
 
     def _end_of_pass(self) -> None:
-        """Free all but what the next pass begins with."""
+        """Free all units but the one that the next pass begins with."""
         for unit in self.units:
             if unit is not self._steps[0].unit:
                 unit.free()
         self._current = None
 
 
-def layer_shards_of(model: Any) -> LayerShards | None:
-    """The model's shards, if its base is gathered per layer."""
+def find_layer_shards(model: Any) -> LayerShards | None:
+    """Return the model's shards if its base is gathered per layer, otherwise None."""
     return getattr(model, "layer_shards", None)
 
 

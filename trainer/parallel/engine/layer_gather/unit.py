@@ -1,13 +1,13 @@
-"""One unit of ZeRO-3 per layer: tensors whose bytes are cut over the ranks, gathered by one collective, and freed.
+"""A shard unit of per-layer ZeRO-3: tensors sharded over the ranks, gathered by one collective, and freed.
 
-All tensors of a unit, whatever their types, lie in one buffer of bytes and are views of it for good. Gathering gives
-the buffer's storage memory and one all-gather fills it; freeing takes the memory away. No Parameter is touched, and
-whatever autograd saved of a weight between forward and backward (the Parameter, a view, a transpose) finds the gathered
-bytes again: they are one storage (the idea is FSDP's, Zhao et al. 2023). What is not gathered points nowhere: reading
-it ends the process and cannot give a wrong number.
+All tensors of a unit, of any dtype, are permanent views of one buffer of bytes. Gathering allocates the buffer's
+storage and one all-gather fills it; freeing releases the memory. No Parameter changes, and whatever autograd saved of a
+weight between forward and backward (the Parameter, a view, a transpose) sees the gathered bytes again, as they share
+one storage (the idea is FSDP's, Zhao et al. 2023). Reading a unit that is not gathered crashes the process and cannot
+return wrong numbers.
 
-Streams: a collective runs on the process group's own stream, begins after what the compute stream was given before,
-and the compute stream waits for it. Memory is taken and given back in the order of the compute stream.
+Streams: a collective runs on the process group's own stream, starts after earlier work of the compute stream, and the
+compute stream waits for it. Memory is allocated and freed in the order of the compute stream.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,18 @@ from torch.profiler import record_function
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.linear_layers import packed_state
 
-ALIGNMENT_BYTES = 256  # what torch's own allocator gives every tensor
+ALIGNMENT_BYTES = 256  # that of torch's allocator
 Waiting = Callable[[], AbstractContextManager[None]]
-Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and what puts another in its place
+Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that replaces it
 
 
 class ShardedUnit:
-    """Tensors that are gathered and freed together; 1/world of their bytes lie on this rank, on its GPU or host."""
+    """Tensors that are gathered and freed together; this rank holds 1/world of their bytes, on its GPU or host."""
 
     def __init__(
         self, name: str, slots: Sequence[Slot], device: torch.device, *, in_host_memory: bool, pin_memory: bool
     ) -> None:
-        """Cuts what is in the slots and leaves freed views in their place."""
+        """Shard the tensors in the slots, and replace them by freed views."""
         self.name = name
         self.waiting: Waiting = nullcontext
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -47,7 +47,7 @@ class ShardedUnit:
         for (tensor, replace), offset in zip(slots, offsets, strict=True):
             view = self._whole.narrow(0, offset, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor.detach())
-            replace(view.data)  # with a version counter of its own: gathering is no change that autograd must see
+            replace(view.data)  # with a separate version counter: autograd must not see a gather as a change
         self._storage = self._whole.untyped_storage()
         self._own = self._whole.narrow(0, self._rank * share, share)
         on_host = in_host_memory and device.type == "cuda"
@@ -55,22 +55,22 @@ class ShardedUnit:
         if on_host and pin_memory:
             self._share = self._share.pin_memory()
         self._copies = torch.cuda.Stream(device) if on_host else None
-        self._arrival: Any = None  # of a gather that nobody has waited for
+        self._arrival: Any = None  # of a gather that has not been waited for
         self.is_gathered = True
         self.free()
 
     @property
     def bytes_held(self) -> int:
-        """What this rank keeps of the unit all the time."""
+        """Bytes of the unit that this rank always holds."""
         return self._share.nbytes
 
     @property
     def bytes_gathered(self) -> int:
-        """What the unit takes while it is gathered."""
+        """Bytes of the unit while it is gathered."""
         return self._whole.nbytes
 
     def start(self) -> None:
-        """Begin to gather, unless that was begun; every rank must call it, in the same order."""
+        """Start to gather, unless started already; every rank must call it in the same order."""
         if self.is_gathered:
             return
         self.is_gathered = True
@@ -85,22 +85,22 @@ class ShardedUnit:
                 self._arrival = _all_gather(self._whole, self._own) if self._world > 1 else self._copies.record_event()
 
     def wait(self) -> None:
-        """Let the current stream wait for the bytes (on a CPU, the caller)."""
+        """Let the current stream (on a CPU, the caller) wait for the gather."""
         if self._arrival is not None:
             with record_function(f"zerolora: wait for {self.name}"), self.waiting():
                 self._arrival.wait()
             self._arrival = None
 
     def free(self) -> None:
-        """Give the gathered memory back."""
+        """Free the gathered memory."""
         if self.is_gathered:
-            self.wait()  # nothing may arrive in memory that is no longer the unit's
+            self.wait()  # nothing may arrive in memory that no longer belongs to the unit
             self._storage.resize_(0)
             self.is_gathered = False
 
 
-def slots_of(parameter: nn.Parameter) -> Iterator[Slot]:
-    """The parameter's memory, and for a 4-bit weight the scales of its blocks."""
+def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
+    """Yield the slot of the parameter, and for a 4-bit weight those of the scales of its blocks."""
     yield parameter, partial(setattr, parameter, "data")
     state = packed_state(parameter)
     while state is not None:
@@ -109,7 +109,7 @@ def slots_of(parameter: nn.Parameter) -> Iterator[Slot]:
 
 
 def _all_gather(whole: Tensor, share: Tensor) -> Any:
-    # torch 2.13 has given the collective another name.
+    # torch 2.13 renamed the collective.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     return gather(whole, share, async_op=True)
 

@@ -1,4 +1,4 @@
-"""What an empty model shows of itself before its weights are loaded: by running its own code, not by its name."""
+"""Properties of a model, found by running its own code without weights, not by its name."""
 
 import inspect
 from contextlib import suppress
@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model.model_kind import takes_sdpa
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
@@ -19,29 +20,29 @@ _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What decisions depend on; a reason is empty where nothing is in the way."""
+class ModelProperties:
+    """Model properties that decisions depend on; an empty reason means that nothing is in the way."""
 
     sdpa: bool
-    """Whether the model takes torch's attention; it is eager else."""
+    """Whether the model supports torch's attention; otherwise it is eager."""
     registry: bool
-    """Whether it takes its attention from transformers' registry, where ours can be put."""
+    """Whether the model uses transformers' attention registry, in which ours can be registered."""
     masked: bool
-    """Whether its attention is given a mask for a text alone, which is causal without one."""
+    """Whether the attention gets a mask even for a single text, where causal attention needs none."""
     sinks: bool
-    """Whether its attention has sinks, which transformers knows for packs in kernels of the hub alone."""
+    """Whether the attention has sinks, which transformers supports for packs only in kernels of the hub."""
     head: str | None
-    """Why head and loss are not computed together in 16 or 32 bits; None where it shows on the device only."""
+    """Why head and loss are not fused in 16 or 32 bits; None if this is only known on the device."""
     caps: bool
-    """Whether the head's output is bent by more than a factor, as by a hyperbolic tangent."""
+    """Whether the head's output is changed by more than a factor, such as by a tanh."""
     elementwise: dict[str, str]
-    """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not ours in the whole model."""
+    """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not replaced in the whole model."""
 
 
-def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
-    """Of an empty base model, before adapters are added and change what its head is: all but `head`."""
-    model.float()  # a published configuration names a type, the run computes in its own
-    return ModelFacts(
+def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
+    """Return the properties of an empty base model, except `head`, before adapters are added."""
+    model.float()  # the configuration has a dtype of its own
+    return ModelProperties(
         sdpa=takes_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
         masked=_is_given_a_mask(model),
@@ -53,11 +54,11 @@ def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
 
 
 class _Seen(Exception):
-    """What was looked for has been computed; the rest of the pass is of no interest."""
+    """Ends a pass once the value of interest has been computed."""
 
 
 class _FirstAttention(TorchFunctionMode):
-    """Ends a forward pass at its first attention, and remembers whether that was given a mask."""
+    """Ends a forward pass at its first attention, and records whether it got a mask."""
 
     masked = False
 
@@ -75,16 +76,24 @@ def _is_given_a_mask(model: Any) -> bool:
 
 
 class _States(tuple[torch.Tensor]):
-    """Hidden states as models read them off what lies below their head, by number or by name, and nothing else."""
+    """Hidden states as models read them from the decoder's output, by number or by name."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
+@replaces(
+    "the forward of everything below the head of an empty model",
+    library="transformers",
+    read_in="5.23.0",
+    why="running only what follows the head shows whether logits are more than a multiple of the head's output",
+    active="before weights are loaded, to decide whether head and loss are fused",
+    test="tests/unit/test_decisions.py",
+)
 def why_head_apart(model: Any) -> str | None:
-    """Why the head of an empty model, adapted or not, is not computed with the loss; None if that cannot be seen here.
+    """Return why the head of an empty model, adapted or not, is not fused with the loss; None if this cannot be seen.
 
-    Everything below the head is replaced by hidden states of zero: only what follows is run.
+    Everything below the head is replaced by hidden states of zero, so only the head and what follows it run.
     """
     from peft import PeftModel
 

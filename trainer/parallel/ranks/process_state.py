@@ -1,4 +1,4 @@
-"""What a process can tell about itself from another of its threads: where it is, whether it works, what is left."""
+"""State of a process, read by another of its threads: its position, whether it works, and free memory."""
 
 import json
 import os
@@ -16,20 +16,20 @@ from trainer.contract.heartbeat import BUILD_LOCK
 from trainer.contract.home import CHECKOUT
 
 GIB = 2**30
-# More than threads take that wait and wake up, also where waking up is dear, and than the watchdog itself reads and
-# writes between two looks.
+# More than waiting threads use to wake up, even where that is expensive, and than the watchdog itself reads and writes
+# between two checks.
 LEAST_CPU_SHARE, LEAST_CPU_S = 0.02, 2e-3
 LEAST_BYTES = 256 * 1024
 LEAST_FAULTS = 64
 
 
 def main_thread_frame() -> FrameType | None:
-    """The innermost Python frame of the main thread; also while that is inside a call of C++."""
+    """Return the innermost Python frame of the main thread, also during a call into C++."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def collective_of(frame: FrameType | None) -> str | None:
-    """The function of torch.distributed that a stack is in, as "all_reduce", or None."""
+def find_collective(frame: FrameType | None) -> str | None:
+    """Return the function of torch.distributed in a stack, such as "all_reduce", or None."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py"):
             return frame.f_code.co_name
@@ -37,8 +37,8 @@ def collective_of(frame: FrameType | None) -> str | None:
     return None
 
 
-def place_of(frame: FrameType | None) -> str | None:
-    """The innermost line of this project in a stack, as "trainer/step.py:134 train_step"; or the lock it waits for."""
+def find_place(frame: FrameType | None) -> str | None:
+    """Return the innermost line of zerolora in a stack, as "trainer/step.py:134 train_step", or the awaited lock."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.endswith("torch/utils/file_baton.py"):
@@ -50,10 +50,10 @@ def place_of(frame: FrameType | None) -> str | None:
 
 
 def recorded_collectives() -> tuple[str | None, int | None]:
-    """The oldest collective that has not finished, and how many were begun, by torch's flight recorder.
+    """Return the oldest unfinished collective and the number begun, from torch's flight recorder.
 
-    It sees what stacks do not: NCCL's collectives run on the GPU long after their call has returned. (None, None)
-    where nothing was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
+    Stacks do not show it: NCCL's collectives run on the GPU long after their call has returned. (None, None) if nothing
+    was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
     """
     distributed = sys.modules.get("torch._C._distributed_c10d")
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -61,7 +61,7 @@ def recorded_collectives() -> tuple[str | None, int | None]:
         if dump is None:
             continue
         trace: dict[str, Any] = json.loads(dump(True, True))  # with the collectives, the active ones only
-        # Of all groups: DeepSpeed reduces and gathers in one of its own.
+        # Over all groups: DeepSpeed reduces and gathers in its own group.
         begun = [int(status["last_enqueued_collective"]) for status in trace.get("pg_status", {}).values()]
         if any(count >= 0 for count in begun):
             active = [entry for entry in trace.get("entries", []) if not entry.get("retired")]
@@ -71,10 +71,10 @@ def recorded_collectives() -> tuple[str | None, int | None]:
 
 
 class Work:
-    """Whether this process and its children have computed, read or written since the last look.
+    """Detects whether this process and its children have computed, read or written since the last check.
 
-    What a rank does for long on its own (tokenising, reading weights, writing a checkpoint) shows so without a note
-    from inside a library; a process that waits for a lock, a network or a dead file server does not move.
+    This shows long work of a rank on its own (tokenising, reading weights, writing a checkpoint) without a note from
+    inside a library; a process that waits for a lock, a network or a dead file server does not move.
     """
 
     def __init__(self) -> None:
@@ -83,17 +83,17 @@ class Work:
         self._before = self._counters()
 
     def has_moved(self) -> bool:
-        """True if it has; the next call compares with now."""
+        """Return whether there was any work since the last call."""
         now, counters = time.monotonic(), self._counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
         elapsed, self._looked_at, self._before = now - self._looked_at, now, counters
-        # A child that ended takes its counts along, so a sum can fall; that too is something done.
+        # The counts of a child that ended are lost, so a sum can fall; that too is progress.
         computed = abs(cpu) > LEAST_CPU_S + LEAST_CPU_SHARE * elapsed
         return computed or abs(moved_bytes) > LEAST_BYTES or abs(faults) > LEAST_FAULTS
 
     def _counters(self) -> tuple[float, float, float]:
         usage, watching = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)
-        # What the thread that looks takes itself is no work.
+        # The CPU time of the watching thread itself is not work.
         cpu = usage.ru_utime + usage.ru_stime - watching.ru_utime - watching.ru_stime
         moved_bytes, faults = 0.0, usage.ru_minflt + usage.ru_majflt - watching.ru_minflt - watching.ru_majflt
         for process in (self._process, *self._children()):
@@ -104,11 +104,10 @@ class Work:
                 counts = process.io_counters()
                 moved_bytes += counts.read_chars + counts.write_chars + counts.read_bytes + counts.write_bytes
             except (psutil.Error, OSError):
-                continue  # ended meanwhile, or not ours to look at
+                continue  # ended meanwhile, or not readable
         return cpu, moved_bytes, float(faults)
 
     def _children(self) -> list[psutil.Process]:
-        """Every process below this one."""
         try:
             return self._process.children(recursive=True)
         except psutil.Error:
@@ -116,7 +115,7 @@ class Work:
 
 
 def free_host_memory() -> float:
-    """GiB of host memory that this process may still take: of the machine, or of its cgroup if that is less."""
+    """Return the GiB of host memory that this process may still use: of the machine, or of its cgroup if less."""
     free = [float(psutil.virtual_memory().available)]
     for root, limit, used in (
         (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
@@ -126,12 +125,12 @@ def free_host_memory() -> float:
             try:
                 free.append(float((folder / limit).read_text()) - float((folder / used).read_text()))
             except (OSError, ValueError):
-                continue  # not this version of cgroups, or "max"
+                continue  # another version of cgroups, or "max"
     return max(min(free), 0.0) / GIB
 
 
 def free_shared_memory() -> float:
-    """GiB free in /dev/shm, which NCCL and data loaders use; infinite where there is none."""
+    """Return the GiB free in /dev/shm, which NCCL and data loaders use; infinite without one."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
@@ -140,7 +139,7 @@ def free_shared_memory() -> float:
 
 
 def _own_cgroup(first_version: bool) -> str:
-    """The path of this process's memory cgroup below its mount point."""
+    """Return the path of this process's memory cgroup below its mount point."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if ("memory" in controllers.split(",")) if first_version else not controllers:
