@@ -67,7 +67,7 @@ def chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Ch
     for roles in (("system", "user", "assistant"), ("user", "assistant")):
         try:
             parts = _derive(partial(_render, tokenizer, variables or {}), roles)
-            prompt = partial(_render, tokenizer, (variables or {}) | {"add_generation_prompt": True})
+            prompt = partial(_render, tokenizer, {**(variables or {}), "add_generation_prompt": True})
             alike = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _trials(roles))
             return parts if parts is not None and alike and parts.can_be_written() else None
         except (TemplateError, ValueError):
