@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
 from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.data_sections import SourceSection
@@ -166,3 +167,11 @@ def test_a_run_without_a_folder_is_named_after_its_file(tmp_path: Path) -> None:
     loaded = load_config(path, ["dataset.path=data.jsonl"])
     assert loaded.config.output_dir == "runs/my-first" and "after the file" in loaded.notes[0]
     assert load_config(path, ["dataset.path=d", "output_dir=elsewhere"]).config.output_dir == "elsewhere"
+
+
+def test_settings_are_checked_without_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("base_model: no/such-model\noutput_dir: x\ndataset: {path: nowhere.jsonl}\n")
+    assert validate([str(file), "lora.r=4", "--settings-only"]) == 0
+    assert validate([str(file), "lora.r=0", "--settings-only"]) == 2
+    assert capsys.readouterr().err == "error: lora.r=0: must be 1 or more (command line)\n"

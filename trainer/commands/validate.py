@@ -1,6 +1,6 @@
 """`zerolora validate CONFIG [key=value ...]`: run every check that comes before training, and describe the run.
 
-`--settings-only` checks neither model nor data; `--fix` repairs in the file what is unambiguous.
+`--settings-only` checks neither model nor data.
 
 The model's configuration, tokenizer and targets are checked and the data is tokenized into its cache; no weights are
 read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
@@ -10,19 +10,14 @@ import argparse
 import os
 import shlex
 import sys
-from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.output_folder import find_obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.config.command_parser import from_one
-from trainer.config.repair import repaired
-from trainer.config.yaml_core import read_text
 from trainer.contract.default_ranks import default_ranks
-from trainer.contract.output_file import check_output_file
 from trainer.contract.standard_streams import PROGRESS
-from trainer.contract.whole_files import write_whole
 from trainer.setup.early_checks import check_early
 
 if TYPE_CHECKING:
@@ -117,8 +112,6 @@ def _settings_alone(arguments: argparse.Namespace) -> int:
     """Return exit code 0, or 2 after a line for each remaining mistake."""
     path = Path(arguments.config)
     try:
-        if arguments.fix:
-            path = mend(path, arguments.output)
         loaded = load_config(path, arguments.overrides)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -127,35 +120,6 @@ def _settings_alone(arguments: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(f"OK: the settings of {path}; model and data: {shlex.join(['zerolora', 'validate', str(path)])}")
     return 0
-
-
-def mend(path: Path, output: Path | None) -> Path:
-    """Write what can be mended, after a diff of it: over the file, which is kept as .orig beside it, or to `output`.
-
-    The path of the mended file. Raises UserError for an output that is there or cannot be written.
-    """
-    old = read_text(path)
-    new, _ = repaired(path)
-    target = output or path
-    if output is not None:
-        check_output_file(output, f"--output {output}")
-    if new == old:
-        print(f"{path}: nothing that can be mended without asking")
-        if output is None:
-            return path
-    sys.stdout.writelines(
-        unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), str(path), str(target))
-    )
-    kept = path.with_name(f"{path.name}.orig") if output is None else output
-    if kept.exists():
-        raise UserError(f"{kept}: is there already; move it away, or name another file with -o")
-    try:
-        if output is None:
-            write_whole(kept, old)
-        write_whole(target, new)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}); name another file with -o") from None
-    return target
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,12 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--ranks", type=from_one, help="number of ranks of the run (default: as on this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
-    parser.add_argument("--fix", action="store_true", help="mend misspelt and renamed settings in the file; shows how")
-    parser.add_argument("-o", "--output", type=Path, help="with --fix: the file to write instead of CONFIG")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.output and not arguments.fix:
-        parser.error("-o: needs --fix")
-    if arguments.fix or arguments.settings_only:
+    if arguments.settings_only:
         return _settings_alone(arguments)
     try:
         ranks = arguments.ranks or default_ranks()
