@@ -62,7 +62,7 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 _KNOWN = [
     (trainer.memory.preflight, "read_shapes", _once(read_shapes)),
     (trainer.memory.image_models, "image_shapes", _once(trainer.memory.image_models.image_shapes)),
-    (trainer.memory.image_models, "see", _once(trainer.memory.image_models.see)),
+    (trainer.memory.image_models, "observe_activations", _once(trainer.memory.image_models.observe_activations)),
 ]
 
 

@@ -262,9 +262,9 @@ class Run:
     def _parts(self, engine: Engine, total_steps: int) -> Parts:
         experts = ExpertLoad.of(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
-        let_go = graphs.drop if graphs is not None else None
+        release = graphs.drop if graphs is not None else None
         common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
-        self.recovery = Recovery(*common, let_go=let_go)
+        self.recovery = Recovery(*common, release=release)
         extend_timeouts(collective_timeout(self.config.training))
         return Parts(
             engine=engine,

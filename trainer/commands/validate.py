@@ -36,7 +36,7 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
         with_global_batch,
         with_looks_in_steps,
     )
-    from trainer.memory.preflight import on_this_cpu
+    from trainer.memory.preflight import describe_cpu_memory
     from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
     from trainer.model.base import empty_model
     from trainer.model.capacity import too_small
@@ -87,7 +87,7 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     if not torch.cuda.is_available():
-        lines.append(f"memory: {on_this_cpu(config, prepared)}")
+        lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
     samples = samples_of(prepared)
     if config.adapter != "none" and samples is not None:
         small = too_small(trained, prepared.data.stats.target_tokens, config.lora.r)
