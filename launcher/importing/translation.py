@@ -20,7 +20,7 @@ from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserErrors, shown
 from trainer.config.files import read_json
 from trainer.config.messages import annotation_of, describe_problem
-from trainer.config.values import as_meant, kinds
+from trainer.config.values import kinds, parse_value
 from trainer.config.yaml_core import Yaml11Loader, plain, read_yaml
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -29,9 +29,9 @@ MAP = "must be a map, such as {a: b}"
 OFF = ("false", "no", "off", "none", "null")
 
 # Types of keys; bounded, so that arithmetic with them neither overflows nor meets NaN.
-Text = Annotated[str, BeforeValidator(partial(as_meant, str))]
-Whole = Annotated[int, BeforeValidator(partial(as_meant, int)), Ge(-(10**12)), Le(10**12)]
-_Float = Annotated[float, BeforeValidator(partial(as_meant, float)), Ge(-1e12), Le(1e12)]
+Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
+Whole = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
+_Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Ge(-1e12), Le(1e12)]
 Number = _Float | Whole
 """Whole numbers stay as they are written."""
 Steps = Annotated[Whole | _Float, "steps"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.output_folder import find_obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.config.command_parser import from_one
+from trainer.config.command_parser import positive_int
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
 from trainer.setup.early_checks import check_early
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--ranks", type=from_one, help="number of ranks of the run (default: as on this machine)")
+    parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.settings_only:

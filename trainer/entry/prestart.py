@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.config import UserError, load_config
-from trainer.config.errors import mistake_in_path
+from trainer.config.errors import find_path_mistake
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
 from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
 from trainer.contract.standard_streams import forgiving_stream
@@ -65,7 +65,7 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code, None
         except OSError as error:
-            mistake = mistake_in_path(error)
+            mistake = find_path_mistake(error)
             if mistake is None:
                 raise
             print(f"error: {mistake}", file=sys.stderr)
