@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.config import UserError
 from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
 from trainer.config.yaml_core import dump
-from trainer.contract.exit_codes import TO_SPEAK_S
+from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rank_variables import read_place
 from trainer.data.demo_data import demo_data
 from trainer.parallel.ranks.training_process import begin
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
-            time.sleep(TO_SPEAK_S)
+            time.sleep(REPORT_DELAY_S)
         return UserError.exit_code
 
 

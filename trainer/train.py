@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 
-from trainer.contract import held_start
+from trainer.contract import prestart_channel
 from trainer.contract.standard_streams import PROGRESS
 from trainer.parallel.ranks.lean_imports import import_what_every_run_uses
 from trainer.parallel.ranks.training_process import begin
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     begin()
     gc.disable()  # until all is imported
     words = sys.argv[1:] if argv is None else argv
-    if held_start.OPTION in words:
+    if prestart_channel.OPTION in words:
         if os.environ["RANK"] == "0":
             PROGRESS.show("importing")
         from trainer.entry.prestart import main as train_when_released

@@ -304,7 +304,7 @@ class Supervisor:
 
         If ranks ran out of memory and ask for a restart, return 77 without a report.
         """
-        if RestartNote.is_left(self.logs):
+        if RestartNote.exists(self.logs):
             return EXIT_RESTART
         lost: dict[str, str] = {}
         if self.reach is not None:

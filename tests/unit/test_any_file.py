@@ -33,7 +33,7 @@ from tests.any_input import assert_a_line, or_refused, tries
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
-from trainer.contract.folder_lock import living_holder, refuse_if_held
+from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.lock_file import Lock
 from trainer.contract.restart_note import RestartNote
@@ -168,7 +168,7 @@ def read_everything(run: Path, name: str) -> None:
     for _, value in lines or ():
         assert value
     readers: list[Callable[[], object]] = [
-        lambda: living_holder(run),
+        lambda: describe_live_holder(run),
         lambda: refuse_if_held(run, resumes=False),
         lambda: [beat.where() for beat in read_heartbeats(logs).values()],
         lambda: Folder(logs, 0, 2).read(),

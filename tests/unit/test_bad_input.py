@@ -147,7 +147,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dataset.train_on=robot": ("dataset.train_on=[robot]: choose from assistant",),
     "dataset.streaming=true": ("dataset.streaming=true", "set training.max_steps"),
     "logging.report_to=mlflow": ("logging.report_to=[mlflow]: choose from tensorboard",),
-    "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "second regularizer"),
+    "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "regularizer"),
     "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: the controller needs", "use lora or"),
     "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),

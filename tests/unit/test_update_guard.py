@@ -185,5 +185,5 @@ def test_a_method_that_is_gone_is_one_line() -> None:
     weight = torch.nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = torch.optim.AdamW([weight], fused=True)
     engine = SimpleNamespace(optimizer=SimpleNamespace(), basic_optimizer=optimizer, device=DEVICE)
-    with pytest.raises(UserError, match="SimpleNamespace has no `get_grad_norm_direct`, on which zerolora relies"):
+    with pytest.raises(UserError, match="SimpleNamespace has no `get_grad_norm_direct`, which zerolora needs"):
         UpdateGuard(engine, 1.0)

@@ -1,7 +1,6 @@
-"""The note by which a rank that ran out of memory asks the launcher to start the run again with a smaller micro-batch.
+"""The note of a rank that ran out of memory, which asks the launcher for a restart with a smaller micro-batch.
 
-Ranks and launcher share nothing but the run's folder, and the launcher does not import torch. From which checkpoint
-the run goes on is the launcher's to see (launcher/supervision/restarts.py).
+The launcher chooses the checkpoint to resume from (launcher/supervision/restarts.py).
 """
 
 from dataclasses import asdict, dataclass
@@ -16,30 +15,30 @@ _FILE = "out_of_memory.json"
 
 @dataclass(frozen=True)
 class RestartNote:
-    """The step that did not fit, and what to run it with."""
+    """The step that did not fit, and the settings to restart with."""
 
     step: Count
     batch_size: Count
     gradient_accumulation_steps: Count
     stage: Count
     larger: tuple[tuple[int, int], ...] = ()
-    """Micro-batch and accumulation before each halving that holds, first to last: to where the run may grow again."""
+    """Micro-batch and accumulation before each current halving, first to last, to which the run may return."""
     grown: tuple[int, ...] = ()
-    """Micro-batches that the run has grown to before."""
+    """Micro-batches that the run has returned to before."""
 
     def write(self, logs: Path) -> None:
-        """Leave the note; ranks that fail together write the same."""
+        """Write the note; ranks that fail together write the same."""
         logs.mkdir(parents=True, exist_ok=True)
         write_json(logs / _FILE, asdict(self))
 
     @staticmethod
-    def is_left(logs: Path) -> bool:
-        """True if a rank has left a note since the last `take`."""
+    def exists(logs: Path) -> bool:
+        """Return whether a rank has written a note since the last `take`."""
         return (logs / _FILE).exists()
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read the note and remove it; None if there is none. Raises UnreadableFile."""
+        """Read and remove the note; None if there is none. Raises UnreadableFile."""
         try:
             note: RestartNote = read_json(logs / _FILE, cls)
         except FileNotFoundError:
@@ -48,10 +47,10 @@ class RestartNote:
         return note
 
     def settings(self) -> dict[str, str]:
-        """What to start again with, by the names of the settings."""
+        """Return the settings to restart with."""
         return {
             "training.batch_size": str(self.batch_size),
             "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
-            "training.global_batch_size": "null",  # the two above are it
+            "training.global_batch_size": "null",  # follows from the two above
             "zero.stage": str(self.stage),
         }

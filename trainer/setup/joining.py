@@ -76,7 +76,7 @@ def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock 
         blocks = folder_of_run(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
         prepared = share_stream(prepared, blocks)
     say(world.summary)
-    if (warning := known_versions.warning()) is not None:
+    if (warning := known_versions.version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     return prepared
 

@@ -19,7 +19,7 @@ from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
-from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, fit_max_length, samples_of
@@ -259,7 +259,7 @@ def _check_adapter_on_hub(name: str) -> None:
     from peft import PeftConfig
 
     check_source("lora.adapter_path", name)
-    ask_once_without_network(name)
+    disable_retries_without_network(name)
     try:
         PeftConfig.from_pretrained(name)
     except Exception as error:  # what its values make of PEFT's classes is as bad as a file that is not there

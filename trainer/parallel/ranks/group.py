@@ -18,16 +18,16 @@ from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
 from trainer.contract.known_versions import replaced, require
-from trainer.contract.ports import free_port, port_is_taken
+from trainer.contract.ports import free_port, port_taken_message
 from trainer.contract.rank_variables import (
     FAMILIES,
     OPEN_MPI,
     PMI,
     SRUN,
     host_name,
-    ranks_of_host,
+    local_world_size,
     read_place,
-    srun_meeting_point,
+    srun_rendezvous,
 )
 from trainer.parallel.ranks.progress import phase
 
@@ -66,7 +66,7 @@ class Ranks:
     def is_on_own_host(self, rank: int) -> bool:
         """Whether another rank is known to be on this one's host, from the launcher's variables."""
         first = self.rank - self.local_rank
-        return first <= rank < first + (ranks_of_host(os.environ) or 0)
+        return first <= rank < first + (local_world_size(os.environ) or 0)
 
     def device(self) -> torch.device:
         """The device this rank computes on."""
@@ -124,7 +124,7 @@ def told_if_taken(error: dist.DistNetworkError) -> Exception:
     """The error, as the line about --master-port where that is what is wrong: only the first rank can find it."""
     if "EADDRINUSE" not in str(error):
         return error
-    return UserError(port_is_taken(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
+    return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
 def extend_timeouts(minutes: float) -> None:
@@ -151,7 +151,7 @@ def find_meeting_point(ranks: Ranks) -> None:
     if ranks.world_size > 1 and family in (OPEN_MPI, PMI):
         _discover_through_mpi(ranks)
     elif ranks.world_size > 1 and family == SRUN:
-        address, port = srun_meeting_point(os.environ)
+        address, port = srun_rendezvous(os.environ)
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
 
