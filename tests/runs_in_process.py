@@ -72,7 +72,7 @@ def as_one_of_many() -> Iterator[None]:
 
     Two thirds of a tiny run's time, and a quarter of what is left.
     """
-    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "garbage_of_steps_only")
+    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "exclude_from_garbage_collection")
     with ExitStack() as changes:
         for module, name, function in ((*plots, lambda *_, **__: {}), (*garbage, nullcontext), *_KNOWN):
             changes.enter_context(patch.object(module, name, function))

@@ -34,7 +34,7 @@ from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.model.published_shapes import PREFIX, shape_of
 from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
-from trainer.setup.preflight import reference_of
+from trainer.setup.preflight import load_reference
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
@@ -67,7 +67,7 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
         longest = context_length(load_model_config(config.base_model, config.model))
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
-        reference = reference_of(config, tokenizer)
+        reference = load_reference(config, tokenizer)
     except UserError as error:
         reason = re.split(r"; | \(", str(error))[0]
         return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({reason})"
