@@ -94,9 +94,7 @@ class Loop:
         """Whether `training.early_stopping` ended the run."""
         self._gradient_check = parts.gradient_check
         # Step, its numbers, and metrics known at its launch.
-        self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = (
-            None
-        )
+        self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
         self._before: StepInFlight | None = None
         self._started = 0.0
         self._stop = False
