@@ -17,9 +17,10 @@ from launcher.supervision.terminal import say
 from trainer.config.files import UnreadableFile, read_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
 from trainer.contract.heartbeat import read_heartbeats
-from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import (
+    MOST_HALVINGS,
     Restart,
+    RestartNote,
     complete_checkpoints,
     forget_restarts,
     newest_checkpoint,

@@ -16,7 +16,7 @@ from tests.tiny import write_chats
 from trainer.commands.estimate import main, parse_memory, report
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import EXIT_RESTART
-from trainer.contract.restart_note import RestartNote
+from trainer.contract.restart_record import RestartNote
 from trainer.data.prepared import Prepared
 from trainer.memory.advice import Advice, _together, describe_misfit, smaller_batch, suggest_changes
 from trainer.memory.bytes import GIB

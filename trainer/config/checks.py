@@ -300,9 +300,9 @@ def unusual_settings(config: RunConfig) -> list[str]:
             )
     if training.torch_compile and config.adapter != "none" and config.ops.backend != "peft":
         lines.append(
-            "training.torch_compile=true: turns off what is computed together here (siblings, one buffer for the "
-            "adapter, norms, SwiGLU, rotary embedding), which was slower and took more memory where it was measured "
-            "(docs/lab/performance.md); leave it out, or measure: `zerolora bench training.torch_compile=true`"
+            "training.torch_compile=true: disables our fused operations (shared-input projections in one call, the "
+            "adapter in one buffer, norms, SwiGLU, rotary embedding), and measured slower and larger "
+            "(docs/lab/performance.md); remove it, or measure: `zerolora bench training.torch_compile=true`"
         )
     if training.adam_epsilon > 1e-3:
         lines.append(

@@ -5,7 +5,6 @@ from typing import Any
 
 from trainer.config.errors import UserError, shown
 
-SAME = ("path", "name", "split", "revision", "data_files", "roles", "format", "fields", "template", "weight")
 RENAMED = {"type": "format", "data_path": "path"}
 # Axolotl's key for a field of the records -> the field's name here.
 FIELDS = {

@@ -8,7 +8,7 @@ EXIT_USAGE = 2
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: the run is saved and should be restarted."""
 EXIT_RESTART = 77
-"""Exit code of a rank that has written a restart note (trainer/contract/restart_note.py)."""
+"""Exit code of a rank that has written a restart note (trainer/contract/restart_record.py)."""
 
 REPORT_DELAY_S = 3.0
 """Delay before a rank without a message exits, because mpirun and torchrun stop all ranks with the first."""

@@ -1,16 +1,64 @@
-"""The launcher's record of restarts, OUTPUT_DIR/logs/restarts.json."""
+"""Restarts: the note of a rank that ran out of memory, and the launcher's record, OUTPUT_DIR/logs/restarts.json.
+
+The note asks for a restart with a smaller micro-batch; the launcher chooses the checkpoint to resume from
+(launcher/supervision/restarts.py).
+"""
 
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.config.files import Count, find_json
-from trainer.contract.restart_note import RestartNote
+from trainer.config.files import Count, find_json, read_json
 from trainer.contract.whole_files import write_json
 
+MOST_HALVINGS = 3
+_NOTE_FILE = "out_of_memory.json"
 _FILE = "restarts.json"
 _NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class RestartNote:
+    """The step that did not fit, and the settings to restart with."""
+
+    step: Count
+    batch_size: Count
+    gradient_accumulation_steps: Count
+    stage: Count
+    larger: tuple[tuple[int, int], ...] = ()
+    """Micro-batch and accumulation before each current halving, first to last, to which the run may return."""
+    grown: tuple[int, ...] = ()
+    """Micro-batches that the run has returned to before."""
+
+    def write(self, logs: Path) -> None:
+        """Write the note; ranks that fail together write the same."""
+        logs.mkdir(parents=True, exist_ok=True)
+        write_json(logs / _NOTE_FILE, asdict(self))
+
+    @staticmethod
+    def exists(logs: Path) -> bool:
+        """Return whether a rank has written a note since the last `take`."""
+        return (logs / _NOTE_FILE).exists()
+
+    @classmethod
+    def take(cls, logs: Path) -> "RestartNote | None":
+        """Read and remove the note; None if there is none. Raises UnreadableFile."""
+        try:
+            note: RestartNote = read_json(logs / _NOTE_FILE, cls)
+        except FileNotFoundError:
+            return None
+        (logs / _NOTE_FILE).unlink()
+        return note
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings to restart with."""
+        return {
+            "training.batch_size": str(self.batch_size),
+            "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
+            "training.global_batch_size": "null",  # follows from the two above
+            "zero.stage": str(self.stage),
+        }
 
 
 @dataclass(frozen=True)

@@ -56,14 +56,14 @@ def kept_by_norm(norm: nn.Module, width: int) -> dict[int, int]:
     return kept
 
 
-def leaves_layout(module: nn.Module, turned: int, head: int) -> bool:
+def leaves_layout(module: nn.Module, rotated: int, head: int) -> bool:
     """Return whether the model's rotary embedding preserves the memory layout of heads.
 
     The output of attention has the layout of its queries; if it changed, the output is copied for the next projection.
     """
     rotate = getattr(sys.modules[type(module).__module__], ROTARY, None)
     tokens = torch.zeros(1, 3, 2, head).transpose(1, 2)
-    angles = torch.zeros(1, 3, turned)
+    angles = torch.zeros(1, 3, rotated)
     try:
         queries = rotate(tokens, tokens, angles, angles)[0]  # type: ignore[misc]
     except _FAILURES:

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
-from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
-from trainer.contract.restart_record import last_note
+from trainer.contract.restart_record import MOST_HALVINGS, RestartNote, last_note
 from trainer.memory.advice import smaller_batch, smaller_samples
 from trainer.memory.peak import reset_peak
 from trainer.parallel.engine.protocol import Engine
