@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserErrors, shown
 from trainer.config.files import read_json
-from trainer.config.messages import annotation_of, describe_problem
+from trainer.config.messages import describe_problem, setting_type
 from trainer.config.values import kinds, parse_value
 from trainer.config.yaml_core import Yaml11Loader, plain, read_yaml
 
@@ -97,7 +97,7 @@ def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str
 
 
 def _kind_of(ours: str) -> Any:
-    wanted = kinds(annotation_of(ours))
+    wanted = kinds(setting_type(ours))
     found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
     return next((kind for known, kind in found if known in wanted), Any)
 

@@ -273,7 +273,7 @@ def test_the_command_says_everything_as_json(tmp_path: Path) -> None:
 def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     code, out, err = estimate(tmp_path, "--gpu-memory", "1GiB")
     lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code == 2 and len(lines) == 1 and "take a smaller model or a larger GPU" in lines[0]
+    assert code == 2 and len(lines) == 1 and "use a smaller model or a larger GPU" in lines[0]
     assert "too large" in out
 
 
@@ -378,7 +378,7 @@ def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -
     assert (plan.config.zero.stage, plan.config.training.batch_size) == (0, 5)  # 20 chats on 4 GPUs
     assert plan.notes[0].startswith("auto: ZeRO stage 0, batch_size 5, ")
     plan = plan_for_machine(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), found, None)
-    assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults, for there is no GPU to fill",)
+    assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults without a GPU",)
 
 
 def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:

@@ -114,7 +114,7 @@ _ADVICE = {
 ELSEWHERE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 
-def canonical(name: str) -> tuple[str, str | None]:
+def resolve_alias(name: str) -> tuple[str, str | None]:
     """Return our dotted name for a setting, and a note if it was another trainer's name."""
     ours = ALIASES.get(name)
     return (ours, f"{name} is read as {ours}") if ours else (name, None)

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from trainer.config.errors import DATA_WANTED, UserError, shown
-from trainer.config.gather import adapter_to_continue, gathers_by_layer, why_not_by_layer
+from trainer.config.gather import gathers_by_layer, read_initial_adapter, why_not_by_layer
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
-from trainer.config.zero_extra import extra_mistakes
+from trainer.config.zero_extra import check_extra
 
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2
@@ -16,11 +16,11 @@ LARGEST_USUAL_SCALE = 32.0
 
 def check_combinations(config: RunConfig) -> None:
     """Raise UserError for the first combination of settings that cannot work."""
-    for mistake in combination_mistakes(config):
+    for mistake in find_invalid_combinations(config):
         raise UserError(mistake)
 
 
-def combination_mistakes(config: RunConfig) -> Iterator[str]:
+def find_invalid_combinations(config: RunConfig) -> Iterator[str]:
     """Yield an error message for each combination of settings that cannot work; it begins with one of their names."""
     yield from _check_adapter(config)
     if config.training.qat:
@@ -83,7 +83,7 @@ def _check_qat(config: RunConfig) -> Iterator[str]:
     if config.adapter == "qlora":
         base = config.quantization.quant_type
         yield f"{qat}: rounds the merged 16-bit weights, and this base is stored in {base}; use adapter: lora"
-    if lora.dora or adapter_to_continue(config).get("use_dora"):
+    if lora.dora or read_initial_adapter(config).get("use_dora"):
         yield f"{qat}: rounds W + s B A, and DoRA scales that sum by rows; use lora.dora: false"
     if lora.init in ("pissa", "pissa_niter_16", "olora"):
         yield f"{qat}: lora.init={lora.init} changes the base weights that are rounded; use lora.init: default"
@@ -104,7 +104,7 @@ def _check_zero(config: RunConfig) -> Iterator[str]:
         yield "training.optimizer=adamw_8bit: its state must stay on the GPU; turn zero.offload_optimizer off"
     if config.training.optimizer == "adamw_8bit" and zero.stage == 0 and config.training.precision in ("bf16", "fp16"):
         yield "training.optimizer=adamw_8bit: not with zero.stage=0 in 16 bits; use zero.stage: 1, 2 or 3"
-    yield from extra_mistakes(zero.extra)
+    yield from check_extra(zero.extra)
     why_not = why_not_by_layer(config)
     if zero.gather == "layer" and zero.stage in (0, 1, 2):
         yield (
@@ -301,7 +301,7 @@ def unusual_settings(config: RunConfig) -> list[str]:
     if training.torch_compile and config.adapter != "none" and config.ops.backend != "peft":
         lines.append(
             "training.torch_compile=true: disables our fused operations (shared-input projections in one call, the "
-            "adapter in one buffer, norms, SwiGLU, rotary embedding), and measured slower and larger "
+            "adapter in one buffer, norms, SwiGLU, rotary embedding), which are faster and take less memory "
             "(docs/lab/performance.md); remove it, or measure: `zerolora bench training.torch_compile=true`"
         )
     if training.adam_epsilon > 1e-3:

@@ -29,7 +29,7 @@ def why_not_by_layer(config: RunConfig) -> str | None:
     """Return why the base of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "only frozen weights are gathered by layer, and all are trained"
-    if config.lora.dora or adapter_to_continue(config).get("use_dora"):
+    if config.lora.dora or read_initial_adapter(config).get("use_dora"):
         return "DoRA needs unpartitioned weights for its initialization"
     if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():
         return "the type of an adapter on the hub is unknown before it is loaded"
@@ -40,10 +40,10 @@ def why_not_by_layer(config: RunConfig) -> str | None:
 
 def trained_in_full(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the modules that the adapter trains and saves in full."""
-    return config.lora.modules_to_save or tuple(adapter_to_continue(config).get("modules_to_save") or ())
+    return config.lora.modules_to_save or tuple(read_initial_adapter(config).get("modules_to_save") or ())
 
 
-def adapter_to_continue(config: RunConfig) -> dict[str, Any]:
+def read_initial_adapter(config: RunConfig) -> dict[str, Any]:
     """Return the settings of the adapter at lora.adapter_path; empty if it is not on this machine."""
     folder = Path(config.lora.adapter_path or "")
     return read_adapter_settings(folder) if config.lora.adapter_path and (folder / FILE).is_file() else {}

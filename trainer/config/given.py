@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.aliases import canonical
+from trainer.config.aliases import resolve_alias
 from trainer.config.dialects import translate_setting
 from trainer.config.errors import UserError, shown
-from trainer.config.messages import section_wanted
+from trainer.config.messages import section_wanted_message
 from trainer.config.mistakes import Mistakes, remove_setting
 from trainer.config.needs import Unread
 from trainer.config.sections import RunConfig
@@ -68,7 +68,7 @@ class Given:
                     self.tree.setdefault(key, {})
                     yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
-                    self.mistakes.add(key, section_wanted(key, kind, value))
+                    self.mistakes.add(key, section_wanted_message(key, kind, value))
                 elif key == "dataset":
                     yield key, value
             elif value is not None or key != "seed":  # an empty section or seed means the default
@@ -89,7 +89,7 @@ class Given:
             for dotted, ours in settings.items():
                 self._put(dotted, ours, name, replace)
             return
-        dotted, alias_note = canonical(name)
+        dotted, alias_note = resolve_alias(name)
         self.notes += [alias_note] if alias_note else []
         self._put(dotted, self._rename_source(value, name) if dotted in SOURCES else value, name, replace)
 

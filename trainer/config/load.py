@@ -9,7 +9,7 @@ from trainer.config.checks import unusual_settings
 from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
-from trainer.config.mistakes import without_mistakes
+from trainer.config.mistakes import replace_mistakes
 from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
@@ -63,7 +63,7 @@ def load_text(
         config = RunConfig.model_validate(given.tree)
     except ValidationError as error:
         mistakes.add_values(error)
-        config = without_mistakes(given.tree, error)
+        config = replace_mistakes(given.tree, error)
     left_out = {} if config is None else mistakes.add_combinations(config)
     if with_lines and mistakes.count_in_file() and (trainer := recognize_trainer(file.tree)):
         raise UserError(

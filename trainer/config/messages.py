@@ -35,13 +35,13 @@ WORDS = {
 }
 
 
-def all_mistakes(error: ValidationError, written_as: Mapping[str, str]) -> list[tuple[str, str]]:
+def describe_errors(error: ValidationError, written_as: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return name and error message of each mistake, unknown settings first; `written_as` has the names as typed."""
     found: dict[str, str] = {}
     for entry in sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden"):
         if entry["type"] == "extra_forbidden":
             path = [str(part) for part in entry["loc"]]
-            found.setdefault(".".join(path), unknown_setting(path))
+            found.setdefault(".".join(path), unknown_setting_message(path))
             continue
         # pydantic reports each alternative of a union; only the first is used.
         path, section = _follow(entry["loc"])
@@ -71,20 +71,20 @@ def _format_mistake(found: ErrorDetails, path: list[str], section: type[BaseMode
         kind = "list" if isinstance(found["input"], list) else "map"
         return f"{name}={shown(found['input'])}: must be text, not a {kind}; {fix}"
     if found["type"] in ("model_type", "model_attributes_type") and section:
-        return section_wanted(name, section, found["input"])
+        return section_wanted_message(name, section, found["input"])
     above = section_at(path[:-1])
     meaning = above.model_fields[path[-1]].description if found["input"] is True and above else None
     hint = f" ({meaning.split('.')[0]})" if meaning else ""  # a switch in other trainers, but a number here
     return f"{name}={shown(found['input'])}: {describe_problem(found)}{hint}"
 
 
-def section_wanted(name: str, section: type[BaseModel], value: Any) -> str:
+def section_wanted_message(name: str, section: type[BaseModel], value: Any) -> str:
     """Return the error message for a section that was given a single value."""
     first = next(iter(section.model_fields))
     return f"{name}={shown(value)}: must be a section; write `{name}.{first}=...` or `{first}:` below it"
 
 
-def unknown_setting(path: Sequence[str]) -> str:
+def unknown_setting_message(path: Sequence[str]) -> str:
     """Return the error message for an unknown name, with the nearest setting of its section or else of all."""
     dotted, name = ".".join(path), path[-1]
     if dotted in ELSEWHERE:
@@ -150,7 +150,7 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
     return path, section
 
 
-def annotation_of(dotted: str) -> Any:
+def setting_type(dotted: str) -> Any:
     """Return the type of a setting; None if it does not exist or accepts anything."""
     section: type[BaseModel] | None = RunConfig
     kind: Any = None

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.checks import combination_mistakes
+from trainer.config.checks import find_invalid_combinations
 from trainer.config.gather import gathers_by_layer
-from trainer.config.messages import all_mistakes, setting_names
-from trainer.config.needs import Unread, switch_value, unread_message, unread_settings
+from trainer.config.messages import describe_errors, setting_names
+from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_message
 from trainer.config.sections import RunConfig
 
 _SUGGESTED = re.compile(r"; did you mean ([\w.]+)\?")
@@ -60,7 +60,7 @@ class Mistakes:
 
     def add_values(self, error: ValidationError) -> None:
         """Add what pydantic found, except settings that are missing only because their name is misspelt."""
-        entries = all_mistakes(error, self.names)
+        entries = describe_errors(error, self.names)
         doubtful = self._doubtful(dict(entries))
         for dotted, message in entries:
             if ": missing; " not in message or dotted not in doubtful:
@@ -74,7 +74,7 @@ class Mistakes:
         doubtful = self._doubtful({dotted: text for dotted, (_, text) in self._found.items()})
         names = {name.rpartition(".")[2] for name in doubtful} | doubtful
         unread, left_out = self._unread(config)
-        for message in (*combination_mistakes(config), *unread):
+        for message in (*find_invalid_combinations(config), *unread):
             if not any(re.search(rf"\b{re.escape(name)}\b", message) for name in names):
                 start = re.match(r"\w+(\.\w+)*", message)
                 self.add(start.group() if start else message, message)
@@ -88,7 +88,7 @@ class Mistakes:
             gather = "layer" if gathers_by_layer(config) else "module"
             config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
         names = setting_names()
-        for found in unread_settings(config):
+        for found in find_unread_settings(config):
             section = found.name.partition(".")[0]
             is_whole = all(self._is_given(each) for each in names if each.startswith(f"{section}."))
             if not self._is_given(found.name) or (is_whole and found.is_default):  # a run's record has all settings
@@ -137,10 +137,10 @@ class Mistakes:
         return (1, 0), ""
 
 
-def without_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
+def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
     """Return the configuration with defaults for invalid settings, or None, so that the others can be checked."""
     valid = copy.deepcopy(dict(tree))
-    for dotted, message in all_mistakes(error, {}):
+    for dotted, message in describe_errors(error, {}):
         if ": missing; " in message:
             first = dotted.partition(".")[0]
             valid[first] = _PLACEHOLDERS.get(first)

@@ -72,7 +72,7 @@ _UNKNOWN = object()
 """The value of a switch that does not exist or is decided later."""
 
 
-def unread_settings(config: BaseModel) -> Iterator[Unread]:
+def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
     """Yield every setting that is not false, 0, empty or none, and has no effect."""
     yield from _walk(config, config, "", ())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserError, shown
-from trainer.config.messages import annotation_of
+from trainer.config.messages import setting_type
 from trainer.config.values import is_null, is_text, kinds
 from trainer.config.yaml_core import parse, plain
 
@@ -24,7 +24,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"{shown(text)}: {name} has an extra dot; write {better or 'training.epochs'}=...")
     if name.startswith("-"):
         raise UserError(f"{shown(text)}: settings have no dashes; write {name.lstrip('-')}={shown(value)}")
-    return name, _value(annotation_of(ALIASES.get(name, name)), name, value)
+    return name, _value(setting_type(ALIASES.get(name, name)), name, value)
 
 
 def _value(annotation: Any, name: str, value: str) -> Any:

@@ -45,7 +45,7 @@ REPLACE = (
 )  # fmt: skip
 
 
-def extra_mistakes(extra: dict[str, Any]) -> Iterator[str]:
+def check_extra(extra: dict[str, Any]) -> Iterator[str]:
     """Yield an error message for each key that has a setting here or is not compatible with our training loop."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):

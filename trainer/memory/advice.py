@@ -50,9 +50,9 @@ def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str
     enough = "; or ".join(option.text() for option in advice if option.found.needed <= memory)
     less = "; ".join(option.text() for option in advice if option.found.needed > memory)
     if not advice:
-        fix = "take a smaller model or a larger GPU"
+        fix = "use a smaller model or a larger GPU"
     elif not enough:
-        fix = f"no change is enough, the most helpful are {less}; take a smaller model or a larger GPU"
+        fix = f"no change is enough, the most helpful are {less}; use a smaller model or a larger GPU"
     else:
         fix = f"set {enough}" + (f"; of help but not enough: {less}" if less else "")
     largest = max(found.terms, key=lambda name: found.terms[name])

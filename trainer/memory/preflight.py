@@ -99,7 +99,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
     notes = []
     if is_open:
         chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
-        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults, for there is no GPU to fill"
+        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults without a GPU"
         notes.append(f"auto: {chosen}, {reason}")
     if config.training.gradient_checkpointing == "auto" and memory is not None:
         notes.append(recomputation_line(planner, resolved, memory))
@@ -130,7 +130,7 @@ def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> st
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
     without = planner.estimate(with_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
-    return line if way == "none" else f"{line}; without it {gib(without.needed)}, and there are {gib(memory)}"
+    return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
 def describe_cpu_memory(config: RunConfig, prepared: Prepared) -> str:
