@@ -24,8 +24,8 @@ from launcher.submit import submit
 from launcher.supervision.terminal import say
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
-from trainer.config.errors import mistake_in_path, one_line
-from trainer.config.messages import as_override
+from trainer.config.errors import find_path_mistake, one_line
+from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import json_schema, reference_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
@@ -179,7 +179,7 @@ def main() -> int:
         say(f"error: {error}")
         return EXIT_USAGE
     except OSError as error:
-        if in_path := mistake_in_path(error):
+        if in_path := find_path_mistake(error):
             say(f"error: {in_path}")
             return EXIT_USAGE
         if error.filename is None:
@@ -190,5 +190,5 @@ def main() -> int:
 
 def _mistake(error: Any, words: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
-    override = as_override(option, words) if option else None
+    override = suggest_override(option, words) if option else None
     return f"{option}: settings are written without dashes: {override}" if override else error.format_message()

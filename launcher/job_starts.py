@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.config import RunConfig, UserError
 from trainer.config.files import read_json
 from trainer.contract.exit_codes import EXIT_PREEMPTED
-from trainer.contract.restart_record import newest_checkpoint, whole_checkpoints
+from trainer.contract.restart_record import complete_checkpoints, newest_checkpoint
 from trainer.contract.whole_files import write_json
 
 STARTS_FILE = "slurm-starts.json"
@@ -83,7 +83,7 @@ def _refuse_without_progress(starts: Sequence[Start], now: Start) -> None:
 
 
 def _state(run_dir: Path, env: Mapping[str, str]) -> Start:
-    newest = newest_checkpoint(whole_checkpoints(run_dir))
+    newest = newest_checkpoint(complete_checkpoints(run_dir))
     record = run_dir / "run.json"
     return Start(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 

@@ -9,7 +9,7 @@ def _command() -> int:
     import runpy
 
     from launcher.entry import quiet_libraries
-    from trainer.config.errors import mistake_in_path
+    from trainer.config.errors import find_path_mistake
     from trainer.contract.exit_codes import EXIT_USAGE
     from trainer.contract.launcher_process import LauncherWatch
     from trainer.contract.standard_streams import PROGRESS
@@ -21,7 +21,7 @@ def _command() -> int:
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except OSError as error:
-        mistake = mistake_in_path(error)
+        mistake = find_path_mistake(error)
         if mistake is None:
             raise
         print(f"error: {mistake}", file=sys.stderr)

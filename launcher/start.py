@@ -15,7 +15,7 @@ from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
 from launcher.supervision.terminal import say, show
 from trainer.config import LoadedConfig
 from trainer.config.files import UnreadableFile
-from trainer.contract.command_typed import as_argument
+from trainer.contract.command_typed import encode_command
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.versions import installed_version
@@ -62,7 +62,7 @@ def start(
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
             if is_job_start:
                 record_start(run_dir, os.environ)
-            words = [*arguments, "--lock", lock.token, as_argument(sys.argv), *["--profile-start"] * profiled]
+            words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *["--profile-start"] * profiled]
             code = Attempts(words, loaded, (build, reach), places, held).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended

@@ -17,7 +17,7 @@ import typer
 from trainer.config import UserError
 from trainer.config.errors import printable
 from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
-from trainer.contract.folder_lock import living_holder
+from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.metric_records import MOST_METRICS_BYTES, Record, parse_record
@@ -136,7 +136,7 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     # While ranks train, one of them or their launcher holds the folder's lock.
-    is_over = over is not None or living_holder(run) is None
+    is_over = over is not None or describe_live_holder(run) is None
     if beats:
         lines.append(("state", _describe_state(run, list(beats.values()), over)))
     everything = _records(run / "metrics.jsonl")
@@ -169,7 +169,7 @@ def _describe_state(run: Path, beats: list[Heartbeat], over: str | None) -> str:
     if over is not None:
         return f"ended with its job ({over})"
     slowest = min(beats, key=lambda beat: (beat.exit_code is not None, beat.step))
-    if living_holder(run) is None:
+    if describe_live_holder(run) is None:
         # A run that ended by itself released its lock; some ranks may have had no time to record their exit code.
         killed = failed is None or (run / "logs" / LOCK_FILE).is_file()
         return f"{'killed' if killed else f'ended with {failed}'}, rank {slowest.rank} at {slowest.where()}"

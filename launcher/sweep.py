@@ -21,7 +21,7 @@ from launcher.submit import expand_sweep, load_runs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
-from trainer.config.messages import annotation_of
+from trainer.config.messages import setting_type
 from trainer.config.values import kinds
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
@@ -111,7 +111,7 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, values = text.partition("=")
         if not equals or not name:
             raise UserError(f"{text}: must read key=value,value, such as training.learning_rate=1e-4,2e-4")
-        takes_list = tuple in kinds(annotation_of(ALIASES.get(name, name)) or str)
+        takes_list = tuple in kinds(setting_type(ALIASES.get(name, name)) or str)
         (axes if "," in values and not takes_list and not values.startswith(("[", "{", '"', "'")) else fixed).append(
             text
         )

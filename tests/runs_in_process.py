@@ -62,7 +62,7 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 _KNOWN = [
     (trainer.memory.preflight, "read_shapes", _once(read_shapes)),
     (trainer.memory.image_models, "image_shapes", _once(trainer.memory.image_models.image_shapes)),
-    (trainer.memory.image_models, "see", _once(trainer.memory.image_models.see)),
+    (trainer.memory.image_models, "observe_activations", _once(trainer.memory.image_models.observe_activations)),
 ]
 
 
@@ -72,7 +72,7 @@ def as_one_of_many() -> Iterator[None]:
 
     Two thirds of a tiny run's time, and a quarter of what is left.
     """
-    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "garbage_of_steps_only")
+    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "exclude_from_garbage_collection")
     with ExitStack() as changes:
         for module, name, function in ((*plots, lambda *_, **__: {}), (*garbage, nullcontext), *_KNOWN):
             changes.enter_context(patch.object(module, name, function))

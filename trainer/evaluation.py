@@ -1,4 +1,4 @@
-"""What a run measures in addition to its training loss: the held-out loss, and answers to the sample prompts."""
+"""The evaluations of a run: the held-out loss, and samples."""
 
 import math
 from collections.abc import Callable
@@ -14,19 +14,16 @@ from trainer.tasks.task import StepLoss, Task
 
 @dataclass(frozen=True)
 class Measurement:
-    """What differs in a run that is made for its held-out losses.
-
-    It writes no checkpoints and no report: an interrupted one starts again.
-    """
+    """The custom evaluation of a run that only measures held-out losses, without checkpoints and report."""
 
     evaluate: Callable[[Engine], tuple[float, int]]
-    """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
+    """Returns the held-out loss of the engine's model in nats per target token, and the number of target tokens."""
     at_the_end: Callable[[Engine], None]
-    """What else is measured on the trained model."""
+    """Further measurements of the trained model."""
 
 
 class Evaluation:
-    """Of one run, on its engine; a `measurement` has a loss of its own."""
+    """Evaluates the model of a run; a `measurement` replaces the held-out loss."""
 
     def __init__(
         self,
@@ -38,25 +35,24 @@ class Evaluation:
         *,
         held_out: bool,
     ) -> None:
-        """`held_out`: whether there is anything to evaluate on."""
         self.has_data = held_out
         self._task, self._engine, self._loss, self._say, self._measurement = task, engine, loss, say, measurement
 
     @phase("evaluate")
     def loss(self) -> tuple[float, int]:
-        """The held-out loss of a target, and the number of targets; every rank must call it."""
+        """Return the held-out loss per target and the number of targets; every rank must call it."""
         if self._measurement is not None:
             return self._measurement.evaluate(self._engine)
         found = evaluate_loss(self._engine, self._loss, self._task.evaluation())
         release_if_fragmented()
         if not math.isfinite(found[0]):
             self._say(
-                f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation gave a loss "
-                "that is not finite, and this evaluation is never taken for the best; look at the longest and most "
-                "unusual samples, or use training.precision: bf16 where it is fp16"
+                f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation has a loss "
+                "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
+                "samples, or use training.precision: bf16 instead of fp16"
             )
         return found
 
     def sample(self, when: str, step: int, folder: Any) -> None:
-        """What the model makes of the sample prompts, kept in the run's `folder`; every rank must call it."""
+        """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""
         self._task.sample(self._engine, when, step, folder)

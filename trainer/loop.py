@@ -1,4 +1,4 @@
-"""The training loop: steps, metrics, evaluations, checkpoints, and when to end."""
+"""The training loop: steps, metrics, evaluations, checkpoints, and stopping."""
 
 import gc
 import math
@@ -33,7 +33,7 @@ NONFINITE_IN_A_ROW = 10
 
 
 class Reporter(Protocol):
-    """Where numbers go; rank 0 has a real one."""
+    """Receives metrics; only rank 0 has one."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
     def progress(self, step: int, values: dict[str, float]) -> None: ...
@@ -41,7 +41,7 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop works with."""
+    """Everything that the loop works with."""
 
     engine: Engine
     schedule: Any
@@ -52,13 +52,13 @@ class Parts:
     stop: StopRequest
     evaluate: Callable[[], tuple[float, int]] | None
     copy_for_save: Callable[[], None]
-    """Copies what a checkpoint holds, behind the step that the device is in."""
+    """Copies the content of a checkpoint after the current step of the device."""
     save: Callable[[Position], None]
-    """Begins to write what was copied."""
+    """Starts to write the copy."""
     hold_changes: Callable[[], None]
-    """Before an update: what is being copied is copied first."""
+    """Called before an update: makes the device finish the copy first."""
     settle_save: Callable[[], None]
-    """Waits until it is whole."""
+    """Waits until the checkpoint is complete."""
     recovery: Recovery
     gradient_check: GradientCheck | None = None
     steering: Steering | None = None
@@ -66,18 +66,18 @@ class Parts:
     experts: ExpertLoad | None = None
     profiler: StepProfiler | None = None
     counted: str = "tokens"
-    """What a batch is counted in."""
+    """Unit in which batches are counted."""
     sample: Callable[[int], None] | None = None
-    """Show what the model makes of the sample prompts at a step; every rank must call it."""
+    """Generates samples at a step; every rank must call it."""
     sample_every: int = 0
     spikes: SpikeWatch | None = None
     stragglers: StragglerWatch | None = None
     graphs: GraphedLoss | None = None
-    """The loss, where it may be played back from CUDA graphs."""
+    """The loss, if it may be replayed from CUDA graphs."""
     skipped: Callable[[], dict[str, int]] = dict
-    """Records left out so far by `dataset.on_bad_record: skip`, by source."""
-    tell_start: Callable[[StartTimes], None] | None = None
-    """Called at the end of the first step with where the time until then went."""
+    """Returns the records skipped so far by `dataset.on_bad_record: skip`, by source."""
+    report_start: Callable[[StartTimes], None] | None = None
+    """Called at the end of the first step with the times of the phases before it."""
 
 
 class Loop:
@@ -93,23 +93,23 @@ class Loop:
         self.stopped_early = False
         """Whether `training.early_stopping` ended the run."""
         self._gradient_check = parts.gradient_check
-        self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None  # what is known of it at its launch
+        # Step, its numbers, and metrics known at its launch.
+        self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
         self._before: StepInFlight | None = None
         self._started = 0.0
         self._stop = False
-        self._of_start: dict[str, float] = {}
+        self._start_times: dict[str, float] = {}
 
     def run(self) -> None:
-        """Train until the steps are done, a signal arrives, or the held-out loss stops falling; then save.
+        """Train until all steps are done, a signal arrives, or early stopping; then save.
 
-        Raises UserError, after saving, for data that cannot be used: all ranks find it in the same step.
-
-        On a GPU the numbers of a step are read while the next one runs, so that the card never waits for the host.
+        Raises UserError, after saving, for unusable data, which all ranks find in the same step. On a GPU the numbers
+        of a step are read during the next one, so that the GPU never waits for the host.
         """
         self._parts.stop.training = True
-        self._parts.engine.train()  # models are loaded for inference: without dropout and without recomputation
+        self._parts.engine.train()  # models are loaded in evaluation mode, without dropout and recomputation
         try:
-            with garbage_of_steps_only():
+            with exclude_from_garbage_collection():
                 while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
                     self._step()
                     if self._parts.stragglers is not None:
@@ -127,15 +127,15 @@ class Loop:
         self._parts.stop.agree()
 
     def _save_and_raise(self, error: UserError) -> NoReturn:
-        """Save what was trained before a mistake of the user ended the run, and say so."""
-        # Where one rank runs out of memory the others are in the middle of the step: nothing can be saved together.
+        """Save a run that is stopped by a mistake of the user, and mention it in the error."""
+        # If one rank runs out of memory, the others are within the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
         self._settle()
         self._save(at_the_end=True)
         self._parts.settle_save()
         raise UserError(
-            f"{error}; training stopped after step {self.position.step}, which is saved: resume it with "
+            f"{error}; training stopped after step {self.position.step}, which is saved; resume it with "
             "training.resume_from_checkpoint=latest"
         ) from error
 
@@ -161,7 +161,7 @@ class Loop:
             self._settle()
 
     def _launch(self) -> tuple[StepInFlight, int]:
-        """Fetch and run the step at this position; how many samples all ranks took for it."""
+        """Fetch and start the step at this position; also returns the number of samples that all ranks used."""
         parts, position = self._parts, self.position
         own_time = parts.stragglers.own_time(on_device=False) if parts.stragglers is not None else nullcontext()
         with phase("data"), own_time:
@@ -189,12 +189,12 @@ class Loop:
         self._parts.hold_changes()
 
     def _wants_save(self) -> bool:
-        """Rank 0's clock decides; the others learn it from the numbers of the step."""
+        """Return whether `save_minutes` have passed on rank 0; the others get this from the step's result."""
         minutes = self._training.save_minutes
         return self._parts.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _settle(self) -> None:
-        """Take in the numbers of the step under way, if there is one: before the next update, or where they matter."""
+        """Wait for the result of the step in flight, if any; called before the next update or when it is needed."""
         if self._in_flight is None:
             return
         (step, launched, known), self._in_flight = self._in_flight, None
@@ -213,19 +213,19 @@ class Loop:
             seconds = launched.seconds_since(self._before)
         self._before = launched
         if (start := PROGRESS.end_start()) is not None:
-            self._of_start = start.values()
-            if parts.tell_start is not None:
-                parts.tell_start(start)
+            self._start_times = start.values()
+            if parts.report_start is not None:
+                parts.report_start(start)
         self._report(step, result, known, seconds)
 
     def _check_finite(self, step: int, result: StepResult) -> None:
-        """A step that was not applied changed no weight: stop, or go on to the next one."""
+        """Raise FloatingPointError if a step was not finite and the run must stop; it has not changed any weight."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):
             return
         position.nonfinite_steps += 1
-        # fp16 looks for its loss scale by trial: a few skipped steps are its normal beginning.
+        # fp16 finds its loss scale by trial, with a few skipped steps at the start.
         searching = self._parts.engine.fp16_enabled() and not result.applied
         patience = NONFINITE_IN_A_ROW * 2 if searching else NONFINITE_IN_A_ROW
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
@@ -237,15 +237,15 @@ class Loop:
             raise FloatingPointError(f"step {step}: {who} had a loss that is not finite; no weight was changed by it")
         raise FloatingPointError(
             f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
-            "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or look at the data with "
+            "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "
             "`zerolora inspect`"
         )
 
     def _report(self, step: int, result: StepResult, known: dict[str, float], seconds: float) -> None:
         parts, position = self._parts, self.position
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
-        # Of all ranks: before those that report nothing leave.
-        of_experts = parts.experts.values() if is_logged and parts.experts is not None else {}
+        # Summed over all ranks, so that all must call it.
+        expert_load = parts.experts.values() if is_logged and parts.experts is not None else {}
         if parts.reporter is None:
             return
         values = {
@@ -275,16 +275,16 @@ class Loop:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         parts.reporter.progress(step, values)
         if is_logged:
-            values, self._of_start = values | of_experts | self._of_start, {}
+            values, self._start_times = values | expert_load | self._start_times, {}
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate every `eval_steps`; remember the best, and whether to go on."""
+        """Evaluate every `eval_steps`, track the best loss, and decide on early stopping."""
         training, position, parts = self._training, self.position, self._parts
         if parts.evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return
         self._settle()
-        self._before = None  # what comes between two steps is not the next one's time
+        self._before = None  # the evaluation does not count as time of the next step
         loss, _ = parts.evaluate()
         position.last_evaluation, position.evaluated_at = loss, position.step
         report_evaluation(parts.reporter, position.step, loss, parts.counted)
@@ -312,9 +312,9 @@ class Loop:
             self._save()
 
     def _save(self, *, at_the_end: bool = False) -> None:
-        """A disk that is full ends no training: the run has said so, and the next save tries again.
+        """Save a checkpoint; a full disk does not stop training, and the next save tries again.
 
-        All that can be is asked for before the numbers of the step are waited for: from then on the device is idle.
+        The copy is launched before waiting for the step's result, after which the device is idle.
         """
         self._save_asked = False
         if self._saved_at == self.position.step:
@@ -335,11 +335,11 @@ class Loop:
 
 
 @contextmanager
-def garbage_of_steps_only() -> Iterator[None]:
-    """Python's collector of cycles looks only at objects that came within the block.
+def exclude_from_garbage_collection() -> Iterator[None]:
+    """Exclude all existing objects from garbage collection within the block.
 
-    Half a million objects of models and libraries stand there before the first step. Going through them takes a rank
-    tenths of a second in one step or another, while all others wait.
+    Traversing the half a million objects of model and libraries would delay a rank by tenths of a second in some steps,
+    while the others wait.
     """
     gc.collect()
     gc.freeze()
@@ -350,7 +350,7 @@ def garbage_of_steps_only() -> Iterator[None]:
 
 
 def report_evaluation(reporter: Reporter | None, step: int, loss: float, counted: str = "tokens") -> None:
-    """Held-out loss; of tokens in nats, with bits a token and perplexity."""
+    """Log the held-out loss; for tokens in nats, with bits per token and perplexity."""
     if reporter is None:
         return
     values = {"eval/loss": loss}

@@ -1,4 +1,4 @@
-"""One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
+"""A training run on one rank: join, load the model, start the engine, restore, train, save."""
 
 import math
 import sys
@@ -53,20 +53,20 @@ from trainer.patches.loss_head import TokenLoss
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
 from trainer.scu.steering import fit_to_target, start_steering
-from trainer.setup.build import build_model, patches_wanted
+from trainer.setup.build import build_model, select_patches
 from trainer.setup.joining import join
 from trainer.step import evaluate_loss
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
-# A run that fails has its newest checkpoint written to the end if that takes no longer; the launcher waits 8 s.
-TO_WRITE_S = 5.0
+# Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
+FINISH_SAVE_S = 5.0
 
 
 class Run:
-    """One run on one rank, built in the order in which its parts need each other."""
+    """A training run on one rank; attributes are in the order in which they are set."""
 
-    # What it is given.
+    # given
     config: RunConfig
     """Without `auto` once the memory is planned."""
     notes: Sequence[str]
@@ -96,13 +96,13 @@ class Run:
     steering: Steering | None
     # train, save
     metrics: Metrics | None
-    """Rank 0's, from the first write on."""
+    """On rank 0, once the folder is open."""
     evaluation: Evaluation
     recovery: Recovery
     resident: int
-    """Bytes on the GPU once the engine has started: all that stays there for the whole run."""
+    """Bytes on the GPU after the engine has started, which stay there for the whole run."""
     peak: int
-    """Bytes, of the rank that needed most."""
+    """Peak bytes over all ranks."""
 
     def __init__(
         self,
@@ -116,17 +116,14 @@ class Run:
         *,
         profile_start: bool = False,
     ) -> None:
-        """`lock` is that of the run's folder, which rank 0 holds.
-
-        `profile_start`: say in full where the time to the first step went.
-        """
+        """Rank 0 passes the `lock` of the run's folder; `profile_start` reports all times before the first step."""
         self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement, self.profile_start = measurement, profile_start
         self.restored_scu = self.steering = self.metrics = None
 
     def train(self) -> Position:
-        """Everything from joining the other ranks to the saved weights; every rank must call it."""
+        """Join the other ranks, train, and save; every rank must call it."""
         self._join()
         self.checkpoints = CheckpointManager(
             self.config, self.prepared, self.ranks, self.device, self.precision, self.say
@@ -135,7 +132,7 @@ class Run:
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
-        self.steering = self._steer(engine, position, total_steps)
+        self.steering = self._start_steering(engine, position, total_steps)
         prompt_text = self.prepared.data.stats.prompt_text
         self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision, prompt_text)
         if self.measurement is None:
@@ -143,7 +140,7 @@ class Run:
         held_out = self.prepared.data.evaluation is not None
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
-        loop = Loop(self._parts(engine, total_steps), self.config.training, position, total_steps)
+        loop = Loop(self._build_parts(engine, total_steps), self.config.training, position, total_steps)
         try:
             loop.run()
         except FloatingPointError:
@@ -156,7 +153,7 @@ class Run:
                 self._report_early_stop(position, total_steps)
             kept_step = self.checkpoints.restore_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
-                position.evaluated_at = -1  # what was measured before is another adapter's
+                position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None and self.metrics is not None:
                 self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
@@ -169,7 +166,7 @@ class Run:
             self.folder.save_steering(self.steering)
         self.peak = peak_over_ranks(self.device)
         engine.destroy()
-        self._end(position, before, after)
+        self._finish(position, before, after)
         return position
 
     def _join(self) -> None:
@@ -213,7 +210,7 @@ class Run:
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self.deepspeed_config)
         dtype = DTYPES[self.precision]
-        install("engine", engine, patches_wanted(config, self.decided, self.device, dtype, self.task.small_pass))
+        install("engine", engine, select_patches(config, self.decided, self.device, dtype, self.task.small_pass))
         if flat is not None:
             flat.repoint()
         self.optimizer = optimizer
@@ -224,7 +221,7 @@ class Run:
 
     @phase("restore")
     def _restore(self, engine: Engine) -> tuple[Position, int]:
-        """Batches, schedule and position: from the start, or from a checkpoint."""
+        """Create batches and schedule, and return position and total steps, restored from a checkpoint if given."""
         training = self.config.training
         self.batches = self.task.batches()
         total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
@@ -239,8 +236,8 @@ class Run:
         return position, total_steps
 
     @phase("steer")
-    def _steer(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
-        """The Shannon Control Unit, as it was in the checkpoint if there is one, its target found reachable."""
+    def _start_steering(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
+        """Start the Shannon Control Unit, restored from the checkpoint if there is one, and check its target."""
         if not self.config.scu.enabled:
             return None
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
@@ -259,12 +256,12 @@ class Run:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
-    def _parts(self, engine: Engine, total_steps: int) -> Parts:
+    def _build_parts(self, engine: Engine, total_steps: int) -> Parts:
         experts = ExpertLoad.of(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
-        let_go = graphs.drop if graphs is not None else None
+        release = graphs.drop if graphs is not None else None
         common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
-        self.recovery = Recovery(*common, let_go=let_go)
+        self.recovery = Recovery(*common, release=release)
         extend_timeouts(collective_timeout(self.config.training))
         return Parts(
             engine=engine,
@@ -289,14 +286,14 @@ class Run:
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
             skipped=partial(skipped_records, self.config, self.prepared, self.batches),
-            tell_start=self._tell_start,
+            report_start=self._report_start,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
             stragglers=watch_stragglers(engine, self.ranks, self.say),
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
-        """Held-out loss, and what the model makes of the sample prompts."""
+        """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         if self.evaluation.has_data and loss is None:
             loss, _ = self.evaluation.loss()
@@ -307,19 +304,19 @@ class Run:
     def _report_early_stop(self, position: Position, total_steps: int) -> None:
         patience = self.config.training.early_stopping
         self.say(
-            f"stopped early at step {position.step} of {total_steps}: the held-out loss was no lower in "
-            f"{patience} evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the lowest is "
+            f"stopped early at step {position.step} of {total_steps}: no lower held-out loss in {patience} "
+            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the lowest is "
             f"{position.best_loss:.4f} at step {position.best_step}"
         )
         if self.metrics is not None:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
-    def _tell_start(self, times: StartTimes) -> None:
+    def _report_start(self, times: StartTimes) -> None:
         for line in times.table() if self.profile_start else [times.line()]:
             self.say(escape(line))
 
     def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
-        """The loss of training, where micro-steps may be played back from CUDA graphs."""
+        """Return the training loss that captures CUDA graphs, if they may be used."""
         mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None
@@ -350,11 +347,11 @@ class Run:
         self.folder.save_result(engine, must_have_moved=self._must_have_moved(), factor=factor)
 
     def _must_have_moved(self) -> bool:
-        """The first steps of a warm-up have a learning rate of zero."""
+        """Return whether weights must have changed: the first step of a warm-up has a learning rate of zero."""
         return sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
 
     @phase("report")
-    def _end(self, position: Position, before: float | None, after: float | None) -> None:
+    def _finish(self, position: Position, before: float | None, after: float | None) -> None:
         if self.metrics is None:
             return
         self.metrics.close()
@@ -375,13 +372,13 @@ class Run:
         self.folder.write_report(before, after)
 
     def close(self) -> None:
-        """Finish the files and the bar of a run that ends early, and the checkpoint if it is nearly written."""
+        """Close the metrics of a failed run, after a short wait for the checkpoint that is being written."""
         if hasattr(self, "checkpoints"):
-            self.checkpoints.wait_for_save(TO_WRITE_S)
+            self.checkpoints.wait_for_save(FINISH_SAVE_S)
         if self.metrics is not None:
             self.metrics.close()
 
     def say(self, line: Any) -> None:
-        """One of zerolora's own lines; only rank 0 speaks."""
+        """Print a line on the console of rank 0."""
         if self.ranks.is_main:
             self.console.print(line, soft_wrap=True)

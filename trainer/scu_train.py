@@ -1,4 +1,4 @@
-"""The program of a rank with the flags of `zerolora scu-train`, for those who start ranks by other programs.
+"""The program of a rank with the flags of `zerolora scu-train`, for use with other launchers.
 
 torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
 """
@@ -13,14 +13,14 @@ from pathlib import Path
 from trainer.config import UserError
 from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
 from trainer.config.yaml_core import dump
-from trainer.contract.exit_codes import TO_SPEAK_S
+from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rank_variables import read_place
 from trainer.data.demo_data import demo_data
 from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train under the SCU; exit codes as of trainer/train.py."""
+    """Train with the SCU; the exit codes are those of trainer/train.py."""
     begin()
     arguments = sys.argv[1:] if argv is None else argv
     rank = local_rank = 0
@@ -38,12 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         if local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
-            time.sleep(TO_SPEAK_S)
+            time.sleep(REPORT_DELAY_S)
         return UserError.exit_code
 
 
 def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
-    """Write the configuration for the flags to `path`; return the overrides and the output folder. Raises UserError."""
+    """Write the configuration for the flags to `path`; return the overrides and the output folder."""
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
@@ -61,7 +61,7 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
 
 
 def _copy_to_log(output: Path) -> None:
-    """Copy what this process prints from now on to the guide's log."""
+    """Copy the output of this process from now on to the guide's log."""
     with open_log(output) as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None

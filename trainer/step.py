@@ -1,9 +1,9 @@
-"""One optimizer step: micro-batches in, the globally token-weighted loss and its gradient out.
+"""An optimizer step: the globally token-weighted loss of its micro-batches, its gradient and the update.
 
 The loss of a step is the sum of the token losses over all ranks and micro-steps divided by the number of target tokens
-over all ranks and micro-steps, so that neither padding nor the way a batch is cut changes the gradient. DeepSpeed
-divides by the accumulation steps and averages over ranks; each micro-step therefore hands it
-sum_local * world * accumulation / N.
+over all ranks and micro-steps, so that neither padding nor the split into micro-batches changes the gradient. DeepSpeed
+divides by the accumulation steps and averages over ranks; each micro-step therefore passes
+sum_local * world * accumulation / N to it.
 """
 
 import math
@@ -24,41 +24,43 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import Steering
 from trainer.tasks.task import Batch, StepLoss
 
-_NONFINITE = 2**20  # more than there are ranks: how many they are and, of one, its number fit into one sum
+_NONFINITE = 2**20  # more than any number of ranks, so that one sum encodes their count and the rank if it is only one
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: sums over all ranks and micro-steps."""
+    """The result of an optimizer step: sums over all ranks and micro-steps."""
 
     loss_sum: float
-    """Sum of token losses, nats."""
+    """Sum of token losses in nats."""
     target_tokens: int
-    """Tokens with loss."""
+    """Number of tokens with a loss."""
     tokens: int
-    """All tokens, prompts included."""
+    """Number of all tokens, including prompts."""
     grad_norm: float
     """Global gradient norm before clipping."""
     applied: bool
     """False if the step was skipped because a gradient was not finite."""
     stop: bool
-    """True on every rank if any rank asked to stop."""
+    """Whether any rank asked to stop."""
     save: bool = False
-    """True on every rank if any rank asked for a checkpoint."""
+    """Whether any rank asked for a checkpoint."""
     nonfinite_ranks: int = 0
-    """Ranks whose own loss was not finite, which is what makes a sum over all of them so."""
+    """Number of ranks with a non-finite local loss."""
     nonfinite_rank: int | None = None
-    """Which it was, if it was one."""
+    """The rank with a non-finite local loss, if there is only one."""
     own_is_nonfinite: bool = False
-    """Whether this rank's own was."""
+    """Whether the local loss of this rank was not finite."""
 
 
 class StepInFlight:
-    """A step whose numbers are on their way from the device; the host goes on with the next one meanwhile."""
+    """A launched step, with its numbers being copied from the device while the host launches the next one."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        """`numbers`, fp64 on the device: target tokens, tokens, stops, saves, loss sum, gradient norm, applied, ranks
-        whose loss is not finite (`_NONFINITE` each, and their numbers), the same of this rank alone.
+        """Start to copy `numbers`, a vector in fp64 on the device.
+
+        They are: target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum of `_NONFINITE` + rank
+        over ranks with a non-finite loss, the same for this rank.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -71,11 +73,11 @@ class StepInFlight:
 
     @property
     def on_device(self) -> bool:
-        """True if `result` may have to wait for a GPU."""
+        """Whether `result` may have to wait for a GPU."""
         return self._ended is not None
 
     def result(self) -> StepResult:
-        """The numbers, waited for."""
+        """Wait for the step and return its result."""
         if self._ended is not None:
             self._ended.synchronize()
         targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()
@@ -86,19 +88,19 @@ class StepInFlight:
         )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
-        """Time from the end of an earlier step to the end of this one, both over."""
+        """Return the time between the ends of an earlier step and this one, both of which must be finished."""
         if self._ended is None or earlier._ended is None:
             return self.launched_at - earlier.launched_at
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
 
 
 def count_targets(batches: Sequence[Batch]) -> int:
-    """Tokens with loss in this rank's micro-batches."""
+    """Return the number of tokens with a loss in this rank's micro-batches."""
     return sum(batch.target_count for batch in batches)
 
 
 def count_tokens(batches: Sequence[Batch]) -> int:
-    """Tokens that are not padding in this rank's micro-batches."""
+    """Return the number of tokens except padding in this rank's micro-batches."""
     return sum(batch.tokens for batch in batches)
 
 
@@ -117,18 +119,17 @@ def train_step(
     recovery: Recovery | None = None,
     stragglers: StragglerWatch | None = None,
 ) -> StepInFlight:
-    """Forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
+    """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `steering` adds its term, nats per token, once per step. `stop` says that this rank wants to end after the step,
-    `save` that it wants a checkpoint; the result says whether any rank does. `before_update` runs between the last
-    backward and the optimizer: what it learns of the step before can still keep this one from changing a weight.
-    `recovery` has the ranks agree, before gradients are reduced, that none ran out of memory; `stragglers` learns how
-    long this rank's forward passes take.
+    `steering` adds its penalty, in nats per token, once per step. `stop` and `save` ask for a stop or a checkpoint
+    after the step; the result has whether any rank does. `before_update` runs between the last backward pass and the
+    optimizer, and can still prevent the update. `recovery` lets the ranks agree, before gradients are reduced, that
+    none ran out of memory; `stragglers` measures this rank's forward passes.
     """
     device = engine.device
     counts = _global_counts(batches, stop, save, ranks, device)
-    # What undoes the engine's division by accumulation steps and ranks; on the device where the ranks are several.
-    to_engine = (ranks.world_size * len(batches) / counts[0].clamp(min=1)).float()
+    # Undoes the engine's division by accumulation steps and ranks; on the device if there are several ranks.
+    scale = (ranks.world_size * len(batches) / counts[0].clamp(min=1)).float()
     sums = torch.zeros(3, device=device, dtype=torch.float64)
     plain_norm = None
     skipped_before = engine.skipped_steps
@@ -136,19 +137,8 @@ def train_step(
         recovery.hold_reduction()
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        with stragglers.own_time() if stragglers is not None else nullcontext():
-            loss_local = steering.loss(step, batch) if is_last and steering is not None else None
-            if loss_local is None:
-                loss_local = loss(engine, batch, device)
-        sums[0] += loss_local.detach()
-        total = (loss_local + loss.balancing) * to_engine
-        if is_last and steering is not None:
-            # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
-            total = total + steering.penalty(step) * len(batches)
-            sums[1] = steering.measured_local()
-        with phase("backward"):
-            engine.backward(total)
-        del total, loss_local  # they hold what was recorded, where it is to be let go of
+        last_steering = steering if is_last else None
+        _micro_step(engine, loss, batch, sums, scale, len(batches), step, last_steering, stragglers)
         if is_last:
             if recovery is not None:
                 recovery.agree_and_reduce()
@@ -162,11 +152,11 @@ def train_step(
             engine.step()
     norm = engine.get_global_grad_norm() if plain_norm is None else plain_norm
     if norm is None:
-        raise changed("deepspeed", "engine.get_global_grad_norm() knows no norm after a step")
+        raise changed("deepspeed", "engine.get_global_grad_norm() has no norm after a step")
     grad_norm = torch.as_tensor(norm).double()
     if grad_norm.device != device:
         grad_norm = sums.new_zeros(()).fill_(float(grad_norm))
-    # What DeepSpeed skips it counts; what the optimizer itself skips has a norm that is not finite.
+    # DeepSpeed counts the steps it skips; if the optimizer skips a step, the norm is not finite.
     applied = torch.isfinite(grad_norm) & (engine.skipped_steps == skipped_before)
     if steering is not None:
         steering.observe(step, sums[0], counts[0], sums[1], applied)
@@ -174,19 +164,48 @@ def train_step(
     return StepInFlight(torch.cat([counts, torch.stack(numbers)]))
 
 
+def _micro_step(
+    engine: Engine,
+    loss: StepLoss,
+    batch: Batch,
+    sums: torch.Tensor,
+    scale: torch.Tensor,
+    accumulation: int,
+    step: int,
+    steering: Steering | None,
+    stragglers: StragglerWatch | None,
+) -> None:
+    """Run forward and backward pass of a micro-batch, and add its loss to `sums`.
+
+    `steering` is given for the last micro-batch of a step.
+    """
+    with stragglers.own_time() if stragglers is not None else nullcontext():
+        loss_local = steering.loss(step, batch) if steering is not None else None
+        if loss_local is None:
+            loss_local = loss(engine, batch, engine.device)
+    sums[0] += loss_local.detach()
+    total = (loss_local + loss.balancing) * scale
+    if steering is not None:
+        # Every rank adds the whole penalty and the engine averages over ranks, so only the accumulation is undone.
+        total = total + steering.penalty(step) * accumulation
+        sums[1] = steering.measured_local()
+    with phase("backward"):
+        engine.backward(total)
+
+
 def _global_counts(
     batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Target tokens, tokens, and ranks that want to stop, and to save, over all ranks; fp64 [4] on the device."""
+    """Return target tokens, tokens, stops and saves summed over all ranks, in fp64 [4] on the device."""
     counts = torch.tensor([count_targets(batches), count_tokens(batches), stop, save], dtype=torch.float64)
     counts = to_device(counts, device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
 def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
-    """Stage 0 in 32 bits has no wrapper that measures, clips and skips: do it here; None for the other engines.
+    """Measure the norm, clip, and skip non-finite gradients at stage 0 in 32 bits, where DeepSpeed has no wrapper.
 
-    torch's AdamW leaves parameters without a gradient alone, so dropping the gradients skips the step.
+    Returns None for other engines. torch's AdamW ignores parameters without gradients, so dropping them skips the step.
     """
     if engine.optimizer is not engine.basic_optimizer:
         return None
@@ -201,7 +220,7 @@ def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor
 
 @torch.no_grad()
 def evaluate_loss(engine: Engine, loss: StepLoss, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Held-out loss, nats per target token over all ranks, and the number of target tokens; every rank must call it."""
+    """Return the held-out loss in nats per target token, and the number of target tokens; every rank must call it."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:

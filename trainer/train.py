@@ -1,4 +1,4 @@
-"""The program of a rank; it trains by trainer/entry/rank.py.
+"""The program of a rank; trainer/entry/rank.py does the training.
 
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """
@@ -7,23 +7,23 @@ import gc
 import os
 import sys
 
-from trainer.contract import held_start
+from trainer.contract import prestart_channel
 from trainer.contract.standard_streams import PROGRESS
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save."""
+    """Train, and return the exit code of trainer/entry/rank.py."""
     begin()
-    gc.disable()  # until all is imported
+    gc.disable()  # until all imports are done
     words = sys.argv[1:] if argv is None else argv
-    if held_start.OPTION in words:
+    if prestart_channel.OPTION in words:
         if os.environ["RANK"] == "0":
             PROGRESS.show("importing")
-        from trainer.entry.prestart import main as train_when_released
+        from trainer.entry.prestart import main as prestart
 
-        return train_when_released(words)
+        return prestart(words)
     from trainer.entry.rank import main as train
 
     import_common_modules()

@@ -24,7 +24,7 @@ from benchmarks.compare.results import Comparison, read_results
 from benchmarks.compare.trials import CONTROLLERS, MEASURES, Trial, plan, run_trials
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.config.command_parser import from_one
+from trainer.config.command_parser import positive_int
 from trainer.setup.preflight import prepare
 
 WIDTH = 132
@@ -165,7 +165,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of all runs and results (output_dir)")
     parser.add_argument(
-        "--seeds", type=from_one, default=3, metavar="N", help="seeds: the file's and those after it (3)"
+        "--seeds", type=positive_int, default=3, metavar="N", help="seeds: the file's and those after it (3)"
     )
     parser.add_argument(
         "--controllers", type=_controllers, default=CONTROLLERS, metavar="LIST", help=",".join(CONTROLLERS)
@@ -184,9 +184,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--forgetting", type=Path, metavar="FILE", help="text on which to measure the distance from the base too"
     )
-    parser.add_argument("--parallel", type=from_one, metavar="N", help="concurrent processes (1 per GPU)")
+    parser.add_argument("--parallel", type=positive_int, metavar="N", help="concurrent processes (1 per GPU)")
     parser.add_argument("--gpus", type=_words, default=(), metavar="LIST", help="GPUs to spread over (all)")
-    parser.add_argument("--draws", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument("--draws", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
     options = parser.parse_intermixed_args(argv)
     options.lambdas = sorted(set(options.lambdas))
     options.ramps = sorted(set(options.ramps or [options.lambdas[len(options.lambdas) // 2]]))

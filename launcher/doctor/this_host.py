@@ -17,7 +17,7 @@ import psutil
 from launcher.doctor.requirements import GIB, MAMBA, find_cuda, find_gpus, find_packages
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig, collective_timeout
-from trainer.contract.known_versions import unproven
+from trainer.contract.known_versions import describe_untested
 from trainer.contract.rank_variables import host_name
 
 State = Literal["OK", "WARN", "FAIL"]
@@ -70,7 +70,7 @@ def check_packages() -> Iterator[Check]:
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
     state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
     yield Check("kernels for Mamba layers", "OK", state)
-    for found in unproven():
+    for found in describe_untested():
         fix = f"install the version of {found.split()[0]} in constraints.txt, or watch the first run"
         yield Check("known versions", "WARN", found, fix)
 

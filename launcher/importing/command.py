@@ -12,12 +12,12 @@ from launcher.importing import axolotl, llamafactory, trl
 from launcher.importing.translation import Foreign, Translation
 from launcher.importing.writing import format_yaml
 from launcher.supervision.terminal import say
+from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.foreign import written_for
 from trainer.config.load import load_text
-from trainer.config.needs import unread_settings
+from trainer.config.needs import find_unread_settings
 from trainer.config.sections import RunConfig
-from trainer.config.yaml_core import Yaml11Loader, read_yaml, yaml_of
+from trainer.config.yaml_core import Yaml11Loader, parse_yaml, read_yaml
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 
@@ -79,10 +79,10 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
 def leave_out_unread(translation: Translation) -> None:
     """Turn settings without effect into remarks: other trainers accept them while their feature is off."""
     try:
-        config = RunConfig.model_validate(yaml_of(Path("mine.yaml"), format_yaml(translation, "")).tree)
+        config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
     except ValidationError:  # reported by load_text
         return
-    for found in unread_settings(config):
+    for found in find_unread_settings(config):
         if found.name in translation.settings and not found.need.replaces:
             names = translation.settings.pop(found.name).names
             for name in names[:1]:  # empty for their defaults
@@ -95,7 +95,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
     tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:
         tree["dataset_dir"] = str(dataset_dir.absolute())
-    trainer = written_for(tree, enough=1)
+    trainer = recognize_trainer(tree, enough=1)
     if trainer is None:
         raise UserError(f"{path}: has no settings of {', '.join(TRANSLATORS)}; `zerolora train` reads its own files")
     if trainer not in TRANSLATORS:

@@ -19,8 +19,8 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserErrors, shown
 from trainer.config.files import read_json
-from trainer.config.messages import annotation_of, describe_problem
-from trainer.config.values import as_meant, kinds
+from trainer.config.messages import describe_problem, setting_type
+from trainer.config.values import kinds, parse_value
 from trainer.config.yaml_core import Yaml11Loader, plain, read_yaml
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -29,9 +29,9 @@ MAP = "must be a map, such as {a: b}"
 OFF = ("false", "no", "off", "none", "null")
 
 # Types of keys; bounded, so that arithmetic with them neither overflows nor meets NaN.
-Text = Annotated[str, BeforeValidator(partial(as_meant, str))]
-Whole = Annotated[int, BeforeValidator(partial(as_meant, int)), Ge(-(10**12)), Le(10**12)]
-_Float = Annotated[float, BeforeValidator(partial(as_meant, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
+Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
+Whole = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
+_Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
 Number = _Float | Whole
 """Whole numbers stay as they are written."""
 Steps = Annotated[Whole | _Float, "steps"]
@@ -97,7 +97,7 @@ def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str
 
 
 def _kind_of(ours: str) -> Any:
-    wanted = kinds(annotation_of(ours))
+    wanted = kinds(setting_type(ours))
     found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
     return next((kind for known, kind in found if known in wanted), Any)
 

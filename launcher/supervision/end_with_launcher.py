@@ -12,7 +12,7 @@ from types import FrameType
 
 from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
 from trainer.contract.exit_codes import EXIT_FAILED
-from trainer.contract.launcher_process import LauncherWatch, end_with_children
+from trainer.contract.launcher_process import LauncherWatch, exit_with_children
 
 POLL_S = 0.2
 PATIENCE_S = 8.0
@@ -33,14 +33,14 @@ def main(argv: list[str]) -> int:
     for earlier in came:
         child.send_signal(earlier)
     watch = LauncherWatch(os.environ, is_rank=False)
-    while child.poll() is None and watch.what_is_gone() is None:
+    while child.poll() is None and watch.find_loss() is None:
         time.sleep(POLL_S)
     if child.poll() is None:
         child.terminate()
         try:
             child.wait(PATIENCE_S)
         finally:
-            end_with_children(EXIT_FAILED)
+            exit_with_children(EXIT_FAILED)
     return to_exit_code(child.returncode)
 
 

@@ -22,7 +22,7 @@ from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
-from trainer.contract.held_start import CHECKED, OPTION, Release
+from trainer.contract.prestart_channel import CHECKED, OPTION, StartMessage
 from trainer.contract.rank_variables import host_name
 
 POLL_S = 0.05
@@ -121,7 +121,7 @@ class PrestartedRanks:
         log.write(self._said.read())
         log.flush()
         for channel in self._channels:
-            Release(list(arguments), str(log.name)).send(channel)
+            StartMessage(list(arguments), str(log.name)).send(channel)
         self._channels = []
         return self.processes
 

@@ -157,7 +157,7 @@ class SshReach:
             return  # every host's launcher has seen its ranks end
         # The run's console file identifies its ranks and the launchers that have not started theirs yet, but not the
         # `deepspeed` and pdsh above them, in case this host is in the hostfile.
-        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.path_in(logs)))
+        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.lock_path(logs)))
         pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
         with ThreadPoolExecutor(max_workers=64) as pool:
             list(pool.map(lambda host: run_on(host, f"pkill -KILL -f '{pattern}'"), self._hosts))

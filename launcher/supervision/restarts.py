@@ -17,8 +17,15 @@ from launcher.supervision.terminal import say
 from trainer.config.files import UnreadableFile, read_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
 from trainer.contract.heartbeat import read_heartbeats
-from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
-from trainer.contract.restart_record import Restart, forget_restarts, newest_checkpoint, note_restart, whole_checkpoints
+from trainer.contract.restart_record import (
+    MOST_HALVINGS,
+    Restart,
+    RestartNote,
+    complete_checkpoints,
+    forget_restarts,
+    newest_checkpoint,
+    note_restart,
+)
 
 _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
 
@@ -34,7 +41,7 @@ class Ending:
     """Number of ranks started."""
     step: int = 0
     """Step of the rank to blame; the furthest step if there is none."""
-    has_gained: bool = False
+    completed_step: bool = False
     """Whether that rank, or any rank, completed a step."""
 
     @classmethod
@@ -44,7 +51,7 @@ class Ending:
         blamed = found.get(fault.rank) if fault is not None and fault.rank is not None else None
         beats = [blamed] if blamed is not None else list(found.values())  # others may be a step ahead
         step = max((beat.step for beat in beats), default=0)
-        return cls(code, fault, ranks, step, any(beat.has_gained for beat in beats))
+        return cls(code, fault, ranks, step, any(beat.completed_step for beat in beats))
 
     def is_same_failure(self, other: "Ending | None") -> bool:
         """Return whether both failed in the same step with the same status."""
@@ -78,7 +85,7 @@ class Restarts:
         self._run_dir, self._start, self._most, self._print_batch = run_dir, start, most, print_batch
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
-        self._resumes, self._before, self._record_before = resumes, whole_checkpoints(run_dir), self._record()
+        self._resumes, self._before, self._record_before = resumes, complete_checkpoints(run_dir), self._record()
         self._foreign = [] if resumes else _unlisted_checkpoints(run_dir)
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
@@ -102,7 +109,7 @@ class Restarts:
                 self._restarts += 1
                 checkpoint = self._prepare_next(ending, ending.fault.reason)
                 say(f"restart {self._restarts} of {self._most}: resuming from {checkpoint or 'the start'}")
-            before, self._has_trained = ending, self._has_trained or ending.has_gained
+            before, self._has_trained = ending, self._has_trained or ending.completed_step
 
     def _retry_smaller(self, note: RestartNote, ending: Ending) -> bool:
         """Prepare a restart with the note's smaller micro-batch; return False after `MOST_HALVINGS`."""
@@ -132,7 +139,7 @@ class Restarts:
         if self._restarts == self._most:
             say(f"not restarted: training.max_restarts={self._most} is used up")
             return False
-        return ending.has_gained or self._can_exclude(ending)
+        return ending.completed_step or self._can_exclude(ending)
 
     def _can_exclude(self, ending: Ending) -> bool:
         """Exclude what failed before completing a step, in a run that has completed some; return whether it worked."""
@@ -161,7 +168,7 @@ class Restarts:
         return newest
 
     def _newest(self) -> str:
-        now = whole_checkpoints(self._run_dir)
+        now = complete_checkpoints(self._run_dir)
         return newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
 
     def _record(self) -> int:

@@ -36,7 +36,7 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT
 from trainer.contract.heartbeat import Hang, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
 from trainer.contract.rank_variables import host_name
-from trainer.contract.restart_note import RestartNote
+from trainer.contract.restart_record import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
@@ -304,7 +304,7 @@ class Supervisor:
 
         If ranks ran out of memory and ask for a restart, return 77 without a report.
         """
-        if RestartNote.is_left(self.logs):
+        if RestartNote.exists(self.logs):
             return EXIT_RESTART
         lost: dict[str, str] = {}
         if self.reach is not None:

@@ -79,7 +79,7 @@ class ConsoleFile(_Console):
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        super().__init__(logs, self.path_in(logs))
+        super().__init__(logs, self.lock_path(logs))
         self.path.touch()
         self._file = self.path.open("rb", buffering=0)
         self._shown = self._file.seek(0, os.SEEK_END)
@@ -88,7 +88,7 @@ class ConsoleFile(_Console):
         self._thread.start()
 
     @staticmethod
-    def path_in(logs: Path) -> Path:
+    def lock_path(logs: Path) -> Path:
         """Return the file's absolute path."""
         return logs.absolute() / "console.log"
 

@@ -18,7 +18,7 @@ from launcher.targets.hostfile import Filters, choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
 from trainer.contract.default_ranks import in_allocation, ranks_per_node
-from trainer.contract.ports import port_of_job
+from trainer.contract.ports import job_port
 
 NODE_TIMEOUT_S = 60.0
 ASKED_AGAIN_S = 10.0
@@ -37,7 +37,7 @@ class Allocation:
     @property
     def port(self) -> int:
         """Port at which the ranks meet."""
-        return port_of_job(self.job_id)
+        return job_port(self.job_id)
 
 
 def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Allocation:

@@ -74,8 +74,8 @@ def fraction(folder: Path) -> float:
 
     config = load_config(folder / "base.yaml").config
     planner, _ = build_planner(config, torch.cuda.device_count())
-    room = 1.25 * planner.of(with_changes(config, {"training.batch_size": FIT})).peak
-    assert planner.of(with_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
+    room = 1.25 * planner.estimate(with_changes(config, {"training.batch_size": FIT})).peak
+    assert planner.estimate(with_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
     return room / torch.cuda.get_device_properties(0).total_memory
 
 

@@ -33,11 +33,10 @@ from tests.any_input import assert_a_line, or_refused, tries
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
-from trainer.contract.folder_lock import living_holder, refuse_if_held
+from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.lock_file import Lock
-from trainer.contract.restart_note import RestartNote
-from trainer.contract.restart_record import last_note, read_restarts
+from trainer.contract.restart_record import RestartNote, last_note, read_restarts
 from trainer.contract.sweep_record import read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
@@ -168,7 +167,7 @@ def read_everything(run: Path, name: str) -> None:
     for _, value in lines or ():
         assert value
     readers: list[Callable[[], object]] = [
-        lambda: living_holder(run),
+        lambda: describe_live_holder(run),
         lambda: refuse_if_held(run, resumes=False),
         lambda: [beat.where() for beat in read_heartbeats(logs).values()],
         lambda: Folder(logs, 0, 2).read(),

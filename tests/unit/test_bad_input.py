@@ -16,16 +16,16 @@ import pytest
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, make_tokenizer, write_chats
 from trainer.config import CommandParser
-from trainer.config.command_parser import from_one
+from trainer.config.command_parser import positive_int
 
 GOOD = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
 # name: (text of the file, or None for none at all; what the line must hold)
 FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "missing file": (None, ("config.yaml: no such file", "configs/")),
-    "empty file": ("", ("config.yaml: holds nothing", "write `base_model:")),
-    "a list": ("- base_model\n", ("config.yaml: holds a list",)),
-    "plain text": ("hello\n", ("config.yaml: holds a single value",)),
+    "empty file": ("", ("config.yaml: is empty", "such as `base_model:")),
+    "a list": ("- base_model\n", ("config.yaml: is a list",)),
+    "plain text": ("hello\n", ("config.yaml: is a single value",)),
     "bracket left open": ("lora: {r: 8\n", ("not valid YAML at line 2, column 1",)),
     "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "\\t")),
     "not text": (b"\xff\xfe\x00", ("config.yaml: cannot be read as text",)),
@@ -33,15 +33,15 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "code in a tag": (GOOD + "seed: !!python/object/apply:os.getpid []\n", ("not valid YAML at line 4", "os.getpid")),
     "section twice": (
         GOOD + "lora: {r: 8}\nlora: {r: 9}\n",
-        ("lora: written twice (line 5, first in line 4)", "keep one"),
+        ("lora: duplicate (line 5, first in line 4)", "keep one"),
     ),
-    "setting twice": (GOOD + "lora:\n  r: 8\n  r: 9\n", ("r: written twice (line 6, first in line 5)", "keep one")),
-    "two names of one setting": (GOOD + "lora_r: 8\nlora: {r: 9}\n", ("lora.r: given as lora_r as well", "keep one")),
-    "list as a name": ("? [a, b]\n: 1\n" + GOOD, ("line 1: a list or map as a name",)),
+    "setting twice": (GOOD + "lora:\n  r: 8\n  r: 9\n", ("r: duplicate (line 6, first in line 5)", "keep one")),
+    "two names of one setting": (GOOD + "lora_r: 8\nlora: {r: 9}\n", ("lora.r: also given as lora_r", "keep one")),
+    "list as a name": ("? [a, b]\n: 1\n" + GOOD, ("line 1: a list or map as a key",)),
     "no model": ("output_dir: x\ndataset: {path: d}\n", ("base_model: missing", "write `base_model: ...`")),
     "no data": (
         "base_model: m\noutput_dir: x\n",
-        ("dataset.path: missing", "as dataset.path=train.jsonl does", "instruction + output"),
+        ("dataset.path: missing", "such as dataset.path=train.jsonl", "instruction + output"),
     ),
     "value left out": ("base_model:\noutput_dir: x\ndataset: {path: d}\n", ("base_model: empty; write a value",)),
     "section as a list": (
@@ -66,7 +66,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lerning_rate=1": ("lerning_rate: unknown setting", "did you mean training.learning_rate?"),
     "dataset.lenght=9": ("dataset.lenght: unknown setting",),
     "qqq=1": ("qqq: unknown setting", "`zerolora config --schema` lists all"),
-    "zero.extra.data_types.grad_accum_dtype=fp32": ("zero.extra.data_types=", "no checkpoint", "leave it out"),
+    "zero.extra.data_types.grad_accum_dtype=fp32": ("zero.extra.data_types=", "checkpoints do not", "remove it"),
     "deepspeed=ds.json": ("deepspeed=ds.json: not a setting here", "zero.extra"),
     "lora=5": ("lora=5: must be a section", "`lora.r=...`"),
     "seed.x=5 ; seed=1 ; seed.y=2": ("seed.y=2: seed is 1, not a section",),
@@ -76,19 +76,19 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.dropout=1": ("lora.dropout=1: must be below 1",),
     "lora.loraplus_lr_ratio=0.5": ("lora.loraplus_lr_ratio=0.5: must be 1 or more",),
     "lora.target_modules=[]": ("lora.target_modules=[]: no targets", "all-linear"),
-    "lora.target_modules=all-linear,q_proj": ("lora.target_modules=[all-linear, q_proj]", "all-linear stands alone"),
+    "lora.target_modules=all-linear,q_proj": ("lora.target_modules=[all-linear, q_proj]", "all-linear includes"),
     "lora.init=zero": ("lora.init=zero: must be 'default'",),
     "quantization.bits=3": ("quantization.bits=3: must be 4 or 8",),
     "adapter=none ; quantization.bits=8": ("quantization.bits=8: ", "adapter is none", "set adapter: qlora"),
     "adapter=lora ; quantization.bits=8": ("quantization.bits=8: ", "adapter is lora", "set adapter: qlora"),
-    "adapter=qlora ; quantization.bits=8": ("quantization.bits=8: quant_type is nf4", "add quantization.quant_type"),
-    "adapter=qlora ; quantization.bits=4 ; quantization.type=fp8": ("quantization.bits=4: quant_type is fp8", "nf4"),
+    "adapter=qlora ; quantization.bits=8": ("quantization.bits=8: quant_type nf4", "add quantization.quant_type"),
+    "adapter=qlora ; quantization.bits=4 ; quantization.type=fp8": ("quantization.bits=4: quant_type fp8", "nf4"),
     "adapter=none ; quantization.type=int8": ("quantization.type=int8: ", "adapter is none", "adapter: qlora"),
     "quantization.quant_type=fp8": ("quantization.quant_type=fp8: ", "adapter is lora", "adapter: qlora"),
-    "adapter=qlora ; quantization.type=fp8 ; lora.dora=true": ("lora.dora=true: reads the base's weights", "use nf4"),
+    "adapter=qlora ; quantization.type=fp8 ; lora.dora=true": ("lora.dora=true: cannot read base weights", "use nf4"),
     "adapter=qlora ; quantization.type=int8 ; lora.init=loftq": ("lora.init=loftq: prepares an adapter for a 4-bit",),
     "training.qat=int2": ("training.qat=int2: must be 'int8' or 'int4'",),
-    "training.qat=int8 ; adapter=none": ("training.qat=int8: rounds the base", "adapter is none; use adapter: lora"),
+    "training.qat=int8 ; adapter=none": ("training.qat=int8: rounds weights", "adapter is none; use adapter: lora"),
     "training.qat=int4 ; adapter=qlora": ("training.qat=int4: rounds the merged", "stored in nf4; use adapter: lora"),
     "training.qat=int8 ; adapter=qlora ; quantization.type=fp8": ("training.qat=int8", "fp8; use adapter: lora"),
     "training.qat=int8 ; lora.dora=true": ("training.qat=int8: rounds W + s B A, and DoRA", "use lora.dora: false"),
@@ -119,7 +119,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "zero.stage=-1": ("zero.stage=-1: below zero", "write auto"),
     "training.batch_size=-1": ("training.batch_size=-1: below zero", "write auto"),
     "zero.stage=auto ; zero.offload_parameters=true": ("only stage 3 partitions", "zero.stage=auto; use 3"),
-    "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: stage 0", "use zero.stage: 1, 2 or 3"),
+    "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: not possible at", "use zero.stage: 1"),
     "zero.offload_parameters=true": ("zero.offload_parameters=true: only stage 3", "zero.stage=2", "use 3"),
     "zero.offload_parameters=true ; zero.stage=3 ; zero.gather=module ; adapter=qlora": (
         "cannot offload a quantised base",
@@ -127,7 +127,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "adapter: lora",
     ),
     "zero.gather=layer": ("zero.gather=layer: only stage 3", "zero.stage=2", "use stage 3"),
-    "zero.gather=layer ; zero.stage=3 ; adapter=none": ("zero.gather=layer: all weights are trained", "use module"),
+    "zero.gather=layer ; zero.stage=3 ; adapter=none": ("zero.gather=layer: only frozen weights", "use module"),
     "zero.gather=layer ; zero.stage=3 ; lora.dora=true": ("zero.gather=layer: DoRA", "use module"),
     "zero.stage=3 ; zero.gather=module ; lora.init=orthogonal": ("lora.init=orthogonal", "use zero.stage: 2"),
     "zero.offload_optimizer=true ; training.optimizer=adamw_8bit": ("training.optimizer=adamw_8bit", "turn zero.off"),
@@ -138,18 +138,18 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.init=loftq": ("lora.init=loftq", "set adapter: qlora"),
     "lora.init=pissa ; lora.adapter_path=runs/y": ("lora.init=pissa", "remove one"),
     "adapter=none ; lora.adapter_path=runs/y": ("lora.adapter_path=runs/y: ", "adapter is none", "set adapter: lora"),
-    "dataset.mix=[{path: b}]": ("dataset.path=data.jsonl", "both given", "give one of them"),
-    "dataset.path=null": ("dataset.path: missing", "as dataset.path=train.jsonl does"),
+    "dataset.mix=[{path: b}]": ("dataset.path=data.jsonl", "dataset.mix is also given", "keep one"),
+    "dataset.path=null": ("dataset.path: missing", "such as dataset.path=train.jsonl"),
     "dataset.val_split=0.9": ("dataset.val_split=0.9: must be 0.5 or less",),
     "dataset.val_split=.inf": ("dataset.val_split=inf: must be 0.5 or less",),
     "dataset.val_split=0.1 ; dataset.evaluation={path: b}": ("dataset.val_split=0.1", "dataset.evaluation", "keep one"),
     "dataset.format=alpacca": ("dataset.format=alpacca: must be 'auto', 'messages'",),
     "dataset.format=custom": ("dataset.format=custom: needs dataset.template",),
-    "dataset.train_on=robot": ("dataset.train_on=[robot]: roles are assistant",),
+    "dataset.train_on=robot": ("dataset.train_on=[robot]: choose from assistant",),
     "dataset.streaming=true": ("dataset.streaming=true", "set training.max_steps"),
     "logging.report_to=mlflow": ("logging.report_to=[mlflow]: choose from tensorboard",),
-    "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "0 while scu"),
-    "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: adapter is none", "use lora or qlora"),
+    "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "regularizer"),
+    "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: the controller needs", "use lora or"),
     "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),
     "scu.enabled=true ; scu.measure=kl ; scu.target=0": ("scu.target=0: must be above 0",),
@@ -377,7 +377,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
 @pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])
 def test_an_argument_that_counts_takes_whole_numbers_from_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = CommandParser(prog="zerolora inspect")
-    parser.add_argument("--step", type=from_one)
+    parser.add_argument("--step", type=positive_int)
     assert parser.parse_args(["--step", "1"]).step == 1
     with pytest.raises(SystemExit) as ended:
         parser.parse_args([f"--step={word}"])

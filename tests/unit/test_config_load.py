@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
 from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.data_sections import SourceSection
 from trainer.config.messages import setting_names
-from trainer.config.source_dialect import RENAMED, SAME
+from trainer.config.source_dialect import RENAMED
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -126,7 +127,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
 
 
 def test_a_setting_where_the_file_should_be_is_told_as_one() -> None:
-    with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; name the YAML file"):
+    with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; name the run's YAML file"):
         load_config(Path("base_model=random:tiny"))
 
 
@@ -135,7 +136,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
     sections = {"dataset.evaluation"}
     assert {ours for ours in ALIASES.values() if ours not in settings | sections} == set()
     assert settings.isdisjoint(ALIASES) and set(ELSEWHERE).isdisjoint(settings | set(ALIASES))
-    assert {*SAME, *RENAMED.values()} <= set(SourceSection.model_fields)
+    assert set(RENAMED.values()) <= set(SourceSection.model_fields)
 
 
 def test_every_setting_is_documented() -> None:
@@ -166,3 +167,11 @@ def test_a_run_without_a_folder_is_named_after_its_file(tmp_path: Path) -> None:
     loaded = load_config(path, ["dataset.path=data.jsonl"])
     assert loaded.config.output_dir == "runs/my-first" and "after the file" in loaded.notes[0]
     assert load_config(path, ["dataset.path=d", "output_dir=elsewhere"]).config.output_dir == "elsewhere"
+
+
+def test_settings_are_checked_without_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("base_model: no/such-model\noutput_dir: x\ndataset: {path: nowhere.jsonl}\n")
+    assert validate([str(file), "lora.r=4", "--settings-only"]) == 0
+    assert validate([str(file), "lora.r=0", "--settings-only"]) == 2
+    assert capsys.readouterr().err == "error: lora.r=0: must be 1 or more (command line)\n"

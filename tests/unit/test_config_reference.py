@@ -44,7 +44,7 @@ def test_meaning_and_other_names_stand_below() -> None:
     assert (
         " ".join(below[:2]).split()
         == (
-            "Rank, the width of the adapter: a higher one can learn more and takes more memory; 8 to 64 are usual. "
+            "Rank of the adapter: higher ranks can learn more and take more memory; 8 to 64 are usual. "
             "Also read: lora_r, lora_rank."
         ).split()
     )

@@ -41,10 +41,10 @@ def test_logits_that_are_capped_count_whole() -> None:
     """Gemma 2: 8,192 targets of 256,000 logits at 12 bytes and more, which the fused loss would not take."""
     capped = planner("gemma2", vocab_size=256_000)
     assert capped.decisions(config_of()).fused_head.reason == "the model caps its logits"
-    assert capped.of(config_of()).terms["logits and loss"] > 12 * 8192 * 256_000
+    assert capped.estimate(config_of()).terms["logits and loss"] > 12 * 8192 * 256_000
     plain = planner("gemma2", vocab_size=256_000, final_logit_softcapping=None)
     assert plain.decisions(config_of()).fused_head.value is True
-    assert capped.of(config_of()).peak > plain.of(config_of()).peak + 25e9
+    assert capped.estimate(config_of()).peak > plain.estimate(config_of()).peak + 25e9
 
 
 def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
@@ -52,7 +52,7 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
     resolved = capped.resolve(config_of(**{"training.batch_size": AUTO}), memory)
     per_row = 12 * 2048 * 256_000
     assert 1 <= resolved.training.batch_size <= memory // per_row
-    assert capped.of(resolved).needed <= memory
+    assert capped.estimate(resolved).needed <= memory
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_a_pass_of_its_own_goes_back_by_itself() -> None:
     packed, apart = (config_of(**kl, **{"dataset.packing": packing}) for packing in (True, False))
     together, alone = (llama.work(config, llama.decisions(config)) for config in (packed, apart))
     assert together.rows == alone.rows == packed.training.batch_size + 1
-    assert together.of_larger_pass.rows == together.rows and alone.of_larger_pass.rows == packed.training.batch_size
+    assert together.larger_pass.rows == together.rows and alone.larger_pass.rows == packed.training.batch_size
     term = "backward of a layer"
-    ratio = llama.of(apart).terms[term] / llama.of(packed).terms[term]
+    ratio = llama.estimate(apart).terms[term] / llama.estimate(packed).terms[term]
     assert ratio == pytest.approx(packed.training.batch_size / together.rows)
 
 
@@ -133,7 +133,7 @@ def test_what_the_base_says_of_reference_text_lies_on_the_host() -> None:
         looked = replace(llama, lengths=replace(llama.lengths, reference=reference))
         config = config_of(**kl | changes)
         size = looked._placement(config, looked.decisions(config)).base_states
-        assert looked.of(config).host >= size
+        assert looked.estimate(config).host >= size
         return size
 
     file, always = {"scu.reference": "x.jsonl"}, {"scu.reference_cache": True}

@@ -227,7 +227,7 @@ def test_an_unreadable_folder_is_one_line(folder: Path) -> None:
     (folder / "victim.py").write_text(victim)
     environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
     done = subprocess.run(MODULE, cwd=folder, env=environment, capture_output=True, text=True)
-    complaint = "error: closed/run.json: Permission denied; give this user the right to read it\n"
+    complaint = "error: closed/run.json: Permission denied; fix its permissions\n"
     assert (done.returncode, done.stderr) == (2, complaint)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from trainer.config import UserError
 from trainer.contract import folder_lock as module
-from trainer.contract.folder_lock import FolderLock, FolderLost, living_holder, refuse_if_held
+from trainer.contract.folder_lock import FolderLock, FolderLost, describe_live_holder, refuse_if_held
 from trainer.contract.lock_file import JOB_VARIABLES, Holder
 
 ROOT = Path(__file__).parents[2]
@@ -72,10 +72,10 @@ def test_a_second_run_is_refused_in_one_line_and_changes_nothing(tmp_path: Path,
         with pytest.raises(UserError) as refused:
             second()
         assert refused.value.exit_code == 2
-        assert f"output_dir={tmp_path}: another run is in this folder, process {other.pid} on " in str(refused.value)
+        assert f"output_dir={tmp_path}: another run uses this folder, process {other.pid} on " in str(refused.value)
     assert file_of(tmp_path).read_bytes() == before
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["lock.json"]
-    assert f"process {other.pid}" in (living_holder(tmp_path) or "")
+    assert f"process {other.pid}" in (describe_live_holder(tmp_path) or "")
 
 
 @pytest.mark.parametrize("collected", [True, False])
@@ -86,19 +86,19 @@ def test_a_killed_run_gives_way_at_once(tmp_path: Path, other: subprocess.Popen[
     else:
         while Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
-    assert living_holder(tmp_path) is None
+    assert describe_live_holder(tmp_path) is None
     refuse_if_held(tmp_path, resumes=False)
     said: list[str] = []
     with take(tmp_path, said=said) as lock:
         assert json.loads(file_of(tmp_path).read_text())["token"] == lock.token
-    assert len(said) == 1 and "was killed; taking its lock over" in said[0]
+    assert len(said) == 1 and "was killed; taking over its lock" in said[0]
     assert list((tmp_path / "logs").iterdir()) == [], "given back, and nothing left of the takeover"
 
 
 def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGSTOP)
     time.sleep(2 * module.STALE_S)
-    with pytest.raises(UserError, match="another run is in this folder"):
+    with pytest.raises(UserError, match="another run uses this folder"):
         take(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_a_run_of_another_machine_is_dead_when_it_is_silent(tmp_path: Path, at: 
     started = time.monotonic()
     take(tmp_path, said=said).release()
     assert time.monotonic() - started > module.STALE_S
-    assert "held by process 4711 on n7" in said[0] and "waiting for a sign of life" in said[0] and len(said) == 2
+    assert "held by process 4711 on n7" in said[0] and "waiting for a heartbeat" in said[0] and len(said) == 2
 
 
 def test_a_run_of_another_machine_that_gives_signs_of_life_is_refused(
@@ -154,7 +154,7 @@ def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
     ]
     ended = [process.communicate(timeout=300) for process in many]
     held = [out for out, _ in ended if "held" in out.splitlines()]  # not "held by an unknown process"
-    refused = [error for _, error in ended if "another run is in this folder" in error]
+    refused = [error for _, error in ended if "another run uses this folder" in error]
     # On a busy machine one may come when the first has given the folder back.
     assert held and len(held) + len(refused) == 8, ended
     assert not file_of(tmp_path).exists()
@@ -186,7 +186,7 @@ def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
         take(tmp_path, resumes=True)  # by hand
     monkeypatch.setenv("PBS_JOBID", "13.head")
     monkeypatch.setattr(module, "WAIT_S", 0.5)
-    with pytest.raises(UserError, match="another run is in this folder"):
+    with pytest.raises(UserError, match="another run uses this folder"):
         take(tmp_path, resumes=True)
     monkeypatch.setattr(module, "WAIT_S", 900.0)
     said: list[str] = []
@@ -196,7 +196,7 @@ def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
         other.kill()
 
     FolderLock.take(tmp_path, resumes=True, say=say).release()
-    assert "waiting for its end, 15 minutes at most" in said[0] and "was killed; taking its lock over" in said[1]
+    assert "waiting for its end, 15 minutes at most" in said[0] and "was killed; taking over its lock" in said[1]
     assert len(said) == 2
 
 

@@ -290,7 +290,7 @@ def test_published_shapes_have_as_many_weights_as_the_models(shape: str, billion
 @pytest.mark.parametrize(("family", "side"), [("sdxl", 64), ("flux", 64), ("sd3", 64)])
 def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: str, side: int) -> None:
     from trainer.config import LoraSection, ModelSection
-    from trainer.memory.image_models import see
+    from trainer.memory.image_models import observe_activations
     from trainer.model.adapter import apply_adapter
     from trainer.tasks.images.batches import image_evaluation
     from trainer.tasks.images.loss import NoiseLoss
@@ -323,8 +323,10 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
         loss(model, batch, torch.device("cpu"))
     kept = sum(storage.nbytes() for storage in saved.values())
     text = {name: tuple(each.shape[1:]) for name, each in batch.groups[0].conditions.items() if name != "sizes"}
-    assert see(pipeline, text, side, lora.model_dump_json(), 4, recompute=False).kept == pytest.approx(kept, rel=0.1)
-    recomputed = see(pipeline, text, side, lora.model_dump_json(), 4, recompute=True)
+    assert observe_activations(pipeline, text, side, lora.model_dump_json(), 4, recompute=False).kept == pytest.approx(
+        kept, rel=0.1
+    )
+    recomputed = observe_activations(pipeline, text, side, lora.model_dump_json(), 4, recompute=True)
     assert recomputed.kept < kept / 2 and 0 < recomputed.block < kept
 
 
@@ -346,7 +348,7 @@ def test_the_estimate_is_what_a_card_showed(shape: str, side: int, measured_gib:
     }
     config = RunConfig.model_validate(settings)
     planner, _ = build_planner(config, 1)
-    assert planner.of(config).peak / 2**30 == pytest.approx(measured_gib, rel=0.05)
+    assert planner.estimate(config).peak / 2**30 == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_the_estimate_of_a_published_shape_is_its_weights_and_what_it_keeps() -> None:
@@ -360,8 +362,8 @@ def test_the_estimate_of_a_published_shape_is_its_weights_and_what_it_keeps() ->
     }
     config = RunConfig.model_validate(settings)
     planner, _ = build_planner(config, 1)
-    found = planner.of(config)
+    found = planner.estimate(config)
     assert found.terms["base model"] == pytest.approx(2 * 2.567e9, rel=0.01)
     assert 0 < found.terms["activations"] < 3 * 2**30 and found.peak < 10 * 2**30
-    nf4 = planner.of(config.model_copy(update={"adapter": "qlora"}))
+    nf4 = planner.estimate(config.model_copy(update={"adapter": "qlora"}))
     assert nf4.terms["base model"] < found.terms["base model"] / 2

@@ -15,7 +15,7 @@ from launcher.importing.writing import format_yaml
 from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.foreign import written_for
+from trainer.config.dialects import recognize_trainer
 from trainer.config.yaml_core import read_yaml
 
 AXOLOTL = """\
@@ -348,10 +348,10 @@ def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_each_trainer_is_recognised_and_ours_is_not() -> None:
-    assert written_for(yaml.safe_load(AXOLOTL)) == "Axolotl"
-    assert written_for(yaml.safe_load(FACTORY)) == "LLaMA-Factory"
+    assert recognize_trainer(yaml.safe_load(AXOLOTL)) == "Axolotl"
+    assert recognize_trainer(yaml.safe_load(FACTORY)) == "LLaMA-Factory"
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
-        assert written_for(yaml.safe_load(file.read_text())) is None, file
+        assert recognize_trainer(yaml.safe_load(file.read_text())) is None, file
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)

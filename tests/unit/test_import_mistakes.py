@@ -184,7 +184,7 @@ def test_numbers_are_those_of_yaml_1_1() -> None:
 def test_of_a_key_that_is_written_twice_the_last_counts_where_it_does() -> None:
     config, text = imported(AXOLOTL + "lora_r: 4\nlora_r: 24\n")
     assert config.lora.r == 24 and "line 8, lora_r" in text
-    assert mistakes(FACTORY + "lora_rank: 4\nlora_rank: 24\n")[0].startswith("x.yml:8: lora_rank: written twice")
+    assert mistakes(FACTORY + "lora_rank: 4\nlora_rank: 24\n")[0].startswith("x.yml:8: lora_rank: duplicate")
 
 
 @pytest.mark.parametrize("name", ["a\nseed: 7\n.yml", "a\u2028seed: 7.yml", "a\x85seed: 7.yml", "a\x1bseed: 7.yml"])

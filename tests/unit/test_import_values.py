@@ -100,7 +100,7 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
     folder = tmp_path_factory.mktemp("any", numbered=True)
     (folder / "data").mkdir()
     (folder / "data" / "dataset_info.json").write_text(json.dumps({"pairs": ENTRY}))
-    known = {name: key for name, key in table.items() if not name.endswith("*")} | {"of_nobody": Key()}
+    known = {name: key for name, key in table.items() if not name.endswith("*")} | {"missing": Key()}
     names = data.draw(st.lists(st.sampled_from(list(known)), min_size=1, max_size=4, unique=True))
     changed = {name: data.draw(VALUES | fit(known[name].kind)) for name in names}
     check_import({**base, **nest(changed)}, folder)

@@ -14,7 +14,7 @@ import torch
 from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
 from trainer.contract import versions
-from trainer.contract.known_versions import KNOWN, require, unproven, warning
+from trainer.contract.known_versions import KNOWN, describe_untested, require, version_warning
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.patches.loss_head import bypass_adapter
@@ -41,33 +41,35 @@ def test_the_pinned_versions_are_the_newest_tested_ones() -> None:
 
 def test_a_tested_version_is_passed_over_whatever_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, torch="2.11.0+cu130", transformers="5.17.0", **_others("torch", "transformers"))
-    assert warning() is None
+    assert version_warning() is None
 
 
 def test_other_versions_are_one_line_that_says_what_is_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, transformers="5.24.0", peft="0.21.3", **_others("transformers", "peft"))
-    line = warning()
+    line = version_warning()
     assert line is not None and "\n" not in line
     assert line.startswith("not tested with transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: attention of packs")
     assert "peft 0.21.3 (tested: 0.21.2; unproven: forward of adapted layers)" in line
     assert line.endswith("constraints.txt has tested versions")
     told = [check for check in check_packages() if check.name == "known versions"]
     assert [check.state for check in told] == ["WARN", "WARN"]
-    assert [check.found for check in told] == unproven() and "version of peft in constraints.txt" in told[1].fix
+    assert [check.found for check in told] == describe_untested() and "version of peft in constraints.txt" in told[
+        1
+    ].fix
 
 
 def _others(*but: str) -> dict[str, str]:
     return {name.replace("-", "_"): known.tested[-1] for name, known in KNOWN.items() if name not in but}
 
 
-@pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, with which"), (None, "report it")])
+@pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, the tested"), (None, "report it")])
 def test_a_missing_private_name_is_one_line_with_library_and_version(
     version: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version that is installed is never the one to install."""
     tested = KNOWN["deepspeed"].tested[-1]
     pretend(monkeypatch, deepspeed=version or tested)
-    expected = f"deepspeed {version or tested}: SimpleNamespace has no `_norm`, on which zerolora relies; "
+    expected = f"deepspeed {version or tested}: SimpleNamespace has no `_norm`, which zerolora needs; "
     with pytest.raises(UserError, match=re.escape(expected) + fix):
         require(SimpleNamespace(), "_norm", "deepspeed")
     assert require(SimpleNamespace(_norm=None), "_norm", "deepspeed") is None

@@ -87,7 +87,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(allowed: str, chosen: lis
         ("3", "3 is not one of this machine's 3 GPUs"),
         ("GPU-4c1", "GPU-4c1 is not one of"),
         ("cuda:0", "cuda:0 is not one of"),
-        ("1,1", "1 is named twice"),
+        ("1,1", "1 is listed twice"),
         ("MIG-77", "torchrun"),
     ],
 )

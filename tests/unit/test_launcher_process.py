@@ -48,54 +48,54 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_mark_is_of_one_process_alone(other: "subprocess.Popen[bytes]") -> None:
     mark = ProcessMark.of(other.pid)
     assert mark is not None and ProcessMark.parse(str(mark)) == mark
-    assert mark.can_be_seen() and mark.lives()
+    assert mark.is_visible() and mark.is_alive()
     psutil.Process(other.pid).suspend()
-    assert mark.lives(), "stopped, not dead"
-    assert not ProcessMark(mark.kernel, mark.pid, "1").lives(), "the number was given again"
+    assert mark.is_alive(), "stopped, not dead"
+    assert not ProcessMark(mark.kernel, mark.pid, "1").is_alive(), "the number was given again"
     other.kill()
     while psutil.Process(other.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert not mark.lives(), "it only waits to be collected"
+    assert not mark.is_alive(), "it only waits to be collected"
     other.wait()
-    assert not mark.lives() and ProcessMark.of(other.pid) is None
+    assert not mark.is_alive() and ProcessMark.of(other.pid) is None
     assert ProcessMark.parse("") is None and ProcessMark.parse("a/b/c") is None
-    assert not ProcessMark.parse(ELSEWHERE).can_be_seen()  # type: ignore[union-attr]
+    assert not ProcessMark.parse(ELSEWHERE).is_visible()  # type: ignore[union-attr]
 
 
 def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     watch = LauncherWatch({VARIABLE: str(ProcessMark.of(other.pid))}, is_rank=True)
-    watch.look_at_file(tmp_path, 0.01)
+    watch.watch_file(tmp_path, 0.01)
     (tmp_path / ALIVE_FILE).touch()
     for _ in range(3):
-        assert watch.what_is_gone() is None, "its file does not matter"
+        assert watch.find_loss() is None, "its file does not matter"
         time.sleep(0.02)
     other.kill()
     other.wait()
-    assert f"the zerolora process {other.pid}" in str(watch.what_is_gone())
-    assert LauncherWatch({}, is_rank=True).what_is_gone() is None
+    assert f"the zerolora process {other.pid}" in str(watch.find_loss())
+    assert LauncherWatch({}, is_rank=True).find_loss() is None
 
 
 def test_a_launcher_elsewhere_counts_as_dead_when_its_file_stays_the_same(tmp_path: Path) -> None:
     watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
-    watch.look_at_file(tmp_path, 0.3)
-    assert watch.what_is_gone() is None
+    watch.watch_file(tmp_path, 0.3)
+    assert watch.find_loss() is None
     time.sleep(0.4)
-    assert watch.what_is_gone() is None, "there is no file: hosts without a shared folder"
+    assert watch.find_loss() is None, "there is no file: hosts without a shared folder"
     file = tmp_path / ALIVE_FILE
     for hour in (1, 9, 3):  # no clock is asked which of them is later
         file.touch()
         os.utime(file, (3600 * hour,) * 2)
-        assert watch.what_is_gone() is None
+        assert watch.find_loss() is None
         time.sleep(0.2)
     time.sleep(0.2)
-    assert "no sign of life of the zerolora process for 0.3 s" in str(watch.what_is_gone())
+    assert "no heartbeat of the zerolora process for 0.3 s" in str(watch.find_loss())
     file.touch()
-    assert watch.what_is_gone() is None
+    assert watch.find_loss() is None
     file.unlink()
     time.sleep(0.4)
-    assert watch.what_is_gone() is not None, "it was there"
-    watch.look_at_file(tmp_path, 0.0)
-    assert watch.what_is_gone() is None, "0 turns it off"
+    assert watch.find_loss() is not None, "it was there"
+    watch.watch_file(tmp_path, 0.0)
+    assert watch.find_loss() is None, "0 turns it off"
 
 
 def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> No
         watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
     finally:
         os.dup2(stderr, 2)
-    assert watch.what_is_gone() is None
+    assert watch.find_loss() is None
     os.close(reader)
-    assert "connection" in str(watch.what_is_gone())
+    assert "connection" in str(watch.find_loss())
 
 
 # In place of srun: ends its ranks on SIGTERM. The rank is in its own session.

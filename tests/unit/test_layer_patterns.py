@@ -41,8 +41,8 @@ def test_a_comma_within_brackets_belongs_to_an_expression(given: Any, expected: 
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("lora.target_modules='q_(proj'", "lora.target_modules.*q_.proj is no regular expression"),
-        ("lora.rank_pattern={'*x': 4}", "lora.rank_pattern.*no regular expression"),
+        ("lora.target_modules='q_(proj'", "lora.target_modules.*q_.proj is not a valid regular expression"),
+        ("lora.rank_pattern={'*x': 4}", "lora.rank_pattern.*not a valid regular expression"),
         ("lora.rank_pattern={q_proj: 0}", "lora.rank_pattern"),
         ("lora.alpha_pattern={q_proj: many}", "lora.alpha_pattern"),
         ("lora.rank_pattern={q_proj: 4} lora.adapter_path=a", "lora.rank_pattern={q_proj: 4}: the adapter"),

@@ -11,7 +11,7 @@ from tests.eight_bits import store_in_fp8
 from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.memory.activations import kept_by_layers
+from trainer.memory.activations import total_activation_bytes
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weights, dequantised_experts, gathered
 from trainer.memory.widths import Shapes
@@ -79,7 +79,7 @@ def test_packed_experts_keep_what_they_are_called_with(kind: str, tmp_path: Path
     model: nn.Module = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
     saved = bytes_saved(apply_adapter(model, ATTENTION, torch.float32).train())
     settings = work(packed_weights=quantization is not None, eager=True, copied_heads=True)
-    predicted = kept_by_layers(shapes_of(folder), settings) + rest(256, 4)
+    predicted = total_activation_bytes(shapes_of(folder), settings) + rest(256, 4)
     assert predicted == pytest.approx(saved, rel=0.1)
     rows = ROWS * LENGTH * 2
     assert saved < predicted + 2 * rows * 384 * 4, "gate and up of all rows were not kept"

@@ -11,7 +11,7 @@ from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
 from trainer.data import MicroBatch
-from trainer.memory.activations import FP32, Work, kept_by_layers, kept_by_norms
+from trainer.memory.activations import FP32, Work, norm_activation_bytes, total_activation_bytes
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
@@ -102,8 +102,10 @@ def predicted(name: str, work: Work) -> int:
     """
     shapes = shapes_of(name)
     of_logits = shapes.vocabulary * (FP32 + (work.element if work.capped_logits else 0))
-    kept = kept_by_layers(shapes, work) + work.tokens * (shapes.hidden * work.element if work.fused_loss else of_logits)
-    outside = kept_by_norms(shapes.norm, shapes.hidden, work)
+    kept = total_activation_bytes(shapes, work) + work.tokens * (
+        shapes.hidden * work.element if work.fused_loss else of_logits
+    )
+    outside = norm_activation_bytes(shapes.norm, shapes.hidden, work)
     return kept + (outside if work.recompute == "non_reentrant" else 0)
 
 

@@ -41,5 +41,5 @@ def test_the_estimate_is_what_a_card_needed(base: dict[str, Any], gpus: int, row
     named = [f"base_model=random:{row['shape']}", f"adapter={row['adapter']}"]
     config = load_config(base["file"], named).config
     changes = {"training.gradient_checkpointing": row["recompute"], "zero.stage": row["stage"]}
-    found = base["planner"](row["shape"], row["adapter"], gpus).of(with_changes(config, changes))
+    found = base["planner"](row["shape"], row["adapter"], gpus).estimate(with_changes(config, changes))
     assert ALLOWED[0] <= found.peak / row["measured"] <= ALLOWED[1]

@@ -15,10 +15,10 @@ from trainer.data import MicroBatch
 from trainer.memory.activations import (
     Work,
     boundary,
-    kept_by_layer,
-    kept_by_layers,
+    layer_activation_bytes,
     loss_head,
     recomputed_layer,
+    total_activation_bytes,
 )
 from trainer.memory.bytes import (
     GIB,
@@ -69,7 +69,7 @@ def work(**changes: object) -> Work:
         "norms": "model",
         "swiglu": "model",
         "rotary": "model",
-        "forgets": "none",
+        "recomputed_results": "none",
         "fused_loss": True,
         "recompute": "none",
         "offload_activations": False,
@@ -150,7 +150,9 @@ def rest(width: int, element: int, head: int = 32) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_keep_what_autograd_keeps(name: str, dtype: torch.dtype, fused: bool) -> None:
     saved = bytes_saved(adapted(MODELS[name], dtype, fused=fused))
-    predicted = kept_by_layers(shapes_of(MODELS[name]), work(element=dtype.itemsize)) + rest(256, dtype.itemsize)
+    predicted = total_activation_bytes(shapes_of(MODELS[name]), work(element=dtype.itemsize)) + rest(
+        256, dtype.itemsize
+    )
     assert predicted == pytest.approx(saved, rel=0.002)
 
 
@@ -171,7 +173,7 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     recompute_inputs(model)
     saved = bytes_saved(model.train())
-    layers = kept_by_layers(shapes_of(MODELS["llama"]), work(elementwise="ours", forgets="norms"))
+    layers = total_activation_bytes(shapes_of(MODELS["llama"]), work(elementwise="ours", recomputed_results="norms"))
     out_of_sight = (2 * 3 * 8 + 3 * 3 * 8) * ROWS * LENGTH * 4
     assert layers + rest(256, 4) + ROWS * LENGTH * 256 * 4 - out_of_sight == pytest.approx(saved, rel=0.002)
 
@@ -184,7 +186,7 @@ def test_layers_behind_the_recomputed_ones_are_kept_whole() -> None:
         settings = {} if count is None else {"gradient_checkpointing": True, "gradient_checkpointing_layers": count}
         enable_recomputation(model, TrainingSection.model_validate(settings))
         recompute = "none" if count is None else "non_reentrant"
-        found = kept_by_layers(shapes_of(MODELS["llama"]), work(recompute=recompute, recomputed_layers=count))
+        found = total_activation_bytes(shapes_of(MODELS["llama"]), work(recompute=recompute, recomputed_layers=count))
         saved = bytes_saved(model)
         # The last norm keeps its input; where the first layer is not recomputed, its first norm keeps none. A layer
         # that is recomputed is given sine and cosine, which autograd does not see.
@@ -204,7 +206,7 @@ def test_a_layer_that_comes_back_takes_the_place_of_those_kept_whole() -> None:
 def test_a_mask_costs_keys_and_values_of_every_head() -> None:
     positions = torch.cat([torch.arange(LENGTH // 2)] * 2)[None].expand(ROWS, -1)
     saved = bytes_saved(adapted(MODELS["llama"], torch.float32, fused=True), position_ids=positions)
-    layers = kept_by_layers(shapes_of(MODELS["llama"]), work(masked=True, copied_heads=True))
+    layers = total_activation_bytes(shapes_of(MODELS["llama"]), work(masked=True, copied_heads=True))
     predicted = layers + rest(256, 4) + 2 * LENGTH * 32 * 4
     assert predicted == pytest.approx(saved, rel=0.002)
 
@@ -220,7 +222,7 @@ def test_capped_scores_are_kept_too(dtype: torch.dtype) -> None:
     saved = bytes_saved(model.train())
     shapes = read_shapes(config, ModelSection(), LoraSection(r=8))
     assert shapes.softcap and not shapes.facts.sdpa
-    layers = kept_by_layers(shapes, work(eager=True, copied_heads=True, softcap=True, element=dtype.itemsize))
+    layers = total_activation_bytes(shapes, work(eager=True, copied_heads=True, softcap=True, element=dtype.itemsize))
     # 2 %: Gemma's norms keep a little more than others.
     assert layers + rest(256, dtype.itemsize) == pytest.approx(saved, rel=0.02)
 
@@ -228,7 +230,9 @@ def test_capped_scores_are_kept_too(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eager_attention_keeps_its_probabilities(dtype: torch.dtype) -> None:
     saved = bytes_saved(adapted(MODELS["llama"], dtype, fused=True, attention="eager"))
-    layers = kept_by_layers(shapes_of(MODELS["llama"]), work(eager=True, copied_heads=True, element=dtype.itemsize))
+    layers = total_activation_bytes(
+        shapes_of(MODELS["llama"]), work(eager=True, copied_heads=True, element=dtype.itemsize)
+    )
     assert layers + rest(256, dtype.itemsize) == pytest.approx(saved, rel=0.002)
 
 
@@ -236,7 +240,7 @@ def test_a_recurrent_layer_is_near() -> None:
     """Mamba-2 in transformers' own torch code; its kernels keep less, and so do the sums that 5.17 has for einsum."""
     most = 1.1 if "einsum" in inspect.getsource(modeling_granitemoehybrid) else 1.2
     saved = bytes_saved(adapted(MAMBA, torch.float32, fused=True))
-    predicted = kept_by_layers(shapes_of(MAMBA), work()) + rest(256, 4)
+    predicted = total_activation_bytes(shapes_of(MAMBA), work()) + rest(256, 4)
     assert 0.97 * saved < predicted < most * saved
 
 
@@ -285,11 +289,11 @@ def test_a_tied_head_is_counted_once_and_all_weights_are_trained_without_an_adap
 def test_recomputation_trades_what_is_kept_for_one_layer(recompute: str) -> None:
     shapes = shapes_of("random:llama3.1-8b")
     whole, less = work(elementwise="ours", element=2), work(elementwise="ours", element=2, recompute=recompute)
-    kept = kept_by_layers(shapes, less)
-    assert kept + len(shapes.layers) * recomputed_layer(shapes, less) == kept_by_layers(shapes, whole)
+    kept = total_activation_bytes(shapes, less)
+    assert kept + len(shapes.layers) * recomputed_layer(shapes, less) == total_activation_bytes(shapes, whole)
     if recompute == "non_reentrant":
         assert kept == 32 * boundary(shapes.layers[0], less)
-        offloaded = kept_by_layers(shapes, work(element=2, recompute=recompute, offload_activations=True))
+        offloaded = total_activation_bytes(shapes, work(element=2, recompute=recompute, offload_activations=True))
         assert offloaded == 2 * boundary(shapes.layers[0], less)
 
 
@@ -297,7 +301,7 @@ def test_a_layer_of_llama_3_1_as_one_computes_it_by_hand() -> None:
     """Per token and layer of 2-byte elements: 4 H for residuals and norms, q, k, v, o, 3 I, ranks; 32 logarithms."""
     layer = shapes_of("random:llama3.1-8b").layers[0]
     per_token = 2 * (4 * 4096 + 6144 + 4096 + 3 * 14336 + 7 * 8) + 4 * (32 + 2)
-    assert kept_by_layer(layer, work(rows=4, length=2048, element=2, elementwise="ours")) == 8192 * per_token
+    assert layer_activation_bytes(layer, work(rows=4, length=2048, element=2, elementwise="ours")) == 8192 * per_token
 
 
 def test_logits_cost_what_the_fused_loss_saves() -> None:

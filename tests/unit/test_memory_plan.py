@@ -16,14 +16,14 @@ from tests.tiny import write_chats
 from trainer.commands.estimate import main, parse_memory, report
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import EXIT_RESTART
-from trainer.contract.restart_note import RestartNote
+from trainer.contract.restart_record import RestartNote
 from trainer.data.prepared import Prepared
-from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
+from trainer.memory.advice import Advice, _together, describe_misfit, smaller_batch, suggest_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, gib, with_changes
-from trainer.memory.preflight import plan_on
+from trainer.memory.preflight import plan_for_machine
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
@@ -70,7 +70,7 @@ def test_impossible_amounts(text: str) -> None:
 
 
 def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None:
-    needs = [planner.of(with_changes(config, {"zero.stage": stage})).needed for stage in range(4)]
+    needs = [planner.estimate(with_changes(config, {"zero.stage": stage})).needed for stage in range(4)]
     assert needs == sorted(needs, reverse=True)
     for stage, need in enumerate(needs):
         assert planner.lowest_stage(config, need) == needs.index(need)
@@ -80,14 +80,14 @@ def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None
 def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunConfig) -> None:
     memory = 80 * GIB
     batch = planner.largest_batch(config, memory)
-    found = [planner.of(with_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
+    found = [planner.estimate(with_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
     sizes = [each.needed + int(each.peak * SPARE) for each in found]
     assert sizes[0] <= memory < sizes[1]
     assert planner.largest_batch(config, GIB) == 0
 
 
 def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner, config: RunConfig) -> None:
-    memory = planner.of(config).needed  # fits without the reserve that is kept for larger batches
+    memory = planner.estimate(config).needed  # fits without the reserve that is kept for larger batches
     found, _ = report(planner, config, memory, [])
     assert planner.largest_batch(config, memory) < config.training.batch_size
     assert found["fits"] and found["largest_batch_size"] == config.training.batch_size
@@ -96,7 +96,7 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
 
 
 def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
-    memory = planner.of(with_changes(config, {"training.batch_size": 1})).needed
+    memory = planner.estimate(with_changes(config, {"training.batch_size": 1})).needed
     assert planner.largest_batch(config, memory) == 1
     assert planner.largest_batch(config, memory - 1) == 0
 
@@ -107,7 +107,7 @@ def test_models_without_sdpa_keep_probabilities(config: RunConfig, packing: bool
     shapes = read_shapes(AutoConfig.for_model("gemma2", **sizes), ModelSection(), LoraSection())
     planner = Planner(shapes, Lengths.assumed(config), BF16_GPU)
     changed = {kind: {"model.attn_implementation": kind, "dataset.packing": packing} for kind in ("auto", "eager")}
-    auto, eager = (planner.of(with_changes(config, changes)).peak for changes in changed.values())
+    auto, eager = (planner.estimate(with_changes(config, changes)).peak for changes in changed.values())
     assert auto == eager
 
 
@@ -115,7 +115,7 @@ def test_shared_heads_are_copied_without_flash_attention(planner: Planner, confi
     old = replace(planner, machine=replace(planner.machine, flash=False))
     for kernels, more in (("auto", True), ("sdpa", True), ("eager", False)):
         changed = with_changes(config, {"model.attn_implementation": kernels, "dataset.packing": False})
-        assert (old.of(changed).peak > planner.of(changed).peak) == more
+        assert (old.estimate(changed).peak > planner.estimate(changed).peak) == more
 
 
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
@@ -132,14 +132,14 @@ def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunCo
     for memory, stage in ((80 * GIB, 0), (17 * GIB, 3)):
         resolved = planner.resolve(is_open, memory)
         assert resolved.zero.stage == stage
-        assert planner.of(resolved).needed <= memory
+        assert planner.estimate(resolved).needed <= memory
         assert resolved.training.batch_size == planner.largest_batch(resolved, memory) >= 1
 
 
 def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfig) -> None:
     is_open = with_changes(config, {"training.gradient_checkpointing": "auto", "training.batch_size": 8})
     without, every = (
-        planner.of(with_changes(is_open, {"training.gradient_checkpointing": way})).needed
+        planner.estimate(with_changes(is_open, {"training.gradient_checkpointing": way})).needed
         for way in ("none", "non_reentrant")
     )
 
@@ -156,7 +156,7 @@ def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfi
         way, layers = resolved(memory)
         assert way == "non_reentrant" and layers is not None
         there, one_less = (
-            planner.of(with_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
+            planner.estimate(with_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
             for count in (layers, layers - 1 or None)
         )
         assert there <= memory < one_less or (layers == 1 and there <= memory)
@@ -179,31 +179,31 @@ def test_auto_without_a_gpu(planner: Planner, config: RunConfig) -> None:
 
 def test_three_changes_that_fit_come_first(planner: Planner, config: RunConfig) -> None:
     memory = 40 * GIB
-    assert planner.of(config).needed > memory
-    advice = three_changes(planner, config, memory)
+    assert planner.estimate(config).needed > memory
+    advice = suggest_changes(planner, config, memory)
     assert len(advice) == 3 and all(option.found.needed <= memory for option in advice)
     for option in advice:
-        assert planner.of(with_changes(config, option.changes)).needed == option.found.needed
-    line = does_not_fit(planner, config, memory, "has free")
+        assert planner.estimate(with_changes(config, option.changes)).needed == option.found.needed
+    line = describe_misfit(planner, config, memory, "has free")
     assert line.startswith("memory: each GPU needs ") and line.count("GiB)") == 3 and "set training.batch_size=" in line
 
 
 def test_changes_are_put_together_where_none_is_enough(planner: Planner, config: RunConfig) -> None:
     memory = 9 * GIB
-    advice = three_changes(planner, config, memory)
+    advice = suggest_changes(planner, config, memory)
     assert advice[0].found.needed <= memory and len(advice[0].changes) > 2
     assert advice[1].found.needed > memory
-    line = does_not_fit(planner, config, memory, "has")
+    line = describe_misfit(planner, config, memory, "has")
     assert f"set {advice[0].text()}; of help but not enough: {advice[1].text()}; {advice[2].text()}" in line
-    assert "no change is enough" in does_not_fit(planner, config, 2 * GIB, "has")
+    assert "no change is enough" in describe_misfit(planner, config, 2 * GIB, "has")
 
 
 def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, config: RunConfig) -> None:
     whole = with_changes(config, {"zero.stage": 0})
     parts: list[Changes] = [{"zero.stage": 3}, {"zero.stage": 1, "zero.offload_optimizer": True}]
     together = {"zero.stage": 3, "zero.offload_optimizer": True}
-    memory = planner.of(with_changes(whole, together)).needed
-    singles = [Advice(changes, planner.of(with_changes(whole, changes))) for changes in parts]
+    memory = planner.estimate(with_changes(whole, together)).needed
+    singles = [Advice(changes, planner.estimate(with_changes(whole, changes))) for changes in parts]
     assert [advice.changes for advice in _together(planner, whole, memory, singles)] == [together]
 
 
@@ -213,15 +213,17 @@ def test_the_table_and_the_advice_know_the_same_fixes(planner: Planner, config: 
         start = with_changes(config, changes)
         most_offloaded = planner.table(start)[-1].found
         assert most_offloaded is not None
-        assert "no change is enough" not in does_not_fit(planner, start, most_offloaded.needed, "has")
+        assert "no change is enough" not in describe_misfit(planner, start, most_offloaded.needed, "has")
 
 
 def test_longer_sequences_and_higher_ranks_need_more(planner: Planner, config: RunConfig) -> None:
     shorter = with_changes(config, {"dataset.max_length": 512})
-    assert planner.of(shorter).needed < planner.of(config).needed
+    assert planner.estimate(shorter).needed < planner.estimate(config).needed
     offloaded = with_changes(config, {"zero.offload_optimizer": True})
-    assert planner.of(offloaded).needed < planner.of(config).needed
-    assert planner.of(offloaded).host > planner.of(config).host - planner.of(config).terms["base model"]
+    assert planner.estimate(offloaded).needed < planner.estimate(config).needed
+    assert (
+        planner.estimate(offloaded).host > planner.estimate(config).host - planner.estimate(config).terms["base model"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_the_command_says_everything_as_json(tmp_path: Path) -> None:
 def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     code, out, err = estimate(tmp_path, "--gpu-memory", "1GiB")
     lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code == 2 and len(lines) == 1 and "take a smaller model or a larger GPU" in lines[0]
+    assert code == 2 and len(lines) == 1 and "use a smaller model or a larger GPU" in lines[0]
     assert "too large" in out
 
 
@@ -359,28 +361,30 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
 ) -> None:
     config, found = prepared
     with pytest.raises(UserError) as refusal:
-        plan_on(BF16_GPU, config, found, 3 * GIB)
+        plan_for_machine(BF16_GPU, config, found, 3 * GIB)
     line = str(refusal.value)
     assert "has free 3.00 GiB; set " in line and line.count("GiB)") == 3
     assert line.endswith("or training.ignore_memory_check=true")
-    ignored = plan_on(BF16_GPU, with_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB)
+    ignored = plan_for_machine(BF16_GPU, with_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB)
     assert ignored.found is not None and "warning" in ignored.notes[0]
-    assert plan_on(BF16_GPU, config, found, 80 * GIB).notes == ()
+    assert plan_for_machine(BF16_GPU, config, found, 80 * GIB).notes == ()
 
 
 def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
-    plan = plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB)
+    plan = plan_for_machine(
+        BF16_GPU, with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB
+    )
     assert (plan.config.zero.stage, plan.config.training.batch_size) == (0, 5)  # 20 chats on 4 GPUs
     assert plan.notes[0].startswith("auto: ZeRO stage 0, batch_size 5, ")
-    plan = plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), found, None)
-    assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults, for there is no GPU to fill",)
+    plan = plan_for_machine(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), found, None)
+    assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults without a GPU",)
 
 
 def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     unknown = replace(found, model_config=object())
-    assert plan_on(BF16_GPU, config, unknown, 80 * GIB).found is None
+    assert plan_for_machine(BF16_GPU, config, unknown, 80 * GIB).found is None
     for memory in (80 * GIB, None):
         with pytest.raises(UserError, match=r"this model has no estimate .* give both a number"):
-            plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), unknown, memory)
+            plan_for_machine(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), unknown, memory)

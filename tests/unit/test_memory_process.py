@@ -19,7 +19,7 @@ from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner, gib, with_changes
-from trainer.memory.preflight import MemoryPlan, on_this_cpu, plan_on, record_memory, with_host_check
+from trainer.memory.preflight import MemoryPlan, check_host_memory, describe_cpu_memory, plan_for_machine, record_memory
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
 
@@ -37,14 +37,14 @@ def planner(run: dict[str, Any]) -> Planner:
 def test_the_estimate_is_what_a_process_took(run: dict[str, Any]) -> None:
     changes = {"training.batch_size": run["batch"], "dataset.max_length": run["length"], "dataset.packing": True}
     config = with_changes(config_of(), changes | {"lora.r": 16} | run["settings"])
-    assert planner(run).of(config).needed == pytest.approx(run["peak_bytes"], rel=WITHIN)
+    assert planner(run).estimate(config).needed == pytest.approx(run["peak_bytes"], rel=WITHIN)
 
 
 @pytest.fixture(scope="module")
 def plan() -> MemoryPlan:
     run = {"shape": "tiny", "length": 256, "ranks": 2, "precision": "fp32"}
     config, made = config_of(), planner(run)
-    return MemoryPlan(config, made.of(config), made.decisions(config))
+    return MemoryPlan(config, made.estimate(config), made.decisions(config))
 
 
 def test_a_host_with_less_is_refused_and_one_that_is_full_warned_of(
@@ -52,13 +52,13 @@ def test_a_host_with_less_is_refused_and_one_that_is_full_warned_of(
 ) -> None:
     monkeypatch.setattr(check, "host_memory_left", lambda: (-(2**50), GIB // 8))
     with pytest.raises(UserError, match=r"^memory: 64 ranks of this host take .*ignore_memory_check=true$"):
-        with_host_check(plan, 64)
+        check_host_memory(plan, 64)
     ignoring = replace(plan, config=with_changes(plan.config, {"training.ignore_memory_check": True}))
-    assert "warning" in with_host_check(ignoring, 64).notes[-1]
+    assert "warning" in check_host_memory(ignoring, 64).notes[-1]
     monkeypatch.setattr(check, "host_memory_left", lambda: (-(2**50), 2**50))
-    assert "warning" in with_host_check(plan, 2).notes[-1]
+    assert "warning" in check_host_memory(plan, 2).notes[-1]
     monkeypatch.setattr(check, "host_memory_left", lambda: (2**49, 2**50))
-    assert with_host_check(plan, 2) == plan
+    assert check_host_memory(plan, 2) == plan
 
 
 def test_estimate_doctor_validate_and_training_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +71,12 @@ def test_estimate_doctor_validate_and_training_say_the_same(tmp_path: Path, monk
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     config = load_config(tmp_path / "run.yaml").config
     found = prepare(config)
-    planned = plan_on(Machine.cpu(1, "fp32"), config, found, None).found
+    planned = plan_for_machine(Machine.cpu(1, "fp32"), config, found, None).found
     estimated = plan_on_cpu(build_planner(config, 1)[0], config).found
     assert planned is not None and estimated is not None
     need, _ = estimate_need(config, 1)
     assert planned.needed == estimated.needed == need["process_per_rank"]
-    assert gib(planned.needed) in on_this_cpu(config, found)
+    assert gib(planned.needed) in describe_cpu_memory(config, found)
 
 
 def test_the_end_compares_process_with_process(plan: MemoryPlan, tmp_path: Path) -> None:

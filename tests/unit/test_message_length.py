@@ -62,7 +62,7 @@ def test_a_long_value_of_any_setting(kind: str, config: Path) -> None:
     for name in setting_names()[:: 1 if kind in ("word", "words", "path", "digits") else 7]:
         lines = lines_of(lambda name=name: load_config(config, [f"{name}={LONG[kind]}"]))  # type: ignore[misc]
         assert_bounded(lines, name)
-        named = [line for line in lines if "mistakes more, told when" not in line]
+        named = [line for line in lines if "more mistakes, listed when" not in line]
         assert all(line.startswith(name) for line in named if kind != "map"), (name, lines)
 
 
@@ -105,4 +105,4 @@ def test_the_beginning_and_the_end_of_a_message_stay() -> None:
 
 def test_more_mistakes_than_anyone_reads_are_counted() -> None:
     told = UserErrors([f"s{at}: unknown setting" for at in range(1_000)])
-    assert len(told.messages) == MOST_LINES + 1 and told.messages[-1].startswith("and 900 mistakes more")
+    assert len(told.messages) == MOST_LINES + 1 and told.messages[-1].startswith("and 900 more mistakes")

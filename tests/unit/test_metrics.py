@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.command_typed import as_argument, command_typed, resume_command
+from trainer.contract.command_typed import command_typed, encode_command, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
 from trainer.monitor.summary import end_summary
 
@@ -266,7 +266,7 @@ def test_the_first_step_is_left_out_of_the_time_remaining(tmp_path: Path, monkey
 
 def test_the_command_typed_survives_the_way_to_the_ranks() -> None:
     typed = ["/usr/bin/zerolora", "train", "it's.yaml", "dataset.system_prompt=You; `are` $1 \u00e9", "--num-gpus", "2"]
-    argument = as_argument(typed)
+    argument = encode_command(typed)
     assert re.fullmatch(r"--typed=[\w-]+", argument)
     inner = ["/x/trainer/train.py", "it's.yaml", "--lock", "0123", argument, "--console", "/tmp/x"]
     assert command_typed(inner) == ["zerolora", *typed[1:]]
@@ -275,7 +275,7 @@ def test_the_command_typed_survives_the_way_to_the_ranks() -> None:
 
 def test_the_command_that_resumes_a_run_can_be_pasted() -> None:
     typed = ["/x/bin/zerolora", "train", "my run.yaml", "resume_from_checkpoint=auto", "--num-gpus", "2"]
-    inner = ["/x/trainer/train.py", "my run.yaml", as_argument(typed)]
+    inner = ["/x/trainer/train.py", "my run.yaml", encode_command(typed)]
     expected = "zerolora train 'my run.yaml' --num-gpus 2 training.resume_from_checkpoint=latest"
     assert resume_command(inner, overwrites=False) == expected
     assert resume_command(inner, overwrites=True) == f"{expected} output.overwrite=false"

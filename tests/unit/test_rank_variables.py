@@ -8,7 +8,7 @@ from launcher.targets import slurm
 from trainer.config import UserError
 from trainer.contract import ports
 from trainer.contract.ports import free_port
-from trainer.contract.rank_variables import first_host, read_place, srun_meeting_point
+from trainer.contract.rank_variables import first_host, read_place, srun_rendezvous
 from trainer.parallel.ranks.group import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -42,8 +42,8 @@ def test_the_place(variables: dict[str, str], place: tuple[str | None, int, int,
     ("variables", "expected", "complaint"),
     [
         ({"RANK": "7"}, None, "RANK=7 without WORLD_SIZE"),
-        (TORCH | {"WORLD_SIZE": "3"}, None, "RANK=3: must lie below WORLD_SIZE=3"),
-        (SRUN | {"SLURM_PROCID": "6"}, None, "SLURM_PROCID=6: must lie below SLURM_STEP_NUM_TASKS=6"),
+        (TORCH | {"WORLD_SIZE": "3"}, None, "RANK=3: must be below WORLD_SIZE=3"),
+        (SRUN | {"SLURM_PROCID": "6"}, None, "SLURM_PROCID=6: must be below SLURM_STEP_NUM_TASKS=6"),
         ({}, 16, "16 ranks were requested, but the environment of this one on .* says rank 0 of 1"),
         (TORCH, 16, "16 ranks were requested, .* rank 3 of 8"),
     ],
@@ -69,12 +69,12 @@ def test_the_first_host_of_a_short_form(node_list: str, first: str) -> None:
 
 
 def test_srun_alone_gives_a_meeting_point() -> None:
-    assert srun_meeting_point({"SLURM_STEP_NODELIST": "gpu[7-9]", "SLURM_JOB_ID": "4567890"}) == ("gpu7", 17890)
+    assert srun_rendezvous({"SLURM_STEP_NODELIST": "gpu[7-9]", "SLURM_JOB_ID": "4567890"}) == ("gpu7", 17890)
 
 
 def test_launcher_and_rank_work_out_the_same_port() -> None:
     for job in (1, 19_999, 20_000, 123_456_789):
-        _, port = srun_meeting_point({"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": str(job)})
+        _, port = srun_rendezvous({"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": str(job)})
         assert port == slurm.Allocation(job, ("n1",), 1).port
         assert 10_000 <= port < 30_000
 

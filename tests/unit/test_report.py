@@ -14,7 +14,7 @@ from rich.console import Console
 
 from trainer.checkpoint.run_record import write_run_record
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.command_typed import as_argument
+from trainer.contract.command_typed import encode_command
 from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw
@@ -140,7 +140,9 @@ def test_model_data_command_answers_and_next_steps_are_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = ["/usr/bin/zerolora", "train", "c.yaml", "logging.run_name=a run"]
-    monkeypatch.setattr("sys.argv", ["train.py", "c.yaml", "--lock", "01", as_argument(typed), "--console", "/tmp/x"])
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "c.yaml", "--lock", "01", encode_command(typed), "--console", "/tmp/x"]
+    )
     make_run(tmp_path)
     keep_answer(tmp_path, "Who <are> you?", "before", "I am lost")
     keep_answer(tmp_path, "Who <are> you?", "after", "A <b>tiny</b> model")

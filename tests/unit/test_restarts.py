@@ -8,8 +8,7 @@ import pytest
 from launcher.supervision.failure_report import Fault
 from launcher.supervision.restarts import Ending, Restarts
 from trainer.contract.exit_codes import EXIT_RESTART
-from trainer.contract.restart_note import RestartNote
-from trainer.contract.restart_record import read_restarts
+from trainer.contract.restart_record import RestartNote, read_restarts
 
 KILLED = Fault(-9, "rank 1 on a was killed by signal 9 (SIGKILL)", 1)
 DONE = Ending(0)

@@ -26,7 +26,7 @@ OF_THE_LAUNCHER = "import sys, launcher.commands; print(*sys.modules, sep='\\n')
 OF_A_RANK = """
 import gc, sys
 import trainer.train
-from trainer.contract.held_start import Release
+from trainer.contract.prestart_channel import StartMessage
 from trainer.parallel.ranks.progress import PROGRESS
 end = PROGRESS.end_start
 def ended():
@@ -37,8 +37,8 @@ def ended():
 def released(channel):
     open("modules-before", "w").write("\\n".join(sys.modules))
     assert gc.isenabled() and gc.get_freeze_count() > 100_000
-    return Release(["run.yaml"], "log")
-PROGRESS.end_start, Release.wait = ended, released
+    return StartMessage(["run.yaml"], "log")
+PROGRESS.end_start, StartMessage.wait = ended, released
 sys.argv[1:] = ["run.yaml", "--held"]
 sys.exit(trainer.train.main())
 """
@@ -226,9 +226,9 @@ def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
 
 def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp_path: Path) -> None:
     """No UserError of another rank is told twice."""
-    from trainer.entry.prestart import _look_ahead
+    from trainer.entry.prestart import _read_ahead
 
-    assert _look_ahead(str(tmp_path / "missing.yaml"), []) is None
+    assert _read_ahead(str(tmp_path / "missing.yaml"), []) is None
 
 
 def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,9 +256,9 @@ def test_a_pass_that_is_repeated_draws_the_seeds_again() -> None:
 
 REFUSED = {
     "adapter=none": "trains all weights",
-    "ops.flat=false": "a gradient of its own",
+    "ops.flat=false": "a separate gradient",
     "zero.stage=3": "gathers weights",
-    "training.torch_compile=true": "graphs of its own",
+    "training.torch_compile=true": "its own graphs",
     "training.gradient_checkpointing=reentrant": "reentrant",
     "training.router_aux_loss=0.1": "second result",
     "training.qat=int8": "on the host",

@@ -12,7 +12,7 @@ from tests.tiny import make_model
 from trainer.config import LoraSection, TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
-from trainer.loop import garbage_of_steps_only
+from trainer.loop import exclude_from_garbage_collection
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.patches.loss_head import TokenLoss
 from trainer.step import count_targets, count_tokens
@@ -140,7 +140,7 @@ def test_the_collector_leaves_alone_what_was_there_before_the_steps() -> None:
         node.me = node
         return weakref.ref(node)
 
-    with garbage_of_steps_only():
+    with exclude_from_garbage_collection():
         assert gc.get_freeze_count() > 100_000
         assert len(gc.get_objects()) < 10_000
         of_a_step = cycle()

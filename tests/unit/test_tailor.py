@@ -104,10 +104,10 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     )
     assert "# a token visits 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
     hold = int(text.partition("# ")[2].partition(" parameters hold")[0].split("# ")[-1].replace(",", ""))
-    from trainer.commands.validate import findings
+    from trainer.commands.run_description import describe_run
     from trainer.setup.preflight import prepare
 
-    assert f", {hold:,} parameters (" in findings(config, prepare(config), 1)[2], "as many as the adapter has"
+    assert f", {hold:,} parameters (" in describe_run(config, prepare(config), 1)[2], "as many as the adapter has"
 
 
 def test_more_data_than_the_adapter_holds_is_a_warning(

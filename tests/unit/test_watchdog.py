@@ -132,7 +132,7 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
 
 def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
     found = {0: replace(BEAT, rank=0, step=0, phase="join/meet", collective=None)}
-    nobody = found | {1: Heartbeat.of_nobody(1, "n1"), 2: Heartbeat.of_nobody(2, "")}
+    nobody = found | {1: Heartbeat.missing(1, "n1"), 2: Heartbeat.missing(2, "")}
     told = describe_hang(nobody, {1, 2})
     assert told.ranks == [1, 2]
     assert told.text == (

@@ -21,7 +21,7 @@ from trainer.checkpoint.checkpoint import RankState, checkpoint_sizes
 from trainer.checkpoint.checkpoint_files import publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
-from trainer.contract.full_disk import disk_errors_into
+from trainer.contract.full_disk import collect_disk_errors
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
@@ -107,7 +107,7 @@ class Saves:
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []
-        with disk_errors_into(failures, self._run_dir):
+        with collect_disk_errors(failures, self._run_dir):
             if self._ranks.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -202,11 +202,11 @@ class _Save:
 
     def _run(self) -> None:
         try:
-            with disk_errors_into(self._failures, self.folder.parent):
+            with collect_disk_errors(self._failures, self.folder.parent):
                 self._write()
             self.written.set()
             if self._ranks.is_main and not self._failures and self._wait_for_others():
-                with disk_errors_into(self._failures, self.folder.parent):
+                with collect_disk_errors(self._failures, self.folder.parent):
                     self._publish()
         except BaseException as error:  # the main thread's to raise
             self._exception = error

@@ -11,7 +11,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.run_record import LOGS, files_in, holds_run, written_names
 from trainer.config import RunConfig, UserError
-from trainer.contract.folder_lock import living_holder
+from trainer.contract.folder_lock import describe_live_holder
 
 FREE_GIB_NEEDED = 1.0
 NAMES_SHOWN = 3
@@ -43,7 +43,7 @@ def check_free(config: RunConfig) -> None:
 
 def find_obstacle(config: RunConfig) -> str | None:
     """Return why `zerolora train` would refuse to write into the folder now, with the fix; None if it would not."""
-    holder = living_holder(Path(config.output_dir))
+    holder = describe_live_holder(Path(config.output_dir))
     if holder:
         return f"a run is active in it ({holder}); wait until it ends, or use another folder"
     return _occupied(config)

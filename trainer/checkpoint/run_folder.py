@@ -41,7 +41,7 @@ from trainer.checkpoint.weights import (
 )
 from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.full_disk import disk_errors_into
+from trainer.contract.full_disk import collect_disk_errors
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
@@ -145,7 +145,7 @@ class RunFolder:
     def tolerating_full_disk(self, what: str) -> Iterator[None]:
         """Warn and continue if the disk is full; for files the result does not need."""
         failures: list[str] = []
-        with disk_errors_into(failures, self.path):
+        with collect_disk_errors(failures, self.path):
             yield
         if failures:
             self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
@@ -186,7 +186,7 @@ class RunFolder:
         """
         result = self.path / RESULT
         failures: list[str] = []
-        with disk_errors_into(failures, self.path):
+        with collect_disk_errors(failures, self.path):
             if self._ranks.is_main:
                 self._keep_record()
                 shutil.rmtree(result, ignore_errors=True)

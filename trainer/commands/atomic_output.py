@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 
 from trainer.checkpoint.run_record import note_written
 from trainer.config import UserError
-from trainer.contract.folder_lock import living_holder
-from trainer.contract.full_disk import disk_error, disk_of
+from trainer.contract.folder_lock import describe_live_holder
+from trainer.contract.full_disk import describe_disk, disk_error
 from trainer.contract.whole_files import apply_umask
 
 
@@ -38,7 +38,7 @@ def _check_no_run_in(output: Path) -> None:
     """Raise UserError if a run is training in a parent folder, since it may delete what is written there."""
     for folder in output.absolute().parents:
         try:
-            holder = living_holder(folder)
+            holder = describe_live_holder(folder)
         except OSError:
             continue  # this user may not read that parent folder
         if holder is not None:
@@ -66,7 +66,7 @@ def temporary_output(output: Path) -> Iterator[Path]:
         if reason is None:
             raise
         raise RuntimeError(
-            f"{output}: cannot be written ({reason}); {disk_of(output)}; make room, or use another with --output"
+            f"{output}: cannot be written ({reason}); {describe_disk(output)}; make room, or use another with --output"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -23,7 +23,7 @@ from trainer.data import prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
-from trainer.memory.advice import does_not_fit
+from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
 from trainer.memory.decisions import Machine
 from trainer.memory.image_models import build_image_planner
@@ -34,7 +34,7 @@ from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.model.published_shapes import PREFIX, shape_of
 from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
-from trainer.setup.preflight import reference_of
+from trainer.setup.preflight import load_reference
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
@@ -67,7 +67,7 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
         longest = context_length(load_model_config(config.base_model, config.model))
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
-        reference = reference_of(config, tokenizer)
+        reference = load_reference(config, tokenizer)
     except UserError as error:
         reason = re.split(r"; | \(", str(error))[0]
         return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({reason})"
@@ -94,7 +94,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, recomputation_line(planner, resolved, memory)]
     counted = resolved.training, planner.lengths.samples, planner.machine.world_size
-    found = planner.of(resolved)
+    found = planner.estimate(resolved)
     table = planner.table(resolved)
     # Prefer no offload, which costs more time than a higher stage.
     fitting = [choice.config for choice in table if choice.found is not None and choice.found.needed <= memory]
@@ -132,7 +132,7 @@ def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str,
 
 def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     """Return the largest micro-batch that fits with a reserve, or the configured one if it fits without."""
-    configured = config.training.batch_size if planner.of(config).needed <= memory else 0
+    configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.largest_batch(config, memory))
 
 
@@ -243,9 +243,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.json:
             print(json.dumps(found, indent=1))
         else:
-            show(Console(soft_wrap=True), found, planner.of(resolved))
+            show(Console(soft_wrap=True), found, planner.estimate(resolved))
         if found["recommended"] is None:
-            raise UserError(does_not_fit(planner, resolved, memory, "has"))
+            raise UserError(describe_misfit(planner, resolved, memory, "has"))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -258,7 +258,7 @@ def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
     there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
     try:
         resolved = there.resolve(config, None)
-        return Choice(resolved, there.of(resolved))
+        return Choice(resolved, there.estimate(resolved))
     except UserError as error:
         return Choice(config, None, str(error))
 

@@ -37,7 +37,7 @@ from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
 from trainer.commands.scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
-from trainer.config.command_parser import from_one
+from trainer.config.command_parser import positive_int
 from trainer.contract.output_file import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
@@ -272,8 +272,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--split", help="split of --data (train)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--batch-size", type=from_one, metavar="N", help="documents per batch (as in training)")
-    parser.add_argument("--samples", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument("--batch-size", type=positive_int, metavar="N", help="documents per batch (as in training)")
+    parser.add_argument("--samples", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
     parser.add_argument(
         "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update, or auto (1)"
     )

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
-from trainer.config.command_parser import from_one
+from trainer.config.command_parser import positive_int
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
@@ -178,8 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--examples", type=int, default=3, help="number of examples (3)")
-    parser.add_argument("--step", type=from_one, help="show what this step (from 1) trains on instead")
-    parser.add_argument("--ranks", type=from_one, help="number of ranks of the run (default: as on this machine)")
+    parser.add_argument("--step", type=positive_int, help="show what this step (from 1) trains on instead")
+    parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # data may hold characters that the terminal cannot show

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from trainer.config import CommandParser, UserError, load_config
-from trainer.setup.preflight import begin_to_build, build_operators, prepare_to_resume
+from trainer.setup.preflight import build_operators, prepare_to_resume, start_build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     show = partial(print, flush=True) if arguments.phases else lambda phase: None
     try:
         config = load_config(arguments.config, arguments.overrides).config
-        begin_to_build(config)
+        start_build(config)
         prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
         if not arguments.phases:
             for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):

@@ -1,4 +1,4 @@
-"""The settings of a PEFT LoRA adapter, `adapter_config.json`, read and checked in one place."""
+"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`)."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ Rank = Annotated[int, Field(gt=0)]
 
 
 class AdapterSettings(BaseModel):
-    """The keys that PEFT and zerolora rely on; all others are kept as they are."""
+    """The keys that PEFT and zerolora rely on; all others are kept unchecked."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -36,13 +36,12 @@ class AdapterSettings(BaseModel):
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the LoRA adapter in a folder, as the file has them.
+    """Return the settings of the LoRA adapter in a folder, without defaults.
 
-    Raises:
-        UserError: if there are none, or they are damaged or of another kind of adapter.
+    Raises UserError if they are missing, damaged, or those of another type of adapter.
     """
     try:
         settings: AdapterSettings = read_json(folder / FILE, AdapterSettings)
     except FileNotFoundError:
-        raise UserError(f"{folder}: no {FILE} in it; name the folder of a PEFT adapter") from None
+        raise UserError(f"{folder}: has no {FILE}; name the folder of a PEFT adapter") from None
     return settings.model_dump(exclude_unset=True)

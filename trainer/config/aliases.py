@@ -1,6 +1,6 @@
-"""Names of settings in Axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, and what they are called here."""
+"""Names of settings in Axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, and their equivalents here."""
 
-# Our setting -> its names in other trainers, and its earlier ones here.
+# Our setting -> its names in other trainers.
 _NAMES = {
     "base_model": "model_name_or_path model_name model base_model_config",
     "model.revision": "revision",
@@ -29,7 +29,6 @@ _NAMES = {
     "dataset.evaluation": "test_datasets",
     "dataset.val_split": "val_set_size val_size",
     "dataset.max_length": "sequence_len max_seq_length max_length cutoff_len dataset.max_seq_length",
-    "dataset.too_long": "dataset.long_documents",
     "dataset.packing": "sample_packing packing",
     "dataset.train_on": "roles_to_train",
     "dataset.chat_template": "chat_template",
@@ -65,7 +64,6 @@ _NAMES = {
     "training.best_checkpoint": "load_best_model_at_end",
     "training.torch_compile": "torch_compile",
     "zero.stage": "zero_stage",
-    "ops.recompute": "ops.forget",
     "logging.report_to": "report_to",
     "logging.run_name": "run_name",
     "logging.project": "wandb_project",
@@ -73,14 +71,14 @@ _NAMES = {
 }
 ALIASES: dict[str, str] = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 
-# Settings of other trainers that have no single counterpart, or values that have none -> what to write instead.
+# Settings of other trainers without an equivalent, or with values that have none -> what to write instead.
 _ADVICE = {
     "load_in_4bit": "write `adapter: qlora`",
     "bf16": "write `training.precision: bf16`",
     "fp16": "write `training.precision: fp16`",
     "tf32": "remove it; `training.precision` names the number format",
     "flash_attention flash_attn": "remove it, or write `model.attn_implementation: flash_attention_2`",
-    "deepspeed": "zerolora writes DeepSpeed's file; use the settings of `zero`, or `zero.extra` for its own keys",
+    "deepspeed": "zerolora writes DeepSpeed's configuration; use the `zero` settings, or `zero.extra` for other keys",
     "fsdp": "zerolora partitions with ZeRO; use `zero.stage`",
     "special_tokens": "write `model.pad_token`, or `model.added_tokens` for new ones",
     "tokens": "write `model.added_tokens`",
@@ -111,13 +109,12 @@ _ADVICE = {
     "tokenizer_type": "remove it; the kind of tokenizer is read from its files",
     "kernel_config": "remove it; `ops` has the settings of the kernels",
     "dataset_dir": "write the path in `dataset.path`",
-    "ops.liger": "write `ops.elementwise`: auto or off",
     "dataset_prepared_path": "remove it; tokenised data is kept in `dataset.cache_dir`",
 }
 ELSEWHERE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 
-def canonical(name: str) -> tuple[str, str | None]:
+def resolve_alias(name: str) -> tuple[str, str | None]:
     """Return our dotted name for a setting, and a note if it was another trainer's name."""
     ours = ALIASES.get(name)
     return (ours, f"{name} is read as {ours}") if ours else (name, None)

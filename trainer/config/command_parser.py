@@ -1,14 +1,14 @@
-"""The parser of every command's arguments."""
+"""The argument parser of all commands."""
 
 import argparse
 from typing import NoReturn
 
 from trainer.config.errors import UserError, one_line
-from trainer.config.messages import as_override
+from trainer.config.messages import suggest_override
 
 
-def from_one(text: str) -> int:
-    """The type of an argument that counts something."""
+def positive_int(text: str) -> int:
+    """Parse a whole number of at least 1, as the type of an argument."""
     try:
         value = int(text)
     except ValueError:
@@ -19,11 +19,11 @@ def from_one(text: str) -> int:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse, whose mistakes are one line and exit code 2 like all others."""
+    """An argument parser that reports mistakes like all others: one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process."""
+        """Print an error message and exit; `--training.epochs 3` is answered with the override to write."""
         words = message.partition("unrecognized arguments: ")[2].split()
-        if words and (override := as_override(words[0], words)):
+        if words and (override := suggest_override(words[0], words)):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")

@@ -1,9 +1,11 @@
-"""Settings of other trainers whose value decides what they mean: translated, left out with a note, or refused."""
+"""Recognition of other trainers' files, and settings of theirs that are translated depending on the value."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.errors import UserError, shown
+from trainer.config.sections import RunConfig
 
 LORA_TARGETS = "lora.target_modules"
 QLORA: dict[str, Any] = {"adapter": "qlora"}
@@ -12,7 +14,7 @@ NOTHING: dict[str, Any] = {}
 PREFERENCES = "preference training (DPO and relatives) is not offered here"
 ANSWERS, EVERY_TOKEN = {"dataset.train_on": ["assistant"]}, {"dataset.train_on": ["all"]}
 
-# Names -> value -> the settings it stands for. ELSEWHERE says what to write instead of any other value.
+# Names -> value -> equivalent settings here. ELSEWHERE has the advice for all other values.
 _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "load_in_4bit": {True: QLORA, False: NOTHING},
     "load_in_8bit": {True: INT8, False: NOTHING},
@@ -32,35 +34,63 @@ _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "train_on_inputs train_on_prompt": {True: EVERY_TOKEN, False: NOTHING},
     "assistant_only_loss completion_only_loss": {True: ANSWERS},
     "train_on_eos train_on_eot": {"turn": NOTHING},
-    # Its earlier name.
-    "ops.liger": {
-        "auto": {"ops.elementwise": "auto"},
-        "on": {"ops.elementwise": "auto"},
-        "off": {"ops.elementwise": "off"},
-    },
 }
 MEANINGS = {name: values for names, values in _MEANINGS.items() for name in names.split()}
 _PREFERENCE_STAGES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "gdpo", "rm", "reward")
 
 
-def understood(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
-    """Return the settings that another trainer's setting stands for, and a note; None if `name` is not one of them.
+def translate_setting(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
+    """Return the settings equivalent to another trainer's setting, and a note; None if `name` is not one of them.
 
-    Raises UserError, with what to write instead, for a value that has no counterpart.
+    Raises UserError, with what to write instead, for a value without an equivalent.
     """
     if name not in ELSEWHERE:
-        return ({}, f"{name}: empty, left out") if value is None and name in ALIASES else None
+        return ({}, f"{name}: empty, ignored") if value is None and name in ALIASES else None
     if value is None or value in ([], {}, ""):
-        return {}, f"{name}: empty, left out"
+        return {}, f"{name}: empty, ignored"
     written = f"{name}: {shown(value)}"
     word = value.strip().lower() if isinstance(value, str) else value
     for known, settings in MEANINGS.get(name, {}).items():
-        # True equals 1 in Python, and neither is meant by the other.
+        # True equals 1 in Python, but they are different values here.
         if (type(known), known) == (type(word), word):
             if not settings:
-                return {}, f"{written} changes nothing here and is left out"
+                return {}, f"{written} has no effect here and is ignored"
             means = ", ".join(f"{ours}: {shown(ours_value)}" for ours, ours_value in settings.items())
             return settings, f"{written} is read as {means}"
     if name in ("rl", "stage") and word in _PREFERENCE_STAGES:
         raise UserError(f"{name}={shown(value)}: {PREFERENCES}")
     raise UserError(f"{name}={shown(value)}: not a setting here; {ELSEWHERE[name]}")
+
+
+# Names that only one trainer has.
+TRAINER_NAMES = {
+    "LLaMA-Factory": {
+        "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "lora_rank", "quantization_bit",
+        "preprocessing_num_workers", "val_size", "stage", "train_dataset", "peft_config", "dist_config", "mask_history",
+    },
+    "Axolotl": {
+        "micro_batch_size", "sequence_len", "datasets", "pretraining_dataset", "lora_target_linear", "val_set_size",
+        "saves_per_epoch", "evals_per_epoch", "dataset_prepared_path", "pad_to_sequence_len", "lora_model_dir",
+        "load_in_8bit", "num_epochs", "sample_packing", "eval_sample_packing", "flash_attention", "wandb_watch",
+    },
+    "TRL": {
+        "dataset_name", "use_peft", "lora_task_type", "max_seq_length", "dataset_text_field", "assistant_only_loss",
+        "completion_only_loss", "dataset_train_split", "dataset_test_split", "dataset_config",
+    },
+    "accelerate": {"compute_environment", "distributed_type", "mixed_precision", "num_processes"},
+}  # fmt: skip
+ENOUGH = 2
+
+
+def recognize_trainer(tree: Mapping[Any, Any], *, enough: int = ENOUGH) -> str | None:
+    """Return the trainer that a file was written for; None for our files, which may have a few names of others.
+
+    A file is theirs if it has at least `enough` of their names, and more than twice as many as sections of ours.
+    """
+    names = {str(name) for name in tree}
+    counts = {trainer: len(names & known) for trainer, known in TRAINER_NAMES.items()}
+    best = max(counts, key=lambda trainer: counts[trainer])
+    ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
+    # LLaMA-Factory also has a `dataset`, which is not a section.
+    ours -= isinstance(tree.get("dataset"), str)
+    return best if counts[best] >= enough and counts[best] > 2 * ours else None

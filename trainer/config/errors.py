@@ -1,4 +1,4 @@
-"""The one exception for mistakes of the user, and the search for the name they meant."""
+"""The exception for mistakes of the user, the form of messages, and suggestions for mistyped names."""
 
 import errno
 import re
@@ -9,9 +9,7 @@ from typing import Any
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
 MOST_LINES = 100
-
-
-# Sequences that a terminal obeys (colours, the window's title, answers typed into the shell), then single characters.
+# Sequences that a terminal obeys (colours, the window title, text typed into the shell), then single characters.
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*[0-~]?"
     r"|\x9b[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
@@ -19,17 +17,17 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return text without the control characters and sequences that a terminal would obey; tabs and newlines stay.
+    """Remove control characters and sequences that a terminal would obey, except tabs and newlines.
 
-    Everything that comes from files, other hosts or other processes goes through this before it reaches a terminal.
+    All text from files, other hosts or other processes must pass through this before it reaches a terminal.
     """
     return _CONTROL.sub("", text)
 
 
 def one_line(message: str) -> str:
-    """Return a message on one printable line of bounded length.
+    """Format a message as one printable line of bounded length.
 
-    The beginning names the setting and the end the fix, so it is the middle that is left out, of words first.
+    The beginning names the setting and the end the fix, so the middle is shortened, that of long words first.
     """
     words = [_without_middle(word, LONGEST_WORD) for word in printable(" ".join(message.split())).split()]
     return _without_middle(" ".join(words), LONGEST_LINE)
@@ -43,8 +41,8 @@ def _without_middle(text: str, most: int) -> str:
 
 
 DATA_WANTED = (
-    "dataset.path: missing; say what to train on, as dataset.path=train.jsonl does: a .jsonl, .json, .parquet, .csv or "
-    ".txt file, a folder of them, or a data set of the hub, whose records have messages | conversations | "
+    "dataset.path: missing; name the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv "
+    "or .txt file, a folder of them, or a dataset on the hub, with records of messages | conversations | "
     "instruction + output | prompt + completion | text"
 )
 
@@ -55,43 +53,43 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        # One line is a promise to whoever reads a cluster log: messages of libraries are folded into it.
+        # Cluster logs are searched line by line, so messages of libraries are joined to one line.
         super().__init__(one_line(message))
 
 
 class UserErrors(UserError):
-    """Several mistakes found together, a line each; a single one is as a UserError."""
+    """Several mistakes found together, one line each."""
 
     def __init__(self, messages: Sequence[str]) -> None:
         super().__init__(messages[0])
         self.messages = [str(UserError(message)) for message in messages[:MOST_LINES]]
         if len(messages) > MOST_LINES:
-            self.messages.append(f"and {len(messages) - MOST_LINES:,} mistakes more, told when these are mended")
+            self.messages.append(f"and {len(messages) - MOST_LINES:,} more mistakes, listed when these are fixed")
 
     def __str__(self) -> str:
-        # Whoever shows it writes `error: ` in front of the first.
+        # The caller prints `error: ` before the first line.
         return "\nerror: ".join(self.messages)
 
 
-_OF_PATHS = {
-    errno.EACCES: "give this user the right to read it",
-    errno.EPERM: "give this user the right to read it",
-    errno.ENAMETOOLONG: "no file can be called that; name another",
-    errno.ELOOP: "its links lead in a circle; name the file itself",
+_PATH_FIXES = {
+    errno.EACCES: "fix its permissions",
+    errno.EPERM: "fix its permissions",
+    errno.ENAMETOOLONG: "use a shorter name",
+    errno.ELOOP: "its links form a loop; name the file itself",
 }
 
 
-def mistake_in_path(error: OSError) -> UserError | None:
-    """The line for a path that this user may not look at, or that cannot be; None for an error of another kind.
+def find_path_mistake(error: OSError) -> UserError | None:
+    """Convert an error for a path that may not be read or cannot exist; None for other errors.
 
-    Any question about a file may end so, which is why the commands ask here last instead of before each question.
+    Any file operation may fail like this, so commands convert the error at the end instead of checking before each one.
     """
-    fix = _OF_PATHS.get(error.errno or 0)
+    fix = _PATH_FIXES.get(error.errno or 0)
     return None if fix is None or error.filename is None else UserError(f"{error.filename}: {error.strerror}; {fix}")
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
-    """The known name closest to a mistyped one, or None if nothing is close."""
+    """Return the known name closest to a mistyped one, or None if none is close."""
     candidates = list(known)
     by_case = {candidate.lower(): candidate for candidate in candidates}
     matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=likeness)
@@ -99,7 +97,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | Non
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Return a value as YAML writes it on one printable line, without its middle if it is long."""
+    """Format a value as YAML on one printable line, without its middle if it is long."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,8 +1,7 @@
-"""Read files that somebody else wrote: every problem becomes one UnreadableFile with a one-line message.
+"""Read files written by others: every problem raises UnreadableFile with a one-line message.
 
-A run's folder, a model's folder and a hostfile can all be damaged, half copied or edited by hand. Readers that check
-only for the errors they expect end in a traceback on the first file that nobody expected, so every reader of such files
-goes through this module, and says in `shape` which types it relies on.
+Files of runs and models and hostfiles can be damaged, half copied or edited by hand. Every reader of such files uses
+this module and declares in `shape` the types that it relies on, so that no file causes a traceback.
 """
 
 import json
@@ -22,14 +21,14 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**31)]
 Seconds = Annotated[float, Field(ge=0.0, lt=2**40)]
-"""Shapes of numbers that readers compute with: none is NaN, infinite, or too large for what it is passed to."""
+"""Shapes of numbers used in computations: not NaN, not infinite, and not too large for their use."""
 MAX_TEXT_BYTES = 1 << 28
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
-"""The limit of the safetensors library itself."""
+"""The limit of the safetensors library."""
 
 
 class UnreadableFile(UserError):
-    """A file that exists but cannot be used. Its parts are for callers that word the message themselves."""
+    """A file that exists but cannot be used; its attributes are for callers that write their own message."""
 
     def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
         self.path, self.problem, self.fix = path, problem, fix
@@ -38,7 +37,7 @@ class UnreadableFile(UserError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor in the header of a safetensors file; offsets count from the end of the header."""
+    """A tensor in the header of a safetensors file; offsets count from the end of the header."""
 
     dtype: str
     shape: list[int]
@@ -49,7 +48,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        FileNotFoundError: if the file does not exist, so that callers can tell "missing" from "damaged".
+        FileNotFoundError: if the file does not exist, so that callers can distinguish missing from damaged files.
         UnreadableFile: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
     """
     content = _read(path, 0, max_bytes + 1)
@@ -59,7 +58,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def _read(path: Path, offset: int, count: int) -> bytes:
-    """Return at most `count` bytes of a regular file. Raises as `read_bytes` does."""
+    """Return at most `count` bytes of a regular file; raises like `read_bytes`."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -76,12 +75,12 @@ def _read(path: Path, offset: int, count: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Return the content of a UTF-8 file, without a byte-order mark. Raises as `read_bytes` does."""
+    """Return the content of a UTF-8 file without a byte-order mark; raises like `read_bytes`."""
     return decode_text(read_bytes(path, max_bytes), path)
 
 
 def decode_text(content: bytes, path: Path) -> str:
-    """Decode UTF-8, dropping a byte-order mark. Raises UnreadableFile naming the line of the first bad byte."""
+    """Decode UTF-8 without a byte-order mark; raises UnreadableFile with the line of the first invalid byte."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -101,7 +100,7 @@ def read_json(path: Path, shape: Any = dict[str, Any], max_bytes: int = MAX_TEXT
 
 
 def find_json(path: Path, shape: Any, default: Any = None) -> Any:
-    """Return what `read_json` does, or `default` for a file that is missing or cannot be used."""
+    """Return the JSON value in a file, or `default` if the file is missing or unusable."""
     try:
         return read_json(path, shape)
     except (FileNotFoundError, UnreadableFile):
@@ -109,7 +108,7 @@ def find_json(path: Path, shape: Any, default: Any = None) -> Any:
 
 
 def read_value(path: Path, dotted: str, shape: Any) -> Any:
-    """Return the value that a JSON file has under a dotted name, as `shape`. Raises as `read_json` does."""
+    """Return the value under a dotted name in a JSON file, as `shape`; raises like `read_json`."""
     value = read_json(path)
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -120,7 +119,7 @@ def read_value(path: Path, dotted: str, shape: Any) -> Any:
 
 
 def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Parse JSON that was read from `path` and check it against `shape`. Raises UnreadableFile."""
+    """Parse JSON that was read from `path` and check it against `shape`; raises UnreadableFile."""
     text = decode_text(content, path) if isinstance(content, bytes) else content
     try:
         value = json.loads(text)
@@ -135,7 +134,7 @@ def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) ->
 
 
 def check_shape(value: Any, path: Path, shape: Any) -> Any:
-    """Return a value read from `path` as `shape`. Raises UnreadableFile naming the first part that does not fit."""
+    """Return a value read from `path` as `shape`; raises UnreadableFile with the first part that does not fit."""
     try:
         return _adapter(shape).validate_python(value)
     except ValidationError as error:
@@ -153,11 +152,11 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        UnreadableFile: if it is no safetensors file, its header contradicts itself, or its size is not as announced.
+        UnreadableFile: if it is not a safetensors file, or its header is inconsistent in itself or with its size.
     """
     begin = _read(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
-    # The first bytes of a header's length can be those of a pickle or a zip; the byte after the length cannot.
+    # The length can have the same bytes as the start of a pickle or zip; the byte after it cannot.
     if len(begin) < 9 or begin[8:] != b"{" or length > MAX_SAFETENSORS_HEADER_BYTES:
         fix = "only safetensors files are loaded, because pickled weights can run code"
         raise UnreadableFile(path, "is not a safetensors file", fix)
@@ -174,9 +173,9 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
 
 def _check_entries(entries: dict[str, TensorEntry], path: Path) -> int:
-    """Return where the data ends. Raises UnreadableFile for tensors that overlap, leave gaps or differ from their size.
+    """Return the end of the data; raises UnreadableFile for tensors that overlap, leave gaps or have a wrong size.
 
-    The safetensors library has the same rules, and fails when such a tensor is loaded.
+    These are the rules of the safetensors library, which fails when such a tensor is loaded.
     """
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

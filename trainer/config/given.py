@@ -1,4 +1,4 @@
-"""Settings as they come in, gathered under our names: each once from the file, then from the command line."""
+"""Settings as given in the file and on the command line, collected under our names."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.aliases import canonical
-from trainer.config.dialects import understood
+from trainer.config.aliases import resolve_alias
+from trainer.config.dialects import translate_setting
 from trainer.config.errors import UserError, shown
-from trainer.config.messages import section_wanted
+from trainer.config.messages import section_wanted_message
 from trainer.config.mistakes import Mistakes, remove_setting
 from trainer.config.needs import Unread
 from trainer.config.sections import RunConfig
@@ -19,7 +19,7 @@ SOURCES = ("dataset.mix", "dataset.evaluation")
 
 
 class Given:
-    """The tree that is validated, the names under which it was given, and notes on what was read differently."""
+    """The tree to validate, the names under which settings were given, and notes on translated settings."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.tree: dict[str, Any] = {}
@@ -29,11 +29,11 @@ class Given:
 
     @property
     def names(self) -> dict[str, str]:
-        """Our name -> the name that was typed."""
+        """Map of our names to the names that were typed."""
         return self.mistakes.names
 
     def add_file(self, tree: Mapping[Any, Any]) -> None:
-        """Take in a file's settings; one that is there under two names is a mistake."""
+        """Add the settings of a file; a setting given under two names is a mistake."""
         for name, value in self._entries(tree):
             self._add(name, value)
 
@@ -42,16 +42,16 @@ class Given:
         self._add(name, value, replace=True)
 
     def check_bits(self) -> None:
-        """Note a base that is asked for in 4 bits and not in 4 bits."""
+        """Report `adapter: qlora` together with `load_in_4bit: false`."""
         adapter = self.tree.get("adapter", "lora")
         if adapter == "qlora" and self._left_out.get("load_in_4bit") is False:
             self.mistakes.add(
                 "load_in_4bit",
-                "load_in_4bit=false: adapter is qlora, whose base has 4 bits; write adapter: lora, or remove it",
+                "load_in_4bit=false: adapter is qlora, which has a 4-bit base; write adapter: lora, or remove it",
             )
 
     def leave_out(self, unread: Mapping[str, list[Unread]]) -> None:
-        """Remove settings that nothing reads, and note each reason; what another setting replaces is only noted."""
+        """Remove settings without effect, with a note; settings that another one replaces are only noted."""
         for reason, settings in unread.items():
             for setting in settings:
                 if not setting.need.replaces:
@@ -68,28 +68,28 @@ class Given:
                     self.tree.setdefault(key, {})
                     yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
-                    self.mistakes.add(key, section_wanted(key, kind, value))
+                    self.mistakes.add(key, section_wanted_message(key, kind, value))
                 elif key == "dataset":
                     yield key, value
-            elif value is not None or key != "seed":  # a section, or the seed, with nothing in it means the defaults
+            elif value is not None or key != "seed":  # an empty section or seed means the default
                 yield str(key), value
 
     def _add(self, name: str, value: Any, *, replace: bool = False) -> None:
         if replace:
             self.mistakes.override(name)
         try:
-            meant = understood(name, value)
+            translated = translate_setting(name, value)
         except UserError as error:
             self.mistakes.add(name, str(error))
             return
-        if meant is not None:
-            settings, note = meant
+        if translated is not None:
+            settings, note = translated
             self.notes.append(note)
             self._left_out[name] = value
-            for dotted, stands_for in settings.items():
-                self._put(dotted, stands_for, name, replace)
+            for dotted, ours in settings.items():
+                self._put(dotted, ours, name, replace)
             return
-        dotted, alias_note = canonical(name)
+        dotted, alias_note = resolve_alias(name)
         self.notes += [alias_note] if alias_note else []
         self._put(dotted, self._rename_source(value, name) if dotted in SOURCES else value, name, replace)
 
@@ -106,7 +106,7 @@ class Given:
             node = child
         either = (node.get(last), value) in (("lora", "qlora"), ("qlora", "lora"))
         if dotted == "adapter" and either and self._has_8_bits(name):
-            value = "qlora"  # which Axolotl calls lora, with load_in_8bit beside it
+            value = "qlora"  # Axolotl's `adapter: lora` with `load_in_8bit: true`
         elif replace:
             self.mistakes.override(dotted)
         elif dotted in self.names and node[last] != value:
@@ -119,7 +119,7 @@ class Given:
         return "load_in_8bit" in (name, self.names.get("adapter"))
 
     def _rename_source(self, entry: Any, name: str) -> Any:
-        """Our names inside one source of examples, or inside each of several."""
+        """Translate the names in one source of examples, or in each source of a list."""
         if isinstance(entry, list):
             return [self._rename_source(source, f"{name}.{index}") for index, source in enumerate(entry)]
         if not isinstance(entry, dict):

@@ -1,25 +1,25 @@
-"""From a YAML file and key=value overrides to a RunConfig, or to one line for each mistake."""
+"""Load a RunConfig from a YAML file and key=value overrides, or report every mistake."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from trainer.config.doubts import doubts
+from trainer.config.checks import unusual_settings
+from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.foreign import written_for
 from trainer.config.given import Given
-from trainer.config.mistakes import without_mistakes
+from trainer.config.mistakes import replace_mistakes
 from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
-from trainer.config.yaml_core import dump, read_text, yaml_of
+from trainer.config.yaml_core import dump, parse_yaml, read_text
 
 DEFAULT_OUTPUT = Path("runs")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid configuration, and what was understood differently from how it was written."""
+    """A valid configuration, with notes on translated settings and warnings."""
 
     config: RunConfig
     notes: tuple[str, ...]
@@ -30,9 +30,9 @@ def load_config(
 ) -> LoadedConfig:
     """Read a YAML file, apply `key.sub=value` overrides, and validate the whole.
 
-    `with_lines=False` for a file that the user did not write: mistakes then do not say where in it they stand.
+    With `with_lines=False`, for a file that the user did not write, mistakes do not name its lines.
 
-    Raises UserErrors: for every mistake a line with the setting, its value, the fix and the line of the file.
+    Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line of the file.
     """
     return load_text(Path(path), read_text(Path(path)), overrides, with_lines=with_lines)
 
@@ -40,8 +40,8 @@ def load_config(
 def load_text(
     path: Path, text: str, overrides: list[str] | tuple[str, ...] = (), *, with_lines: bool = True
 ) -> LoadedConfig:
-    """As `load_config`, of a text that stands in the file or may come to."""
-    file = yaml_of(path, text)
+    """Load a configuration from a text, the content of the file `path`; see `load_config`."""
+    file = parse_yaml(path, text)
     given = Given(path, file.lines if with_lines else {})
     mistakes = given.mistakes
     for line, message in file.mistakes:
@@ -51,24 +51,24 @@ def load_text(
         try:
             name, value = parse_override(override)
         except UserError as error:
-            mistakes.of_command_line(override, str(error))
+            mistakes.add_override(override, str(error))
         else:
             given.override(name, value)
     if "output_dir" not in given.tree:
         given.tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
-        given.notes.append(f"output_dir is {given.tree['output_dir']}, after the file; nothing else names it")
+        given.notes.append(f"output_dir is not set; {given.tree['output_dir']} is used, named after the file")
     given.check_bits()
     config: RunConfig | None
     try:
         config = RunConfig.model_validate(given.tree)
     except ValidationError as error:
         mistakes.add_values(error)
-        config = without_mistakes(given.tree, error)
+        config = replace_mistakes(given.tree, error)
     left_out = {} if config is None else mistakes.add_combinations(config)
-    if with_lines and mistakes.of_file() and (trainer := written_for(file.tree)):
+    if with_lines and mistakes.count_in_file() and (trainer := recognize_trainer(file.tree)):
         raise UserError(
-            f"{path}: is written for {trainer}, and {mistakes.of_file()} of its settings mean nothing here; translate "
-            f"it: zerolora import {path} -o mine.yaml"
+            f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
+            f"translate it with: zerolora import {path} -o mine.yaml"
         )
     if lines := mistakes.in_order():
         raise UserErrors(lines)
@@ -76,9 +76,9 @@ def load_text(
         given.leave_out(left_out)
         config = RunConfig.model_validate(given.tree)
     assert config is not None, "pydantic refused it without a mistake"
-    return LoadedConfig(config, (*given.notes, *doubts(config)))
+    return LoadedConfig(config, (*given.notes, *unusual_settings(config)))
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to the same value."""
+    """Format a configuration as YAML that `load_config` reads back to the same value."""
     return dump(config.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""From what pydantic found to one line for the user: the setting's dotted name, its value, what is allowed."""
+"""Error messages for what pydantic found: the setting's dotted name, its value, what is allowed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
@@ -11,7 +11,7 @@ from trainer.config.errors import DATA_WANTED, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 
-# pydantic's own words are for programmers; these are for the types of error that a YAML file can cause.
+# pydantic's messages are for programmers; these are for users, for the types of error that a YAML file can cause.
 WORDS = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be {ge} or more",
@@ -29,63 +29,63 @@ WORDS = {
     "string_type": "must be text; put it in quotes",
     "tuple_type": "must be a list, such as [a, b]",
     "dict_type": "must be a map, such as {{a: b}}",
-    "too_long": "{actual_length} entries; {max_length} are the most",
+    "too_long": "{actual_length} entries; must have {max_length} or fewer",
     "string_too_long": "must have {max_length} characters or fewer",
     "int_parsing_size": "must be a whole number of fewer digits",
 }
 
 
-def all_mistakes(error: ValidationError, written_as: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The dotted name and the line of each mistake, unknown names first; `written_as` has the names as typed."""
+def describe_errors(error: ValidationError, written_as: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return name and error message of each mistake, unknown settings first; `written_as` has the names as typed."""
     found: dict[str, str] = {}
     for entry in sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden"):
         if entry["type"] == "extra_forbidden":
             path = [str(part) for part in entry["loc"]]
-            found.setdefault(".".join(path), unknown_setting(path))
+            found.setdefault(".".join(path), unknown_setting_message(path))
             continue
-        # pydantic tells of each alternative of a union; the first stands for all.
+        # pydantic reports each alternative of a union; only the first is used.
         path, section = _follow(entry["loc"])
         dotted = ".".join(path)
-        line = found.setdefault(dotted, _line(entry, path, section, written_as.get(dotted, dotted)))
+        line = found.setdefault(dotted, _format_mistake(entry, path, section, written_as.get(dotted, dotted)))
         other = entry.get("ctx", {}).get("expected")
         if entry["type"] == "literal_error" and line.endswith(("number", "1e-4")):
             found[dotted] = f"{line}, or {'auto' if other == str(AUTO) else other}"
     return list(found.items())
 
 
-def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None, name: str) -> str:
+def _format_mistake(found: ErrorDetails, path: list[str], section: type[BaseModel] | None, name: str) -> str:
     if not path:
         return f"{shown(found['input'])!a}: unknown setting; `zerolora config --schema` lists all of them"
     if found["type"] == "missing" and path == ["dataset"]:
         return DATA_WANTED
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
-        return f"{name}: missing; write `{path[-1]}: ...`{inner}, for it has no default"
+        return f"{name}: missing; it has no default, write `{path[-1]}: ...`{inner}"
     if found["input"] is None:
-        return f"{name}: empty; write a value, or leave it out"
+        return f"{name}: empty; write a value, or remove it"
     if found["type"] == "tuple_type" and section:
         first = next(iter(section.model_fields))
         return f"{name}={shown(found['input'])}: must be a list of sections, such as [{{{first}: ...}}]"
     if found["type"] == "string_type" and isinstance(found["input"], (list, dict)):
-        several = "; several sources go to dataset.mix" if name == "dataset.path" else "; put it in quotes"
+        fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
         kind = "list" if isinstance(found["input"], list) else "map"
-        return f"{name}={shown(found['input'])}: must be text, and this is a {kind}{several}"
+        return f"{name}={shown(found['input'])}: must be text, not a {kind}; {fix}"
     if found["type"] in ("model_type", "model_attributes_type") and section:
-        return section_wanted(name, section, found["input"])
+        return section_wanted_message(name, section, found["input"])
     above = section_at(path[:-1])
     meaning = above.model_fields[path[-1]].description if found["input"] is True and above else None
-    hint = f" ({meaning.split('.')[0]})" if meaning else ""  # what a switch elsewhere is a number here
+    hint = f" ({meaning.split('.')[0]})" if meaning else ""  # a switch in other trainers, but a number here
     return f"{name}={shown(found['input'])}: {describe_problem(found)}{hint}"
 
 
-def section_wanted(name: str, section: type[BaseModel], value: Any) -> str:
-    """The line for a section that was given a single value."""
+def section_wanted_message(name: str, section: type[BaseModel], value: Any) -> str:
+    """Return the error message for a section that was given a single value."""
     first = next(iter(section.model_fields))
     return f"{name}={shown(value)}: must be a section; write `{name}.{first}=...` or `{first}:` below it"
 
 
-def unknown_setting(path: Sequence[str]) -> str:
-    """The line for a name that is no setting, with the nearest one: of the same section first, then of any."""
+def unknown_setting_message(path: Sequence[str]) -> str:
+    """Return the error message for an unknown name, with the nearest setting of its section or else of all."""
     dotted, name = ".".join(path), path[-1]
     if dotted in ELSEWHERE:
         return f"{dotted}: not a setting here; {ELSEWHERE[dotted]}"
@@ -101,8 +101,8 @@ def unknown_setting(path: Sequence[str]) -> str:
     return f"{dotted}: unknown setting; {fix}"
 
 
-def as_override(option: str, words: Sequence[str]) -> str | None:
-    """What to write for an option that is the name of a setting: `training.epochs=3` for `--training.epochs 3`."""
+def suggest_override(option: str, words: Sequence[str]) -> str | None:
+    """Return the override to write for a setting typed as an option: `training.epochs=3` for `--training.epochs 3`."""
     name = option.partition("=")[0].lstrip("-")
     known = {*setting_names(), *ALIASES}
     name = next((known_name for known_name in (name, name.replace("-", "_")) if known_name in known), "")
@@ -116,7 +116,7 @@ def as_override(option: str, words: Sequence[str]) -> str | None:
 
 
 def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Every setting's dotted name, in order."""
+    """Return the dotted names of all settings, in order."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         inner = field.annotation
@@ -128,14 +128,14 @@ def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> lis
 
 
 def section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    """The model at a dotted path, through lists and optional sections; None if there is no section."""
+    """Return the model at a dotted path, through lists and optional sections, or None."""
     return _follow(path)[1]
 
 
 def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The parts of a location that the user wrote, and the section that they lead to, if they lead to one.
+    """Return the parts of a location that the user wrote, and the section there, if any.
 
-    pydantic adds the alternatives of a union to a location; they are neither fields, nor positions, nor keys of a map.
+    pydantic adds the alternatives of a union, which are neither fields nor positions nor keys of a map.
     """
     section: type[BaseModel] | None = RunConfig
     path: list[str] = []
@@ -150,8 +150,8 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
     return path, section
 
 
-def annotation_of(dotted: str) -> Any:
-    """The type of a setting; None if there is none of that name, or if anything goes."""
+def setting_type(dotted: str) -> Any:
+    """Return the type of a setting; None if it does not exist or accepts anything."""
     section: type[BaseModel] | None = RunConfig
     kind: Any = None
     for part in dotted.split("."):
@@ -168,7 +168,7 @@ def annotation_of(dotted: str) -> Any:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds: itself, one of a tuple, or one that may be absent."""
+    """Return the section in a field's type, also within a tuple or an optional type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)

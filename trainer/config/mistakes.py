@@ -1,4 +1,4 @@
-"""The mistakes of a configuration, gathered: one line each, in the order of the file, then of the command line."""
+"""The mistakes of a configuration: one message each, in the order of the file and then of the command line."""
 
 import copy
 import re
@@ -8,34 +8,34 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.checks import combination_mistakes
+from trainer.config.checks import find_invalid_combinations
 from trainer.config.gather import gathers_by_layer
-from trainer.config.messages import all_mistakes, setting_names
-from trainer.config.needs import Unread, switch_value, unread_message, unread_settings
+from trainer.config.messages import describe_errors, setting_names
+from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_message
 from trainer.config.sections import RunConfig
 
 _SUGGESTED = re.compile(r"; did you mean ([\w.]+)\?")
-# Stands where a setting without a default is missing, so that what else is wrong can be told.
-_ANYTHING: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset": {"path": "x"}}
+# Values for missing settings without a default, so that the other settings can be checked.
+_PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset": {"path": "x"}}
 
 
 class Mistakes:
-    """Lines for the user, each with the name that was typed and the place where it stands."""
+    """Error messages, each with the name as typed and the line of the file or `command line`."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
-        """Our name -> the name that was typed."""
+        """Map of our names to the names that were typed."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
         self._found: dict[str, tuple[tuple[int, int], str]] = {}
 
     def override(self, name: str) -> None:
-        """What is said of this name from now on concerns the command line."""
+        """Attribute later mistakes of this setting to the command line."""
         self._overridden.setdefault(name, len(self._overridden))
 
     def add(self, dotted: str, message: str) -> None:
-        """Note a mistake of a setting; of several of one setting the first is told."""
+        """Add a mistake of a setting; only the first of a setting is reported."""
         typed = self.names.get(dotted, dotted)
         if typed != dotted and message.startswith(dotted):
             message = typed + message.removeprefix(dotted)
@@ -43,55 +43,55 @@ class Mistakes:
         self._found.setdefault(dotted, (order, message + place))
 
     def add_twice(self, dotted: str, name: str) -> None:
-        """Note a setting that is given as `name` after it was given under another one."""
-        message = f"{name}: given as {self.names[dotted]} as well, which is the same setting; keep one"
+        """Add a setting that is given as `name` after it was given under another name."""
+        message = f"{name}: also given as {self.names[dotted]}, which is the same setting; keep one"
         line = self._lines.get(name)
         place = f" ({self._path}:{line})" if line else ""
         self._found.setdefault(name, ((0, self._positions.get(name, 0)), message + place))
 
     def add_line(self, line: int, message: str) -> None:
-        """Note a mistake that names its line of the file itself."""
+        """Add a mistake whose message names its line of the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._found.setdefault(message, ((0, max(positions, default=0)), message))
 
-    def of_command_line(self, text: str, message: str) -> None:
-        """Note an override that cannot be read."""
+    def add_override(self, text: str, message: str) -> None:
+        """Add an override that cannot be read."""
         self._found.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_values(self, error: ValidationError) -> None:
-        """Note what pydantic found; what is missing because its name is misspelt is told once."""
-        entries = all_mistakes(error, self.names)
+        """Add what pydantic found, except settings that are missing only because their name is misspelt."""
+        entries = describe_errors(error, self.names)
         doubtful = self._doubtful(dict(entries))
         for dotted, message in entries:
             if ": missing; " not in message or dotted not in doubtful:
                 self.add(dotted, message)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:
-        """Note what cannot go together, unless a setting that is wrong in itself has a part in it.
+        """Add invalid combinations, except those that involve a setting with a mistake of its own.
 
-        Returns the settings that were switched off on purpose, by the reason why nothing reads them.
+        Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
         doubtful = self._doubtful({dotted: text for dotted, (_, text) in self._found.items()})
         names = {name.rpartition(".")[2] for name in doubtful} | doubtful
         unread, left_out = self._unread(config)
-        for message in (*combination_mistakes(config), *unread):
+        for message in (*find_invalid_combinations(config), *unread):
             if not any(re.search(rf"\b{re.escape(name)}\b", message) for name in names):
                 start = re.match(r"\w+(\.\w+)*", message)
                 self.add(start.group() if start else message, message)
         return left_out
 
     def _unread(self, config: RunConfig) -> tuple[list[str], dict[str, list[Unread]]]:
-        """Return a message for each reason why given settings have no effect, and those that are meant to have none."""
+        """Return a message for each reason why given settings have no effect, and those without effect on purpose."""
         mistaken: dict[str, list[Unread]] = {}
         left_out: dict[str, list[Unread]] = {}
         if config.zero.stage == 3 and config.zero.gather == "auto":
             gather = "layer" if gathers_by_layer(config) else "module"
             config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
         names = setting_names()
-        for found in unread_settings(config):
+        for found in find_unread_settings(config):
             section = found.name.partition(".")[0]
             is_whole = all(self._is_given(each) for each in names if each.startswith(f"{section}."))
-            if not self._is_given(found.name) or (is_whole and found.is_default):  # a record of a run lists everything
+            if not self._is_given(found.name) or (is_whole and found.is_default):  # a run's record has all settings
                 continue
             on_purpose = is_whole or found.need.replaces or self._is_switched_off(found, config)
             (left_out if on_purpose else mistaken).setdefault(found.need.reason(config), []).append(found)
@@ -102,29 +102,29 @@ class Mistakes:
 
     def _is_switched_off(self, found: Unread, config: RunConfig) -> bool:
         """Return whether the switch was given as off, or on the command line for a setting of the file."""
-        is_of_file = self._place(found.name)[0][0] < 2
+        is_in_file = self._place(found.name)[0][0] < 2
         return any(
-            self._is_given(name) and (not switch_value(config, name) or (is_of_file and self._place(name)[0][0] == 2))
+            self._is_given(name) and (not switch_value(config, name) or (is_in_file and self._place(name)[0][0] == 2))
             for name in found.need.switch.split()
         )
 
-    def of_file(self) -> int:
-        """How many of them concern the file, and not the command line."""
+    def count_in_file(self) -> int:
+        """Return the number of mistakes in the file, excluding the command line."""
         return sum(order[0] < 2 for order, _ in self._found.values())
 
     def in_order(self) -> list[str]:
-        """The lines to be told."""
+        """Return all messages in order."""
         return [text for _, text in sorted(self._found.values())]
 
     @staticmethod
     def _doubtful(found: Mapping[str, str]) -> set[str]:
-        """The settings that have a mistake, and those that were meant by names that are none."""
+        """Return the settings that have a mistake, and those suggested for unknown names."""
         meant = {match.group(1) for text in found.values() if (match := _SUGGESTED.search(text))}
         names = {name for name, text in found.items() if ": missing; " not in text} | meant
         return names | {name.partition(".")[0] for name in names if "." not in name}
 
     def _place(self, dotted: str) -> tuple[tuple[int, int], str]:
-        """Where it comes in the order of mistakes, and the words for its place."""
+        """Return the position of a setting among the mistakes, and the text that names it."""
         for name, number in self._overridden.items():
             if dotted == name or dotted.startswith(f"{name}."):
                 return (2, number), " (command line)"
@@ -137,25 +137,25 @@ class Mistakes:
         return (1, 0), ""
 
 
-def without_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
-    """The configuration with defaults for what is wrong, so that the rest can be checked; None if there is none."""
-    mended = copy.deepcopy(dict(tree))
-    for dotted, message in all_mistakes(error, {}):
+def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
+    """Return the configuration with defaults for invalid settings, or None, so that the others can be checked."""
+    valid = copy.deepcopy(dict(tree))
+    for dotted, message in describe_errors(error, {}):
         if ": missing; " in message:
             first = dotted.partition(".")[0]
-            mended[first] = _ANYTHING.get(first)
+            valid[first] = _PLACEHOLDERS.get(first)
         else:
-            remove_setting(mended, dotted.split("."))
-    for name, value in _ANYTHING.items():
-        mended.setdefault(name, value)
+            remove_setting(valid, dotted.split("."))
+    for name, value in _PLACEHOLDERS.items():
+        valid.setdefault(name, value)
     try:
-        return RunConfig.model_validate(mended)
+        return RunConfig.model_validate(valid)
     except ValidationError:
         return None
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a setting; for one entry of a list of words, the whole list."""
+    """Remove a setting; for an entry of a list of words, the whole list."""
     above, name = tree, path[0]
     for node, key in _steps(tree, path):
         if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Settings that are read only while another setting has a certain value, declared in the metadata of their fields."""
+"""Settings that have an effect only if another setting has a certain value, declared in the metadata of fields."""
 
 import os
 import re
@@ -16,19 +16,19 @@ HUB = "a name on the hub"
 
 @dataclass(frozen=True)
 class Needs:
-    """The switch of a setting: the setting is read only while the switch has one of `values`, or any if there are none.
+    """The switch of a setting, which has an effect only if the switch has one of `values` (default: any true value).
 
-    `switch` names one setting, or several of which one is enough, separated by spaces; a leading dot stands for the
-    section of the field. A field with several of these needs all of them.
+    `switch` is the name of a setting, or several names separated by spaces, one of which is enough; a leading dot
+    stands for the section of the field. A field with several `Needs` needs all of them.
     """
 
     switch: str
     values: tuple[Any, ...] = ()
     replaces: bool = False
-    """The switch is given instead of the setting, and takes precedence; both together are no mistake."""
+    """Whether the switch takes precedence over the setting, so that giving both is allowed."""
 
     def is_met(self, config: BaseModel, setting: str) -> bool:
-        """Return whether the setting is read; true as well where that is not known yet."""
+        """Return whether the setting has an effect, or may have one if that is not known yet."""
         if setting in self.switch.split():
             return True
         found = [switch_value(config, name) for name in self.switch.split()]
@@ -45,7 +45,7 @@ class Needs:
         return self.values in ((None,), ((),))
 
     def reason(self, config: BaseModel) -> str:
-        """Return why the setting is not read, as the rest of a sentence."""
+        """Return why the setting has no effect, as the end of a sentence."""
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
@@ -53,14 +53,14 @@ class Needs:
         return f"{names[0]} is {state}"
 
     def condition(self) -> str:
-        """Return the switch with its values, as in YAML."""
+        """Format the switch with its values as in YAML."""
         names = self.switch.split()
         return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
 
 
 @dataclass(frozen=True)
 class Unread:
-    """A setting with a value that nothing reads."""
+    """A setting that has no effect."""
 
     name: str
     value: Any
@@ -69,21 +69,21 @@ class Unread:
 
 
 _UNKNOWN = object()
-"""The value of a switch that does not exist here, or that is decided later."""
+"""The value of a switch that does not exist or is decided later."""
 
 
-def unread_settings(config: BaseModel) -> Iterator[Unread]:
-    """Yield every setting that asks for something (is not false, 0, empty or none) and is not read."""
+def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
+    """Yield every setting that is not false, 0, empty or none, and has no effect."""
     yield from _walk(config, config, "", ())
 
 
 def unread_message(settings: Sequence[Unread], reason: str) -> str:
-    """Return the error message for given settings that the same switch turns off."""
+    """Return the error message for settings that the same switch turns off."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
-    what = f"no effect, nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else "no effect"
+    also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
     pronoun = "them" if others else "it"
     fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.condition()}"
-    return f"{first.name}={shown(first.value)}: has {what}, because {reason}; {fix}, or remove {pronoun}"
+    return f"{first.name}={shown(first.value)}: has no effect{also}, because {reason}; {fix}, or remove {pronoun}"
 
 
 def declared_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:
@@ -93,7 +93,7 @@ def declared_needs(section: type[BaseModel], name: str, prefix: str = "") -> tup
 
 
 def switch_value(config: Any, name: str) -> Any:
-    """Return the value of a setting; HUB for a model or data set that is not on this machine."""
+    """Return the value of a setting, or HUB for a model or dataset that is not on this machine."""
     value = config
     for part in name.split("."):
         value = value[int(part)] if part.isdigit() else getattr(value, part, _UNKNOWN)

@@ -1,12 +1,12 @@
-"""`key=value` on the command line: read by the type of the setting, so that text is taken as it stands."""
+"""Parse `key=value` on the command line by the type of the setting, so that text needs no quotes."""
 
 import re
 from typing import Any
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserError, shown
-from trainer.config.messages import annotation_of
-from trainer.config.values import is_text, kinds, may_be_nothing
+from trainer.config.messages import setting_type
+from trainer.config.values import is_null, is_text, kinds
 from trainer.config.yaml_core import parse, plain
 
 _COLLECTION = ("[", "{")
@@ -14,20 +14,17 @@ _QUOTES = ("'", '"')
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """The name as typed and the value.
-
-    Raises UserError for what is not `name=value`, and for brackets that are not closed.
-    """
+    """Return the name as typed and the value; raises UserError if it is not `name=value` or brackets are not closed."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
         raise UserError(f"{text}: not an override; write key=value, such as training.learning_rate=1e-4")
     if not all(name.split(".")):
         better = re.sub(r"\.+", ".", name).strip(".")
-        raise UserError(f"{shown(text)}: {name} has a dot too many; write {better or 'training.epochs'}=...")
+        raise UserError(f"{shown(text)}: {name} has an extra dot; write {better or 'training.epochs'}=...")
     if name.startswith("-"):
         raise UserError(f"{shown(text)}: settings have no dashes; write {name.lstrip('-')}={shown(value)}")
-    return name, _value(annotation_of(ALIASES.get(name, name)), name, value)
+    return name, _value(setting_type(ALIASES.get(name, name)), name, value)
 
 
 def _value(annotation: Any, name: str, value: str) -> Any:
@@ -37,7 +34,7 @@ def _value(annotation: Any, name: str, value: str) -> Any:
         if quoted is not None:
             return quoted
     if annotation is not None and is_text(annotation):
-        return None if not text or may_be_nothing(annotation, text) else value
+        return None if not text or is_null(annotation, text) else value
     is_list_of_words = annotation is not None and tuple in kinds(annotation)
     if not text.startswith(_COLLECTION):
         return plain(text) if not is_list_of_words or plain(text) is None else value
@@ -47,7 +44,7 @@ def _value(annotation: Any, name: str, value: str) -> Any:
         if is_list_of_words:
             return value
         raise UserError(
-            f"{name}={shown(value)}: brackets that are no YAML; close them, and put text with # or : in quotes"
+            f"{name}={shown(value)}: not valid YAML; close its brackets, and put text with # or : in quotes"
         ) from None
 
 

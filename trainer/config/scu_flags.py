@@ -1,7 +1,7 @@
-"""The flags of the published SCU guide and their defaults, as a configuration: for `zerolora scu-train` and its ranks.
+"""The flags of the published SCU guide with their defaults, for `zerolora scu-train` and its ranks.
 
-Three flags are ours: --model, --data and --measure. The guide's target was found with the measure `factors`, whose S
-starts far above it; with `delta`, the default here, S starts at 0. Checkpoints are saved every 100 steps, not every
+--model, --data and --measure are not in the guide. Its target was found with the measure `factors`, for which S starts
+far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved every 100 steps instead of
 200, because the guide resumes from checkpoint-500.
 """
 
@@ -20,9 +20,9 @@ MODEL = "ibm-granite/granite-4.0-h-1b"
 OUTPUT = "./granite_1b_cuda_output"
 CONFIG_FILE = "scu-train.yaml"
 LOG_FILE = Path("logs", "cuda_optimized_training.log")
-# What --test-run allows at most: enough for a checkpoint and a few updates of lambda, and minutes at 1B.
+# Limits of --test-run: enough for a checkpoint and a few updates of lambda; takes minutes at 1B.
 TEST_RUN = {"max_steps": 10, "save_steps": 5, "batch_size": 2, "gradient_accumulation_steps": 2, "block_size": 128}
-# The guide's recipes; it has none for an H100, which gets the A100's batch in fewer micro-steps.
+# The guide's recipes; the one for an H100 is ours: the A100's batch in fewer micro-steps.
 CARDS: dict[str, dict[str, Any]] = {
     "rtx3080": {
         **{"fp16": True, "four_bit": True, "batch_size": 4, "gradient_accumulation_steps": 8},
@@ -35,7 +35,7 @@ CARDS: dict[str, dict[str, Any]] = {
     "a100": {"bf16": True, "batch_size": 32, "torch_compile": True, "max_steps": 5000},
     "h100": {"bf16": True, "batch_size": 32, "gradient_accumulation_steps": 1},
 }
-# What each flag sets; a resumed run takes everything else from the run's record.
+# The settings of each flag; a resumed run takes all others from the run's record.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "fp16": ("training.precision",),
     "bf16": ("training.precision",),
@@ -68,18 +68,17 @@ TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
 class _Parser(argparse.ArgumentParser):
-    """Report a mistake in one line."""
+    """Argument parser that raises UserError."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"zerolora scu-train: {message}; --help lists the flags")
 
 
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
-    """Parse the flags; `by_rank` allows those that other launchers add.
+    """Parse the flags; `by_rank` also allows flags added by other launchers.
 
-    The result's `given` holds the names of the flags that were typed or come with --card.
-
-    Raises UserError for an unknown flag or a value that is not possible.
+    `given` in the result has the names of the flags that were typed or come from --card. Raises UserError for an
+    unknown flag or an invalid value.
     """
     parser = _build_parser(by_rank)
     untyped = object()
@@ -98,14 +97,14 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
 def _build_parser(by_rank: bool) -> "_Parser":
     parser = _Parser(
         prog="zerolora scu-train",
-        description="Train under the Shannon Control Unit with the flags of its published guide; key=value sets more.",
+        description="Train with the Shannon Control Unit and the flags of its published guide; key=value sets more.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     precision = parser.add_mutually_exclusive_group()
-    precision.add_argument("--fp16", action="store_true", help="16-bit floats (default: what the GPU has)")
-    precision.add_argument("--bf16", action="store_true", help="bfloat16 (default: what the GPU has)")
+    precision.add_argument("--fp16", action="store_true", help="16-bit floats (default: as the GPU supports)")
+    precision.add_argument("--bf16", action="store_true", help="bfloat16 (default: as the GPU supports)")
     add("--batch-size", type=int, default=8, help="sequences per GPU and micro-step")
     add("--gradient-accumulation-steps", type=int, default=4, help="micro-steps per optimizer step")
     add("--learning-rate", type=float, default=1e-4, help="peak learning rate")
@@ -115,32 +114,32 @@ def _build_parser(by_rank: bool) -> "_Parser":
     add("--multi-gpu", action="store_true", help="all GPUs instead of one")
     add("--torch-compile", action="store_true", help="compile the model")
     add("--4bit-quantization", dest="four_bit", action="store_true", help="QLoRA: the base in 4 bits")
-    add("--test-run", action="store_true", help="a few steps on short sequences, to see that everything works")
-    add("--check-requirements", action="store_true", help="list what this machine has and lacks, and stop")
+    add("--test-run", action="store_true", help="a few steps on short sequences, to check that everything works")
+    add("--check-requirements", action="store_true", help="list what is installed and missing, and stop")
     add(
         "--resume-from-checkpoint",
         nargs="?",
         const="latest",
         metavar="FOLDER",
-        help="a checkpoint; without FOLDER the latest; flags that you do not give are those of its run",
+        help="a checkpoint, by default the latest; flags that are not given keep the values of its run",
     )
     add("--output-dir", default=OUTPUT, help="folder of the run")
     add("--save-steps", type=int, default=100, help="steps between checkpoints")
-    add("--target-s", type=float, default=0.02, help="fraction S that the controller holds")
+    add("--target-s", type=float, default=0.02, help="target of S")
     add("--kp", type=float, default=0.6, help="proportional gain")
     add("--ki", type=float, default=0.1, help="integral gain")
     add("--control-frequency", type=int, default=5, help="optimizer steps between updates of lambda")
-    add("--memory-fraction", type=float, help="fraction of the GPU's memory that the run may take")
+    add("--memory-fraction", type=float, help="fraction of the GPU's memory that the run may use")
     add(
         "--gradient-checkpointing",
         action="store_true",
-        help="recompute activations (default: only if the run does not fit otherwise)",
+        help="recompute activations (default: only if the run would not fit)",
     )
     add("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels at the start")
-    add("--card", choices=CARDS, help="the guide's recipe for a card, h100: ours; other flags win")
+    add("--card", choices=CARDS, help="the guide's recipe for a GPU (h100: ours); other flags override it")
     add("--model", default=MODEL, help="folder or hub name of the base model")
     add("--data", help="file, folder or hub name of the text; without it, Python's standard library")
-    add("--measure", choices=("delta", "factors"), default="delta", help="what S counts: the update, or A and B")
+    add("--measure", choices=("delta", "factors"), default="delta", help="S of the update, or of A and B")
     add("--dry-run", action="store_true", help="print the configuration and stop")
     add("overrides", nargs="*", metavar="key=value", help="any other setting")
     if by_rank:
@@ -149,7 +148,7 @@ def _build_parser(by_rank: bool) -> "_Parser":
 
 
 def settings(options: argparse.Namespace, data: str, held_out: str | None) -> dict[str, Any]:
-    """Return the flags as the tree of a YAML file. Without a `held_out` file, 5 % of `data` is held out."""
+    """Convert the flags to the tree of a YAML file; without a `held_out` file, 5 % of `data` is held out."""
     given = vars(options)
     limit = {name: min(given[name], most) if options.test_run else given[name] for name, most in TEST_RUN.items()}
     precision = "fp16" if options.fp16 else "bf16" if options.bf16 else "auto"
@@ -186,14 +185,14 @@ def settings(options: argparse.Namespace, data: str, held_out: str | None) -> di
             "kp": options.kp,
             "ki": options.ki,
             "every": options.control_frequency,
-            # The rest of the published recipe for Granite-4.0-H-1B, for which there are no flags.
+            # Other values of the published recipe for Granite-4.0-H-1B, which have no flags.
             "deadband": 0.001,
             "lambda_start": 0.1,
             "lambda_min": 1e-4,
             "lambda_max": 2.0,
             "sigma": 0.01,
         },
-        # A bar redrawn ten times a second makes no log.
+        # A progress bar would fill the log.
         "logging": {"progress": "lines"},
     }
 
@@ -226,7 +225,7 @@ def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def resumed_ranks(run: Path) -> int:
-    """Return how many ranks the run to resume had; 1 if its record does not say."""
+    """Return the number of ranks of the run to resume; 1 if it is not recorded."""
     try:
         return int(read_json(run / "run.json", dict[str, Any]).get("world_size", 1))
     except (FileNotFoundError, UnreadableFile, TypeError, ValueError):
@@ -250,7 +249,7 @@ def _set(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
-    """Load the configuration that was written for the flags. Raises UserError that names flags, not settings."""
+    """Load the configuration that was written for the flags; raises UserError that names flags, not settings."""
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:
@@ -260,7 +259,7 @@ def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
 
 
 def _name_flags(message: str, options: argparse.Namespace) -> str:
-    """Replace the names of settings that a flag has set by the name of the flag."""
+    """Replace names of settings by the flags that set them."""
     overridden = {override.partition("=")[0] for override in options.overrides}
     for flag in options.given:
         name = next(iter(SETTINGS.get(flag, ())), None)
@@ -270,9 +269,9 @@ def _name_flags(message: str, options: argparse.Namespace) -> str:
 
 
 def open_log(output: Path) -> IO[bytes]:
-    """Open the guide's log in the logs of the run for appending, with a link to it in ./logs, where the guide has it.
+    """Open the guide's log in the run's logs for appending, with a link in ./logs if possible, where the guide has it.
 
-    The link is left out where it cannot be made. Raises UserError if the log cannot be written.
+    Raises UserError if the log cannot be written.
     """
     path = output / LOG_FILE
     try:

@@ -1,4 +1,4 @@
-"""Every setting of a run, section by section; the text under a field is its documentation and its only default."""
+"""All settings of a run by section; the text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,39 +16,41 @@ PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
-"""S of the update under the fixed lambda that ends best is 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
+"""With the best fixed lambda, S of the update ends at 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12
-"""lambda S of a run whose term is strong and has come to rest was 0.140 to 0.194 on the two texts of docs/lab/scu.md; a
-little less lets S reach the target."""
+"""lambda S converged to 0.140 to 0.194 with a strong penalty on the two texts of docs/lab/scu.md; a slightly smaller
+start lets S reach the target."""
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
-_IN_EVERY_RECORD = {"measure", "kp", "ki", "ema", "leak", "every", "tokens", "check_every"}
 
 
 class ScuSection(Section):
-    """The Shannon Control Unit: a PI controller that holds what the adapter changes at a target."""
+    """The Shannon Control Unit: a PI controller that keeps the change made by the adapter at a target."""
 
     enabled: bool = False
-    """Switch the controller on."""
+    """Enable the controller."""
     measure: Literal["delta", "factors", "kl"] = "delta"
-    """What is held. The fraction S of information in the effective update s B A (`delta`), or in the factors A and B
-    themselves (`factors`); or K, bits a token between the outputs of adapter and base on reference text (`kl`)."""
+    """The controlled quantity: S, the fraction of information in the effective update s B A (`delta`) or in the factors
+    A and B (`factors`); or K, the KL divergence between adapter and base on reference text, in bits per token
+    (`kl`)."""
     controller: Literal["pi", "fixed", "linear", "cosine", "none"] = "pi"
-    """What moves lambda. `none` measures only."""
+    """Schedule of lambda. `none` only measures."""
     law: Annotated[Literal["logit", "published"], _PI] = "logit"
-    """How PI moves it. `logit`: by the error in logit S, from when S first reaches the target. `published`: by the
-    error in S, as the published scripts do. `kl` has a law of its own, by the error in ln K."""
+    """Error signal of the PI controller. `logit`: the error in logit S, from when S first reaches the target.
+    `published`: the error in S, as in the published scripts. `kl` always uses the error in ln K."""
     target: Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"] = "auto"
-    """S = ParamBPT / (DataBPT + ParamBPT) to hold, or K in bits a token. `auto`: 0.02 for `delta`, the published value
-    by size for `factors`, 0.05 bits for `kl`."""
+    """Target of S = ParamBPT / (DataBPT + ParamBPT), or of K in bits per token. `auto`: 0.02 for `delta`, the published
+    value for the model's size for `factors`, 0.05 bits for `kl`."""
     kp: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Proportional gain; `kl`: eight times that below the target. `auto`: 0.5; 0.8 by the published law."""
+    """Proportional gain; `kl`: eight times that below the target. `auto`: 0.5; 0.8 with the published law."""
     ki: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Integral gain; `kl`: four times that below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 by the published law."""
+    """Integral gain; `kl`: four times that below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 with the published
+    law."""
     deadband: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Error within which lambda stays. `auto`: 0.05, a twentieth of the target; 0.002 of S by the published law."""
+    """Error up to which lambda is unchanged. `auto`: 0.05, a twentieth of the target; 0.002 of S with the published
+    law."""
     ema: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Weight of the newest measurement in the smoothed one."""
+    """Weight of the newest measurement in the moving average."""
     leak: Annotated[float, Field(ge=0.0, le=1.0), _PI, _PUBLISHED] = 0.995
     """Factor on the integral at every update of the published law."""
     integral_bound: Annotated[Positive, _PI, _PUBLISHED] = 0.2
@@ -56,54 +58,53 @@ class ScuSection(Section):
     lambda_start: Annotated[Positive | Literal["auto"], Needs(".controller", ("pi", "fixed", "linear", "cosine"))] = (
         "auto"
     )
-    """First lambda, and the value of `fixed`. `kl`: lambda is 0 until K first passes the target, then this. `auto`:
-    0.12 over the target, near which lambda comes to rest; 0.1 for `kl`, `factors`, `linear` and `cosine`; 1 by the
+    """First lambda, and the value of `fixed`. `kl`: lambda is 0 until K first exceeds the target, then this. `auto`:
+    0.12 divided by the target, near the final lambda; 0.1 for `kl`, `factors`, `linear` and `cosine`; 1 with the
     published law."""
     lambda_min: Positive = 1e-4
     """Smallest lambda."""
     lambda_max: Positive = 1e4
     """Largest lambda; linear and cosine end here."""
     rate_floor: Annotated[Fraction, _PI] = 0.0
-    """Fraction of the peak below which PI lets the learning rate not fall after warm-up: what acts on the gradient
-    loses its hold as the rate goes to 0."""
+    """`pi`: minimum learning rate after warm-up as a fraction of the peak. The controller acts on gradients and has no
+    effect at a learning rate of 0."""
     sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
-    """`kl`: text whose answers should stay the base's: a file, folder or hub name, read as `dataset.path` is, all of it
-    without labels. None: the base's own samples, drawn before training, which keep less of other texts."""
+    """`kl`: text on which the outputs should stay those of the base: a file, folder or hub name, read like
+    `dataset.path`, all of it without labels. None: samples of the base, drawn before training, which preserve less of
+    other texts."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
-    """`kl`: tokens of reference text a step, over the tokens trained on."""
+    """`kl`: tokens of reference text per step, as a fraction of the training tokens."""
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
-    """`kl`: keep the base's last hidden states of the reference text on the host, so that no step makes a forward pass
-    of the base. `auto`: where they take at most 1 GiB a rank and the run comes to each text twice or more."""
+    """`kl`: keep the base's last hidden states of the reference text on the host, which saves the forward pass of the
+    base in each step. `auto`: if they take at most 1 GiB per rank and each text is used at least twice."""
     scale_to_target: Annotated[bool, _KL, _PI] = True
-    """`kl` with `pi`: keep an eighth of the reference texts apart, 64 at most, and where K is over the target on them
-    when training ends, save only as large a part of the adapter's update as is within it. Of 64 texts and more."""
+    """`kl` with `pi`, from 64 reference texts on: hold out an eighth of them, at most 64. If K on these exceeds the
+    target at the end of training, scale the saved update down to the target."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[Annotated[int, Field(ge=1, le=10**16)] | None, _INFORMATION] = None
-    """Target tokens N the information is spread over; counted from the data set unless it streams."""
+    """Target tokens N that information is divided by; counted from the dataset unless it streams."""
     check_every: PositiveInt = 50
-    """Steps between checks that lambda is the same to the bit on all ranks."""
+    """Steps between checks that lambda is bitwise equal on all ranks."""
 
     @model_validator(mode="before")
     @classmethod
     def _resolve_auto(cls, settings: Any) -> Any:
-        """Put numbers in place of `auto`, but for the target, which may look at the model."""
+        """Replace `auto` by numbers, except for the target, which may depend on the model."""
         if not isinstance(settings, dict):
             return settings
-        if "law" not in settings and settings.keys() >= _IN_EVERY_RECORD:
-            settings = settings | {"law": "published"}  # the record of a run from before there was another law
         known = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
         known = KL_LAW if settings.get("measure") == "kl" else known
         known = known | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.03}
-        start = _start_of(settings) if settings.get("law") != "published" else None
-        known = known | {"lambda_start": _between_bounds(settings, known["lambda_start"] if start is None else start)}
+        start = _choose_start(settings) if settings.get("law") != "published" else None
+        known = known | {"lambda_start": _clamp_start(settings, known["lambda_start"] if start is None else start)}
         return settings | {name: value for name, value in known.items() if settings.get(name, "auto") == "auto"}
 
 
-def _start_of(settings: dict[str, Any]) -> float | None:
-    """The first lambda of the law in the logit, of `delta`: near its last, so that S never runs far past the target."""
+def _choose_start(settings: dict[str, Any]) -> float | None:
+    """Return the first lambda of the logit law for `delta`: near the final one, so that S does not overshoot much."""
     if settings.get("measure", "delta") != "delta" or settings.get("controller", "pi") not in ("pi", "fixed"):
         return None
     target = settings.get("target", "auto")
@@ -113,78 +114,79 @@ def _start_of(settings: dict[str, Any]) -> float | None:
     return START_TIMES_TARGET / target
 
 
-def _between_bounds(settings: dict[str, Any], start: float) -> float:
-    """What nobody has given is not to be outside of bounds that somebody has."""
+def _clamp_start(settings: dict[str, Any], start: float) -> float:
+    """Clamp a default of lambda_start to the configured bounds."""
     low, high = (settings.get(f"lambda_{side}", default) for side, default in (("min", 1e-4), ("max", 1e4)))
     bounded = isinstance(low, int | float) and isinstance(high, int | float) and low < high
     return min(max(start, low), high) if bounded else start
 
 
 class LoggingSection(Section):
-    """What is shown and recorded."""
+    """Console output and metrics."""
 
     report_to: Words = ("tensorboard",)
     """tensorboard, wandb, or none. metrics.jsonl is always written."""
     run_name: Annotated[str, Field(max_length=255)] | None = None
-    """Name of the run in TensorBoard and wandb; the output folder's name if not given."""
+    """Name of the run in TensorBoard and wandb; default: the name of the output folder."""
     project: Annotated[str, Needs(".report_to", ("wandb",))] = "zerolora"
     """Project in wandb."""
     sample_prompts: Texts = ()
-    """User messages that the model answers before and after training; of an image model, what it draws."""
+    """User messages that the model answers before and after training; for an image model, captions of sample images."""
     sample_tokens: Annotated[Count, Needs("task", ("language",)), Needs(".sample_prompts")] = 64
-    """Longest answer to a sample prompt."""
+    """Maximum length of an answer to a sample prompt in tokens."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
-    """A live bar on a terminal, a line every `logging_steps` elsewhere."""
+    """`auto`: a progress bar on a terminal, else a line every `logging_steps`."""
     profile_steps: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Record the last so many steps with torch.profiler: a trace of each rank in profile/, for Perfetto."""
+    """Number of steps at the end to record with torch.profiler: a trace per rank in profile/, for Perfetto."""
 
 
 class OutputSection(Section):
-    """The folder of the run."""
+    """The output folder of the run."""
 
     overwrite: bool | Literal["delete"] = False
-    """What becomes of an earlier run in output_dir. true: it is moved aside, to OUTPUT_DIR.1, .2 and so on; `delete`:
-    the files that its record lists are deleted, yours stay; false: nothing, and the new run is refused."""
+    """Treatment of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete the
+    files listed in its record, but not yours; false: refuse to start."""
 
 
 class ExportSection(Section):
-    """Where the adapter will be served."""
+    """The server that will use the adapter."""
 
     target: Annotated[Literal["vllm", "sglang", "llama.cpp", "ollama"] | None, Needs("task", ("language",))] = None
-    """The server that the adapter is for: `validate` and the start of training warn of what it would not apply."""
+    """Server of the adapter: `validate` and training warn of parts of the adapter that it would not apply."""
 
 
 class TierSection(Section):
-    """Limits that `zerolora tier` asserts of a run; training itself does not look at them."""
+    """Limits that `zerolora tier` asserts of a run; not used in training."""
 
     seconds: Positive | None = None
-    """The whole command takes less."""
+    """Maximum time of the whole command."""
     peak_memory_gib: Positive | None = None
-    """torch's largest allocation on the card."""
+    """Maximum memory allocated by torch on a GPU."""
     loss_fall: Fraction | None = None
-    """Fraction by which the mean of the last 10 training losses lies below that of the first 10."""
+    """Minimum decrease from the mean of the first 10 training losses to that of the last 10, as a fraction."""
     memory_growth: Fraction = 0.01
-    """Fraction by which the peak may grow after the warm-up."""
+    """Maximum growth of the peak after warm-up, as a fraction."""
     throughput_change: Fraction = 0.05
-    """Fraction by which the last 100 steps may differ in tokens a second from the first 100 after the warm-up."""
+    """Maximum difference in tokens per second between the first 100 steps after warm-up and the last 100, as a
+    fraction."""
     baseline_loss: Fraction = 0.1
-    """Fraction of the tokens a second of this card's first run that a later one may lack."""
+    """Maximum decrease in tokens per second from the first run on this type of GPU, as a fraction."""
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """The settings of a run."""
 
     base_model: PathText
-    """Folder or hub name of a Hugging Face causal language model, or of a pipeline of diffusers."""
+    """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
     task: Literal["auto", "language", "image"] = "auto"
-    """What kind of model it is; `auto`: a pipeline of images where there is a model_index.json."""
+    """Type of the model; `auto`: image if it has a model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
-    """lora: adapter on the model as it is. qlora: adapter on a base in 4 or 8 bits
-    (`quantization.quant_type`). none: train all weights."""
+    """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
+    none: train all weights."""
     output_dir: PathText
-    """Folder for the adapter, checkpoints, logs, metrics and plots; runs/NAME for NAME.yaml where nothing is given."""
+    """Folder for the adapter, checkpoints, logs, metrics and plots; default: runs/NAME for NAME.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of everything random."""
+    """Seed of all random numbers."""
     model: ModelSection = ModelSection()
     lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()

@@ -1,4 +1,4 @@
-"""The reference of all settings, written from the models themselves: as text for people, as JSON schema for editors."""
+"""The reference of all settings, generated from the models: as text for people, as JSON schema for editors."""
 
 import re
 import textwrap
@@ -19,12 +19,12 @@ NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", Non
 
 
 def reference_text(width: int = 100) -> str:
-    """Every setting: dotted name, type with its range, default, meaning, and what other trainers call it."""
+    """Format every setting: dotted name, type and range, default, meaning, and its names in other trainers."""
     return "\n".join(_section_lines(RunConfig, "", max(60, min(width, 120))))
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, whose name gives output_dir a default."""
+    """Return the JSON schema of a configuration file, where output_dir is optional."""
     schema = RunConfig.model_json_schema()
     schema["required"] = [name for name in schema["required"] if name != "output_dir"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -78,7 +78,7 @@ def _type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> s
 
 
 def _range_text(metadata: list[Any] | tuple[Any, ...]) -> str:
-    """A numeric field's bounds, such as ` >= 0, < 1`."""
+    """Format the bounds of a numeric field, such as ` >= 0, < 1`."""
     # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
     flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
     bounds: list[str] = []

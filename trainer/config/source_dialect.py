@@ -1,13 +1,12 @@
-"""Axolotl's names of the settings of one source of examples, and ours."""
+"""Translation of Axolotl's names for the settings of a data source."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.errors import UserError, shown
 
-SAME = ("path", "name", "split", "revision", "data_files", "roles", "format", "fields", "template", "weight")
 RENAMED = {"type": "format", "data_path": "path"}
-# Their key for the name of a field of the records -> the field's name here.
+# Axolotl's key for a field of the records -> the field's name here.
 FIELDS = {
     "field_messages": "messages",
     "field_tools": "tools",
@@ -31,15 +30,15 @@ FORMATS = {
     "completion": "completion",
     "pretrain": "completion",
 }
-# These do not change what is learnt: how files are stored, read and split while tokens are made.
+# These do not change training: how files are stored, read and split for tokenization.
 NO_EFFECT = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "train_on_eos", "train_on_eot")
 INSIDE_TURNS = ("role", "content")
 
 
 def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a source under our names, and a note for each name that was another; unknown names stay as they are.
+    """Return a source under our names, and a note for each translated name; unknown names are kept.
 
-    Raises UserError for values of theirs that have no counterpart.
+    Raises UserError for values that have no equivalent.
     """
     ours: dict[str, Any] = {}
     notes: list[str] = []
@@ -54,11 +53,11 @@ def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             fields |= {key: str(theirs) for key, theirs in inside.items()}
             notes.append("message_property_mappings of a source is read as fields")
         elif name in NO_EFFECT and name not in ours:
-            notes.append(f"{name} of a source changes nothing here and is left out")
+            notes.append(f"{name} of a source has no effect here and is ignored")
         elif name == "format" and "type" in entry:
-            raise UserError("format: given as type as well, which is the same setting; keep one")
+            raise UserError("format: also given as type, which is the same setting; keep one")
         elif name in RENAMED:
-            ours[RENAMED[name]] = _format_of(value) if name == "type" else value
+            ours[RENAMED[name]] = _translate_format(value) if name == "type" else value
             notes.append(f"{name} of a source is read as {RENAMED[name]}")
         elif name == "data_files" and isinstance(value, str):
             ours[name] = [value]
@@ -70,10 +69,8 @@ def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     return ours, notes
 
 
-def _format_of(value: Any) -> Any:
-    """Return our name of a format. Raises UserError for a map, which is how Axolotl writes a prompt of one's own."""
+def _translate_format(value: Any) -> Any:
+    """Return our name of a format; raises UserError for a map, Axolotl's form of a custom prompt."""
     if isinstance(value, Mapping):
-        raise UserError(
-            f"type={shown(value)}: a prompt of your own is `format: custom` here, with `template` and `fields`"
-        )
+        raise UserError(f"type={shown(value)}: write a custom prompt as `format: custom` with `template` and `fields`")
     return FORMATS.get(value, value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The settings of the loop, of ZeRO and of the operators; the text under a field is its documentation."""
+"""The settings of training, ZeRO and the operators; the text under a field is its documentation."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", 
 
 
 def _checkpointing_word(value: Any) -> Any:
-    """`true` and `false` are what users of other trainers type here."""
+    """Accept `true` and `false` as in other trainers."""
     if value in ("on", "yes", "off", "no"):
         value = value in ("on", "yes")
     if value is None or isinstance(value, bool):
@@ -40,46 +40,46 @@ _WARMUP = Needs(
     ("linear", "cosine", "cosine_with_min_lr", "constant_with_warmup", "polynomial", "inverse_sqrt"),
 )
 _PARTITIONED, _STAGE_3, _BY_MODULE = (Needs(".stage", (1, 2, 3)), Needs(".stage", (3,)), Needs(".gather", ("module",)))
-# A step's first run compiles, tunes and allocates.
+# The first step also compiles, tunes and allocates.
 FIRST_STEP_FACTOR = 3.0
-TO_SPEAK_MINUTES = 5.0
+REPORT_MINUTES = 5.0
 
 
 class TrainingSection(Section):
-    """The loop: how long, how fast, when to look and when to save."""
+    """The training loop: duration, batch, optimizer, evaluations and checkpoints."""
 
     epochs: Annotated[float, Field(gt=0.0, le=100_000.0)] = 1.0
-    """Passes over the data, unless `max_steps` says otherwise; fractions are allowed."""
+    """Passes over the data, unless `max_steps` is given; fractions are allowed."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps."""
+    """Number of optimizer steps, instead of `epochs`."""
     batch_size: BatchSize = 1
-    """Sequences per GPU and micro-step; `auto` takes the most that fit by the memory estimate."""
+    """Sequences per GPU and micro-step; `auto`: as many as fit by the memory estimate."""
     eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation")] = None
-    """Sequences per GPU in evaluation; batch_size if not given."""
+    """Sequences per GPU in evaluation; default: batch_size."""
     gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
     global_batch_size: BatchSize | None = None
-    """Sequences per optimizer step over all GPUs, instead of gradient_accumulation_steps; batch_size is then the most
-    of a micro-step. `auto`: as many as leave the run 100 steps, a power of two, 32 at most."""
+    """Sequences per optimizer step over all GPUs, instead of gradient_accumulation_steps; batch_size is then the
+    maximum per micro-step. `auto`: the largest power of two up to 32 that leaves the run 100 steps."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
     """Peak learning rate."""
     lr_scheduler: Literal[
         "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = "cosine"
-    """Course of the learning rate (transformers' schedules)."""
+    """Learning rate schedule (those of transformers)."""
     min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr",))] = 0.0
-    """Last learning rate over the peak, for cosine_with_min_lr."""
+    """Final learning rate as a fraction of the peak, for cosine_with_min_lr."""
     warmup_ratio: Annotated[Fraction, _WARMUP, Needs(".warmup_steps", (None,), replaces=True)] = 0.03
-    """Fraction of the steps in which the learning rate rises from zero."""
+    """Fraction of the steps for warm-up, in which the learning rate rises from zero."""
     warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
-    """Steps of warm-up, instead of `warmup_ratio`."""
+    """Number of steps for warm-up, instead of `warmup_ratio`."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """AdamW's decoupled decay; biases and norms are left out."""
+    """AdamW's decoupled weight decay; not applied to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
     router_aux_loss: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, where its router is trained (0.001 to 0.02 is usual);
-    it is no part of `train/loss`."""
+    """Weight of the load-balancing loss of an MoE model with a trained router (0.001 to 0.02 is usual); not part of
+    `train/loss`."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW of torch, or of bitsandbytes with 8-bit state."""
     adam_beta1: Fraction = 0.9
@@ -89,89 +89,93 @@ class TrainingSection(Section):
     adam_epsilon: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of weights and activations. `auto`: bf16 if the card has it, fp16 on older cards, fp32 on a CPU."""
+    """Number format of weights and activations. `auto`: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""
     qat: Annotated[Literal["int8", "int4"] | None, Needs("task", ("language",))] = None
-    """Train for a server with integer weights: adapted layers compute with their merged weight W + s B A, rounded in
-    every pass, and gradients pass as if it were not. int8: a scale a row; int4: one for 128 weights (64, 32). Weights
-    alone are rounded. `zerolora merge --quantize` writes what was trained; needs `pip install 'zerolora[qat]'`."""
+    """Quantization-aware training for integer weights: adapted layers compute with their merged weight W + s B A,
+    rounded in every pass, with straight-through gradients. int8: one scale per row; int4: one per 128 weights (64, 32).
+    Activations are not rounded. `zerolora merge --quantize` writes the rounded weights; needs
+    `pip install 'zerolora[qat]'`."""
     gradient_checkpointing: Annotated[
         Literal["none", "non_reentrant", "reentrant", "selective", "auto"],
         BeforeValidator(_checkpointing_word),
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"
-    """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant.
-    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest. `auto`: of as few
-    layers as fit by the memory estimate, none if that fits, so that no more time is spent than needed."""
+    """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant. `selective` keeps
+    attention and cheap operations around frozen products and recomputes the rest. `auto`: recompute as few layers as
+    the memory estimate requires."""
     gradient_checkpointing_layers: PositiveInt | None = None
-    """Only of so many decoder layers, the first ones: memory and time lie between those of none and of all. Without it
-    all layers are recomputed."""
+    """Recompute only this many decoder layers, the first ones, for memory and time between those of none and all.
+    Default: all layers."""
     offload_activations: bool = False
-    """Keep what gradient checkpointing saves, one tensor a layer, in host memory."""
+    """Keep the tensors saved by gradient checkpointing, one per layer, in host memory."""
     on_oom: Literal["stop", "halve"] = "stop"
-    """`halve`: a GPU out of memory halves batch_size and doubles the accumulation, up to three times, and goes on."""
+    """`halve`: when a GPU is out of memory, halve batch_size and double the accumulation, up to three times, and
+    continue."""
     ignore_memory_check: bool = False
-    """Start although the memory estimate says that it does not fit."""
+    """Start even if the memory estimate does not fit."""
     save_steps: StepsOrNever = 500
-    """Steps between checkpoints; below 1 a fraction of the run; 0 saves only at the end."""
+    """Steps between checkpoints; below 1: as a fraction of the run; 0: only at the end."""
     save_minutes: NonNegative = 0.0
-    """Minutes after which a checkpoint is made, beside those of `save_steps`; 0 never."""
+    """Minutes between checkpoints, in addition to those of `save_steps`; 0: never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
-    """Checkpoints in each pass over the data, instead of `save_steps`."""
+    """Checkpoints per pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3
-    """Newest checkpoints that are kept (and the best one)."""
+    """Number of newest checkpoints to keep (in addition to the best one)."""
     eval_steps: StepsOrNever = 0
-    """Steps between evaluations; below 1 a fraction of the run; 0 evaluates before and after training only."""
+    """Steps between evaluations; below 1: as a fraction of the run; 0: only before and after training."""
     evals_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
-    """Evaluations in each pass over the data, instead of `eval_steps`."""
+    """Evaluations per pass over the data, instead of `eval_steps`."""
     logging_steps: PositiveInt = 1
     """Steps between lines of metrics."""
     resume_from_checkpoint: CheckpointText = None
-    """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
+    """`latest`, the folder of a checkpoint, or `auto`: the latest if one exists, else start from scratch."""
     resume_changes: Annotated[ResumeChanges, Needs(".resume_from_checkpoint")] = ()
-    """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
-    dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples a step),
-    precision, optimizer, scu."""
+    """Settings that may differ from those of the checkpoint, such as [seed, data]: base_model, adapter (alpha, dropout,
+    rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples per step), precision,
+    optimizer, scu."""
     early_stopping: PositiveInt | None = None
-    """Stop after this many evaluations in a row without a lower held-out loss."""
+    """Stop after this many consecutive evaluations without a lower held-out loss."""
     early_stopping_threshold: Annotated[NonNegative, Needs(".early_stopping")] = 0.0
-    """By how much the held-out loss must fall to count as lower."""
+    """Minimum decrease of the held-out loss that counts as lower."""
     best_checkpoint: bool = False
-    """Keep the checkpoint with the lowest held-out loss and end with its adapter."""
+    """Keep the checkpoint with the lowest held-out loss, and save its adapter as the result."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is not finite stops the run, or skips that step (at most 10 in a row)."""
+    """Stop the run at a loss or gradient that is not finite, or skip the step (at most 10 in a row)."""
     on_spike: Literal["warn", "ignore"] = "warn"
-    """A loss far above those of the last 100 steps is warned of."""
+    """Warn of a loss far above those of the last 100 steps."""
     torch_compile: bool = False
-    """Compile the model with torch.compile. It turns off what is computed together here: siblings in one call, the
-    adapter in one buffer, norms, SwiGLU and rotary embedding, and does not pay where our operators run: four layers of
-    Llama-3.1-8B take 109 ms a step and 19.7 GiB with it, 89 ms and 7.8 GiB without (one H100, 4 x 2048 tokens)."""
+    """Compile the model with torch.compile. This disables our fused operations (shared-input projections in one call,
+    the adapter in one buffer, norms, SwiGLU, rotary embedding) and is slower than them: four layers of Llama-3.1-8B
+    take 109 ms per step and 19.7 GiB with it, 89 ms and 7.8 GiB without (one H100, 4 x 2048 tokens)."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Record the kernels of a micro-step and launch them as one, where the adapter is one buffer. `auto`: where the
-    first steps show that the card waits for the host (small batches of small models), and playing back is faster."""
+    """Capture the kernels of a micro-step in CUDA graphs and replay them, if the adapter is one buffer. `auto`: if the
+    GPU waits for the host in the first steps (small batches of small models) and replay is faster."""
     cudnn_benchmark: bool = False
-    """Let cuDNN try its kernels at the start."""
+    """Let cuDNN benchmark its kernels at the start."""
     deterministic: bool = False
-    """Only kernels that give the same bits every time."""
+    """Use only deterministic kernels."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Fraction of the GPU's memory that this run may take."""
+    """Fraction of the GPU's memory that this run may use."""
     timeout_minutes: Positive = 30.0
-    """How long a collective waits for a rank before the run fails; at least 5 minutes more than 3 x hang_timeout."""
+    """Minutes that a collective waits for a rank before the run fails; at least 5 minutes more than 3 x
+    hang_timeout."""
     hang_timeout: NonNegative = 10.0
-    """Minutes without progress of a rank after which the run is ended and the rank named; 0 turns the watchdog off."""
+    """Minutes without progress of a rank after which the run is stopped and the rank reported; 0 disables the
+    watchdog."""
     max_restarts: Restarts | None = None
-    """How often `zerolora train` starts the ranks again after a failure, from the newest whole checkpoint, if a step
-    was made since the last start. Where it is not given 3, but none where srun starts the ranks of a SLURM job that is
-    queued again."""
+    """Maximum number of restarts of the ranks by `zerolora train` after failures, from the newest complete checkpoint,
+    if a step was completed since the last start. Default: 3, but 0 if srun starts the ranks of a SLURM job that is
+    requeued."""
     elastic: bool = False
-    """Start again on the largest number of ranks left that divides the global batch, where GPUs or hosts are gone or a
-    rank fails again before it made a step; the global batch stays, the accumulation grows."""
+    """Restart with the largest remaining number of ranks that divides the global batch if GPUs or hosts are lost or a
+    rank repeatedly fails before its first step; the global batch is kept by more accumulation."""
     launcher_timeout: NonNegative = 120.0
-    """Seconds without a sign of the `zerolora` process after which ranks on other hosts than its own end; 0 never."""
+    """Seconds without a heartbeat of the `zerolora` process after which ranks on other hosts exit; 0: never."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_fractions_of_the_run(cls, given: Any) -> Any:
-        """Read `eval_steps: 0.25` and `save_steps: 0.25` as transformers does: once in a quarter of the run."""
+        """Accept `eval_steps: 0.25` and `save_steps: 0.25`, a quarter of the run, as in transformers."""
         if not isinstance(given, dict):
             return given
         given = dict(given)
@@ -186,29 +190,29 @@ class TrainingSection(Section):
 
 
 def collective_timeout(training: TrainingSection) -> float:
-    """Minutes after which torch gives a collective up: later than the watchdog, which can say whom it waits for."""
+    """Return torch's timeout of collectives in minutes, which leaves the watchdog time to report the missing rank."""
     if not training.hang_timeout:
         return training.timeout_minutes
-    return max(training.timeout_minutes, FIRST_STEP_FACTOR * training.hang_timeout + TO_SPEAK_MINUTES)
+    return max(training.timeout_minutes, FIRST_STEP_FACTOR * training.hang_timeout + REPORT_MINUTES)
 
 
 class ZeroSection(Section):
-    """DeepSpeed's ZeRO: what is partitioned over the GPUs, what is kept in host memory."""
+    """DeepSpeed's ZeRO: partitioning over the GPUs, and offload to host memory."""
 
     stage: Stage = 2
-    """`auto`: the lowest that fits by the memory estimate.
-    0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (the base model too)."""
+    """Partitioned state: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters (including the base model).
+    `auto`: the lowest that fits by the memory estimate."""
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
-    """How stage 3 gathers the base. `layer`: one gather a decoder layer, a layer ahead, with the adapter whole on every
-    GPU (frozen bases only). `module`: DeepSpeed's own, parameter by parameter. `auto`: layer where it can be."""
+    """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
+    replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
     offload_optimizer: bool = False
-    """Optimizer state in host memory (stages 1 to 3)."""
+    """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False
-    """Partitioned parameters in host memory (stage 3)."""
+    """Keep partitioned parameters in host memory (stage 3)."""
     pin_memory: Annotated[bool, Needs(".offload_optimizer .offload_parameters")] = True
-    """Page-locked host memory for what is offloaded."""
+    """Use page-locked host memory for offloading."""
     overlap_comm: Annotated[bool, _PARTITIONED] = True
-    """Reduce gradients while the backward pass still runs (GPU only)."""
+    """Reduce gradients during the backward pass (GPU only)."""
     reduce_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000
     """Elements per gradient reduction."""
     allgather_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000
@@ -216,37 +220,26 @@ class ZeroSection(Section):
     prefetch_bucket_size: Annotated[Elements, _STAGE_3, _BY_MODULE] = 50_000_000
     """Elements that stage 3 gathers ahead of their use."""
     persistence_threshold: Annotated[Elements, _STAGE_3, _BY_MODULE] = 100_000
-    """Stage 3 keeps parameters of fewer elements than this whole on every GPU."""
+    """Stage 3 does not partition parameters with fewer elements."""
     max_live_parameters: Annotated[int, Field(ge=1, le=10**13), _STAGE_3, _BY_MODULE] = 1_000_000_000
-    """Elements that stage 3 keeps gathered at most."""
+    """Maximum number of elements that stage 3 keeps gathered."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Keys of DeepSpeed's own configuration, merged in last, for what has no setting here."""
+    """Keys of DeepSpeed's configuration without a setting here, merged in last."""
 
 
 class OpsSection(Section):
-    """The arithmetic of the adapters."""
+    """Operators of adapters and the model."""
 
     backend: Annotated[Literal["auto", "cuda", "reference", "peft"], _ADAPTER] = "auto"
-    """`cuda` fused operators, `reference` the same in plain torch, `peft` PEFT's own; `auto` says what it chose."""
+    """`cuda`: fused operators; `reference`: the same in plain torch; `peft`: PEFT's layers. `auto` reports its
+    choice."""
     flat: Annotated[bool, _ADAPTER] = True
-    """Keep all adapter parameters of one learning rate in one buffer, so that the engine sees one tensor."""
+    """Keep all adapter parameters with the same learning rate in one buffer, which is a single tensor for the
+    engine."""
     recompute: Annotated[Literal["activations", "norms", "none"], _ADAPTER] = "activations"
-    """Cheap results that the backward pass computes again instead of keeping, where there is no gradient checkpointing:
-    the activation of SwiGLU (7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), with `norms` those of norms too."""
+    """Cheap results to recompute in the backward pass instead of keeping them, in layers without gradient
+    checkpointing: `activations` of SwiGLU (saves 7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), or outputs of
+    `norms` as well."""
     elementwise: Literal["auto", "off"] = "auto"
-    """Who computes norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's
-    own code gives. `off`: the model's own code."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_records_of_earlier_versions(cls, settings: Any) -> Any:
-        """Runs recorded `forget`, `liger` and Liger's kernels; in files of users config/load.py renames them."""
-        if isinstance(settings, dict) and settings.keys() & {"forget", "liger", "elementwise"}:
-            settings = dict(settings)
-            if "forget" in settings:
-                settings.setdefault("recompute", settings.pop("forget"))
-            if "liger" in settings:
-                settings.setdefault("elementwise", settings.pop("liger"))
-            if settings.get("elementwise") in ("liger", "on"):
-                settings["elementwise"] = "auto"
-        return settings
+    """Kernels of norms, SwiGLU and rotary embedding on a GPU. `auto`: ours if they compute the same as the model's
+    code. `off`: the model's code."""

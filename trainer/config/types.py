@@ -1,4 +1,4 @@
-"""What the sections are made of: number types, lists of words, and the frozen model that refuses unknown keys."""
+"""The types of settings: numbers, lists of words, and the frozen model that refuses unknown keys."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -15,10 +15,10 @@ from pydantic import (
     field_validator,
 )
 
-from trainer.config.values import as_meant
+from trainer.config.values import parse_value
 
-AUTO = -1  # how `auto` is kept in a number until the memory estimate has put a real one in its place
-# Upper bounds are where a number can only be a slip: a run of so many steps, a buffer of so many elements.
+AUTO = -1  # `auto` in a number, until the memory estimate replaces it
+# Numbers above the upper bounds can only be typing errors.
 Count = Annotated[int, Field(ge=1, le=65_536)]
 PositiveInt = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Restarts = Annotated[int, Field(ge=0, le=100_000)]
@@ -30,7 +30,7 @@ NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
 def _list_of_words(value: Any) -> Any:
-    """A single word, a comma-separated line and a list all mean a list; `none`, [none] and nothing an empty one."""
+    """Accept a word, a comma-separated line or a list; `none`, [none] and null mean an empty list."""
     if value is None or value in ("none", ["none"], ("none",)):
         return []
     if isinstance(value, str):
@@ -41,12 +41,12 @@ def _list_of_words(value: Any) -> Any:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether a name of layers is a regular expression: it has characters that names do not have."""
+    """Return whether a layer name is a regular expression, which has characters that names do not have."""
     return re.search(r"[\\^$*+?{}\[\]|()]", name) is not None
 
 
 def _list_of_names(value: Any) -> Any:
-    """Read a list of words in which a comma within brackets belongs to a regular expression."""
+    """Accept a list of words; a comma within brackets is part of a regular expression."""
     if not isinstance(value, str) or not is_pattern(value):
         return _list_of_words(value)
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]
@@ -57,12 +57,12 @@ def _check_patterns(names: Any) -> Any:
         try:
             re.compile(name)
         except re.error as error:
-            raise ValueError(f"{name} is no regular expression ({error})") from None
+            raise ValueError(f"{name} is not a valid regular expression ({error})") from None
     return names
 
 
 def _list_of_texts(value: Any) -> Any:
-    """One text is a list of one: it may hold commas."""
+    """Accept a text, which may have commas, as a list of one."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
@@ -70,7 +70,7 @@ def _list_of_texts(value: Any) -> Any:
 
 def _auto_number(value: Any) -> Any:
     if str(value) == str(AUTO):
-        raise ValueError("below zero; write auto if the memory estimate shall choose")
+        raise ValueError("below zero; write auto to let the memory estimate choose")
     return AUTO if isinstance(value, str) and value.strip().lower() == "auto" else value
 
 
@@ -78,7 +78,7 @@ def _auto_word(value: int) -> int | str:
     return "auto" if value == AUTO else value
 
 
-# What editors are told (the JSON schema) is what is accepted, not what it becomes.
+# The JSON schema, used by editors, describes the accepted values, not the parsed ones.
 _WORDS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}
 
 _STAGE_SCHEMA = {"enum": ["auto", 0, 1, 2, 3]}
@@ -115,7 +115,7 @@ Stage = Annotated[
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses keys it does not know."""
+    """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
@@ -124,4 +124,4 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_its_type(cls, value: Any, info: ValidationInfo) -> Any:
-        return as_meant(cls.model_fields[str(info.field_name)].annotation, value)
+        return parse_value(cls.model_fields[str(info.field_name)].annotation, value)

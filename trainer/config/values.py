@@ -1,7 +1,7 @@
-"""What a value may be for the type of its setting: the rules that YAML and pydantic leave open.
+"""Conversion of values to the types of settings, where YAML and pydantic are too strict or too lenient.
 
-Numbers are not truth values and truth values not numbers; text that is a number (`"2"`, `1_000`) is one where a number
-is wanted; `None` and `none` mean nothing where a setting may be left out.
+Numbers and booleans are not converted to each other; text such as `"2"` or `1_000` is a number for numeric settings;
+`None` and `none` are null for optional settings.
 """
 
 import re
@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trainer.config.yaml_core import plain
 
-_NOTHING = ("none", "null", "~")
+_NULL = ("none", "null", "~")
 _TRUE, _FALSE = ("true", "yes", "on", "y"), ("false", "no", "off", "n")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(_[0-9]{3})+")
 
 
 def kinds(annotation: Any) -> frozenset[Any]:
-    """The types that a setting takes; Literal for one of several words, the type of its other alternatives as well."""
+    """Return the types that a setting accepts; Literal for words, plus the types of other literals."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kinds(arguments[0])
@@ -28,7 +28,7 @@ def kinds(annotation: Any) -> frozenset[Any]:
 
 
 def words(annotation: Any) -> frozenset[str]:
-    """The words that a setting takes, which may be typed in capitals as well."""
+    """Return the words that a setting accepts in any case."""
     if annotation is Any:
         return frozenset()
     if get_origin(annotation) is Literal:
@@ -37,35 +37,35 @@ def words(annotation: Any) -> frozenset[str]:
 
 
 def is_text(annotation: Any) -> bool:
-    """True for a setting that takes any text."""
+    """Return whether a setting accepts any text."""
     return str in kinds(annotation) <= {str, NoneType}
 
 
-def may_be_nothing(annotation: Any, value: str) -> bool:
-    """True if this text stands for a setting left out."""
-    return NoneType in kinds(annotation) and value.strip().lower() in _NOTHING
+def is_null(annotation: Any, value: str) -> bool:
+    """Return whether this text means null for a setting of this type."""
+    return NoneType in kinds(annotation) and value.strip().lower() in _NULL
 
 
-def as_meant(annotation: Any, value: Any) -> Any:
-    """The value for a setting of this type. Raises ValueError for one that only looks like it."""
+def parse_value(annotation: Any, value: Any) -> Any:
+    """Convert a value to the type of its setting; raises ValueError for ambiguous values such as `yes` or 1."""
     wanted = kinds(annotation)
     is_number = bool(wanted & {int, float})
-    if not isinstance(value, dict) or dict in wanted:  # a section's own settings say it themselves
-        _refuse_half_characters(value)
+    if not isinstance(value, dict) or dict in wanted:  # the settings of a section are checked separately
+        _refuse_invalid_unicode(value)
     if isinstance(value, bool):
         if is_number and bool not in wanted:
             raise ValueError(f"must be a {'whole ' * (float not in wanted)}number")
         return value
-    if isinstance(value, str) and may_be_nothing(annotation, value):
+    if isinstance(value, str) and is_null(annotation, value):
         return None
     if isinstance(value, str) and Literal in wanted and (word := value.strip().lower()) in words(annotation):
-        return value if value == "None" else word  # Python's None is no word
+        return value if value == "None" else word  # Python's None is not the word `none`
     if is_number and isinstance(value, str):
         number = plain(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             return number
-        if _python_reads_a_number(value):
-            raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, written as in 1000 or 1e3")
+        if _is_python_number(value):
+            raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, such as 1000 or 1e3")
         return value
     if bool in wanted and value is not None:
         allowed = " or ".join(["must be true or false", *sorted(words(annotation))])
@@ -75,27 +75,27 @@ def as_meant(annotation: Any, value: Any) -> Any:
         if isinstance(value, str) and word in ("true", "false"):
             return word == "true"
         if isinstance(value, str) and word in _TRUE + _FALSE:
-            raise ValueError(f"{allowed}, and this is text; write {str(word in _TRUE).lower()}")
+            raise ValueError(f"{allowed}, not text; write {str(word in _TRUE).lower()}")
         raise ValueError(allowed)
     return value
 
 
-def _refuse_half_characters(value: Any) -> None:
-    """ValueError for text with bytes that are not UTF-8, or with half of a character, which no file can hold later."""
+def _refuse_invalid_unicode(value: Any) -> None:
+    """Raise ValueError for text with unpaired surrogates, which cannot be written to a file."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{value[error.start]!r} in it is no character; write it in UTF-8") from None
+            raise ValueError(f"{value[error.start]!r} in it is not a character; write it in UTF-8") from None
     elif isinstance(value, (list, tuple)):
-        _refuse_half_characters("".join(inner for inner in value if isinstance(inner, str)))
+        _refuse_invalid_unicode("".join(inner for inner in value if isinstance(inner, str)))
     elif isinstance(value, dict):
         for inner in (*value, *value.values()):
-            _refuse_half_characters(inner)
+            _refuse_invalid_unicode(inner)
 
 
-def _python_reads_a_number(text: str) -> bool:
-    """True for `1_00`, `._1`, `infinity` and digits of other scripts, which pydantic would take."""
+def _is_python_number(text: str) -> bool:
+    """Return whether pydantic would accept a number such as `1_00`, `._1`, `infinity` or digits of other scripts."""
     try:
         float(text.replace("_", ""))
     except ValueError:

@@ -1,6 +1,6 @@
-"""YAML as its version 1.2 reads it (the core schema): `010` is ten, `1e-4` a number; `1:30`, `yes` and dates are text.
+"""YAML 1.2 (the core schema): `010` is ten, `1e-4` a number; `1:30`, `yes` and dates are text.
 
-Readers of YAML 1.1, PyYAML among them, take these for 8, text, 90, true and a date.
+In YAML 1.1, and so in PyYAML, these are 8, text, 90, true and a date.
 """
 
 import re
@@ -14,10 +14,10 @@ from trainer.config.errors import UserError
 
 MOST_BYTES = 8 * 2**20
 MOST_VALUES = 100_000
-"""Far beyond any configuration; anchors that repeat anchors reach billions in a few lines."""
+"""Limits the expansion of nested anchors, which reach billions of values in a few lines."""
 
-# What PyYAML raises for a value that its explicit tag, such as !!bool, does not allow.
-OF_TAGS = (ValueError, KeyError, TypeError, AttributeError)
+# Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.
+TAG_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
     "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -32,18 +32,18 @@ _RULES = {
 
 @dataclass(frozen=True)
 class YamlFile:
-    """What a file holds, and the line at which each dotted name is written."""
+    """The content of a file, and the line of each dotted name."""
 
     tree: dict[Any, Any]
     lines: dict[str, int]
     mistakes: list[tuple[int, str]]
-    """Line and text of what YAML takes and a configuration may not have: keys written twice."""
+    """Line and message of duplicate keys, which YAML allows and a configuration does not."""
 
 
 class Yaml11Loader(yaml.SafeLoader):
-    """Read YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and note keys that are written twice.
+    """Loader of YAML 1.1 as in Axolotl (PyYAML) and LLaMA-Factory (OmegaConf), which records duplicate keys.
 
-    The last of several values of a key counts. Dates are text, as OmegaConf has it, and other types have no tags.
+    The last of several values of a key counts. Dates are text, as in OmegaConf, and other types have no tags.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012 (PyYAML's own name)
@@ -62,10 +62,10 @@ class Yaml11Loader(yaml.SafeLoader):
                 continue
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise UserError(f"line {line}: a list or map as a name; names of settings are words")
+                raise UserError(f"line {line}: a list or map as a key; names of settings are words")
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                self.mistakes.append((line, f"{key}: written twice (line {line}, first in line {seen[key]}); keep one"))
+                self.mistakes.append((line, f"{key}: duplicate (line {line}, first in line {seen[key]}); keep one"))
             seen.setdefault(key, line)
         return super().construct_mapping(node, deep)
 
@@ -75,7 +75,7 @@ for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
 
 
 class _CoreLoader(Yaml11Loader):
-    """Read YAML 1.2."""
+    """Loader of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
 
@@ -91,7 +91,7 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Quotes what either version of YAML would read as something else than text."""
+    """Dumper that quotes text which either version of YAML would read as another type."""
 
 
 for _name, (_pattern, _first) in _RULES.items():
@@ -99,30 +99,30 @@ for _name, (_pattern, _first) in _RULES.items():
 
 
 def dump(tree: Any, **style: Any) -> str:
-    """Return YAML that `parse`, and readers of YAML 1.1, take for the same values; `style` is for PyYAML."""
+    """Format values as YAML that is the same in versions 1.1 and 1.2; `style` is passed to PyYAML."""
     return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, **style))
 
 
 def parse(text: str) -> Any:
-    """The value of a piece of YAML, all of which must belong to it. Raises ValueError or UserError."""
+    """Return the value of a YAML text without comments; raises ValueError or UserError."""
     try:
-        loader = _CoreLoader(text)  # which refuses control characters
+        loader = _CoreLoader(text)  # refuses control characters
         try:
             node = loader.get_single_node()
             if node is None or node.end_mark.index != len(text):
-                raise ValueError("a comment, which on a command line is text")
+                raise ValueError("a comment, which is text on a command line")
             value = loader.construct_document(node)
             for _, mistake in loader.mistakes:
                 raise UserError(mistake)
             return value
         finally:
             loader.dispose()
-    except (yaml.YAMLError, RecursionError, *OF_TAGS) as error:
+    except (yaml.YAMLError, RecursionError, *TAG_ERRORS) as error:
         raise ValueError(str(error)) from None
 
 
 def plain(text: str) -> Any:
-    """The value of a scalar without quotes: everything is part of it, a `#` and a colon as well."""
+    """Return the value of a scalar without quotes, in which `#` and colons have no meaning."""
     loader = _CoreLoader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))
@@ -135,17 +135,17 @@ def plain(text: str) -> Any:
 
 
 def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Return the settings in a file. Raises UserError for everything else that a path can lead to."""
-    return yaml_of(path, read_text(path), loader_class)
+    """Return the settings in a file; raises UserError if it cannot be read or has none."""
+    return parse_yaml(path, read_text(path), loader_class)
 
 
-def yaml_of(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Return the settings in a text, which is or may become the content of the file."""
+def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
+    """Return the settings in a text, the content of the file `path`; raises UserError if it has none."""
     try:
         loader = loader_class(text)
         try:
             node = loader.get_single_node()
-            _values_of(node, {}, path)
+            _count_values(node, {}, path)
             tree = None if node is None else loader.construct_document(node)
             mistakes = loader.mistakes
         finally:
@@ -153,19 +153,19 @@ def yaml_of(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoade
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(
-            f"{path}: not valid YAML at line {line}: the character {text[error.position]!r} is no text; "
+            f"{path}: not valid YAML at line {line}: the character {text[error.position]!r} is not text; "
             "name a YAML file"
         ) from None
     except RecursionError:
-        raise UserError(f"{path}: not valid YAML: brackets nested hundreds deep; name a file of settings") from None
-    except (yaml.YAMLError, *OF_TAGS) as error:
+        raise UserError(f"{path}: not valid YAML: nested too deeply; name a file of settings") from None
+    except (yaml.YAMLError, *TAG_ERRORS) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(f"a tag that does not fit ({error})".split())
         raise UserError(f"{path}: not valid YAML{where}: {problem}{_hint(problem)}") from None
     if not isinstance(tree, dict):
-        held = "nothing" if tree is None else f"a {'list' if isinstance(tree, list) else 'single value'}, not settings"
-        raise UserError(f"{path}: holds {held}; write `base_model: ...` and so on")
+        content = "is empty" if tree is None else f"is a {'list' if isinstance(tree, list) else 'single value'}"
+        raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
     return YamlFile(tree, lines, mistakes)
@@ -178,7 +178,7 @@ def _hint(problem: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises UserError if it is none."""
+    """Return the text of a file; raises UserError if it cannot be read."""
     try:
         if path.is_dir():
             raise UserError(f"{path}: is a folder; name a YAML file in it")
@@ -186,12 +186,12 @@ def read_text(path: Path) -> str:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
-            raise UserError(f"{path}: is a setting; name the YAML file of the run before it") from None
+            raise UserError(f"{path}: is a setting; name the run's YAML file before it") from None
         raise UserError(f"{path}: no such file; presets are in configs/") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name a YAML file that you may read") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions, or name another") from None
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: more than {MOST_BYTES >> 20} MiB, which is no configuration; name a YAML file")
+        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; name a YAML file of settings")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -202,19 +202,19 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def _values_of(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
-    """How many values a node stands for when every anchor is written out. Raises UserError for too many."""
+def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
+    """Count the values of a node with every anchor expanded; raises UserError if there are too many."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in known:
         if not known[id(node)]:
-            raise UserError(f"{path}: line {node.start_mark.line + 1}: an anchor within itself; write the value out")
+            raise UserError(f"{path}: line {node.start_mark.line + 1}: an anchor within itself; repeat the value")
         return known[id(node)]
-    known[id(node)] = 0  # not counted to the end
+    known[id(node)] = 0  # its count is not finished
     inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-    total = 1 + sum(_values_of(part, known, path) for part in inner)
+    total = 1 + sum(_count_values(part, known, path) for part in inner)
     if total > MOST_VALUES:
-        raise UserError(f"{path}: more than {MOST_VALUES:,} values, which is no configuration; name a YAML file")
+        raise UserError(f"{path}: more than {MOST_VALUES:,} values; name a YAML file of settings")
     known[id(node)] = total
     return total
 

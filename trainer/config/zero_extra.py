@@ -1,12 +1,12 @@
-"""`zero.extra`: which of DeepSpeed's keys it may hold; those that a setting here writes would be written twice."""
+"""Check which of DeepSpeed's keys `zero.extra` may have; those with a setting here are refused."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.errors import shown
 
-# DeepSpeed's key -> what says it here.
-SETTINGS_OF = {
+# DeepSpeed's key -> our setting.
+SETTINGS = {
     "train_batch_size": "training.batch_size and training.gradient_accumulation_steps",
     "train_micro_batch_size_per_gpu": "training.batch_size",
     "gradient_accumulation_steps": "training.gradient_accumulation_steps",
@@ -35,9 +35,9 @@ SETTINGS_OF = {
         "max_live_parameters": "zero.max_live_parameters",
     }.items()
 }
-# What training here relies on.
+# Required by our training loop.
 FIXED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
-# Parts of DeepSpeed that replace the step, the data or the model that are ours.
+# Parts of DeepSpeed that would replace our step, data or model.
 REPLACE = (
     "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "elasticity",
     "hybrid_engine", "pipeline", "progressive_layer_drop", "sequence_parallel_size", "sparse_attention",
@@ -45,8 +45,8 @@ REPLACE = (
 )  # fmt: skip
 
 
-def extra_mistakes(extra: dict[str, Any]) -> Iterator[str]:
-    """A line for each key that a setting here writes, or that training here cannot do with."""
+def check_extra(extra: dict[str, Any]) -> Iterator[str]:
+    """Yield an error message for each key that has a setting here or is not compatible with our training loop."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
         yield f"zero.extra.zero_optimization={shown(partition)}: must be a map; the stage is set with zero.stage"
@@ -54,14 +54,14 @@ def extra_mistakes(extra: dict[str, Any]) -> Iterator[str]:
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
         name = f"zero.extra.{key}={shown(value)}"
-        if key in SETTINGS_OF:
-            yield f"{name}: is set with {SETTINGS_OF[key]}; use that, and remove it here"
+        if key in SETTINGS:
+            yield f"{name}: has a setting here; use {SETTINGS[key]} instead"
         if key in FIXED:
-            yield f"{name}: the optimizer here needs it as it is; remove it"
+            yield f"{name}: fixed by our optimizer; remove it"
         if key in REPLACE:
-            yield f"{name}: this part of DeepSpeed cannot run within training here; remove it"
+            yield f"{name}: this part of DeepSpeed is not supported; remove it"
     if "data_types" in extra:
         yield (
-            f"zero.extra.data_types={shown(extra['data_types'])}: DeepSpeed then takes an optimizer whose state "
-            "no checkpoint here knows; leave it out, or set training.precision: fp32"
+            f"zero.extra.data_types={shown(extra['data_types'])}: makes DeepSpeed use an optimizer that checkpoints "
+            "do not support; remove it, or set training.precision: fp32"
         )

@@ -1,1 +1,1 @@
-"""What the launcher and the ranks share, free of torch: files, exit codes, ports, rank variables."""
+"""Shared by launcher and ranks, without torch: files, exit codes, ports, rank variables."""

@@ -1,4 +1,4 @@
-"""The command that the user typed, which the launcher passes to the ranks: for the run's record, and to resume it."""
+"""The command typed by the user, passed from the launcher to the ranks for the run's record and for resuming."""
 
 import base64
 import json
@@ -10,13 +10,13 @@ OPTION = "--typed"
 RESUME = "training.resume_from_checkpoint"
 
 
-def as_argument(argv: Sequence[str]) -> str:
-    """One argument of letters and digits alone: shells of other hosts see it, too."""
+def encode_command(argv: Sequence[str]) -> str:
+    """Encode a command as a single argument that needs no quoting in shells of other hosts."""
     return f"{OPTION}={base64.urlsafe_b64encode(json.dumps(list(argv)).encode()).decode().rstrip('=')}"
 
 
 def command_typed(argv: Sequence[str]) -> list[str]:
-    """What the user typed: from the launcher's argument, or `argv` itself where there is none."""
+    """Return the command typed by the user: from the launcher's argument, else `argv` itself."""
     typed = list(argv)
     for word in argv:
         if word.startswith(f"{OPTION}="):
@@ -26,9 +26,9 @@ def command_typed(argv: Sequence[str]) -> list[str]:
 
 
 def resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
-    """Return the whole command that resumes this run, which may have begun by overwriting an earlier one.
+    """Return the command that resumes this run, which may have started by overwriting an earlier one.
 
-    Ranks that another launcher started do not know its command, and get the setting to add to it.
+    Ranks started by another launcher do not know its command; for them, only the settings to add are named.
     """
     program, *words = command_typed(argv)
     settings = [f"{RESUME}=latest", *["output.overwrite=false"] * overwrites]

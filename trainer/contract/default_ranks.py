@@ -1,4 +1,4 @@
-"""How many ranks `zerolora train` starts, and on which GPUs of this machine, where no option says otherwise."""
+"""The default number of ranks of `zerolora train`, and the GPUs of this machine."""
 
 import os
 import shutil
@@ -12,9 +12,9 @@ CPU_RANKS = 2
 
 
 def default_ranks(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks that start without options: those of a SLURM job, or of this machine.
+    """Return the default number of ranks: that of the SLURM job, or of this machine.
 
-    Raises UserError for a CUDA_VISIBLE_DEVICES that names GPUs which do not exist.
+    Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
     if in_allocation(env):
         return int(env.get("SLURM_JOB_NUM_NODES") or 1) * (ranks_per_node(env) or 1)
@@ -24,7 +24,7 @@ def default_ranks(env: Mapping[str, str] = os.environ) -> int:
 def visible_gpus() -> list[int]:
     """Return the numbers of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, without importing torch.
 
-    Raises UserError for a CUDA_VISIBLE_DEVICES that names what is not there.
+    Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
@@ -38,7 +38,7 @@ def visible_gpus() -> list[int]:
 def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
     """Return the positions in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value names.
 
-    CUDA's rules: numbers or beginnings of UUIDs; the list ends at the first -1. Raises UserError for anything else.
+    As in CUDA, entries are numbers or prefixes of UUIDs, and the list ends at -1. Raises UserError for others.
     """
     chosen: list[int] = []
     for word in (word.strip() for word in allowed.split(",")):
@@ -46,7 +46,7 @@ def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
             break
         if word.startswith("MIG"):
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES={allowed}: deepspeed cannot start on a slice of a GPU; "
+                f"CUDA_VISIBLE_DEVICES={allowed}: deepspeed cannot start on a MIG slice; "
                 "use `torchrun --nproc-per-node 1 --no-python zerolora-rank CONFIG`"
             )
         if word.isdigit():
@@ -59,18 +59,18 @@ def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
                 "`nvidia-smi -L` lists them"
             )
         if matches[0] in chosen:
-            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is named twice; keep one")
+            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is listed twice; keep one")
         chosen += matches
     return chosen
 
 
 def installed_gpus() -> list[str]:
-    """Return the UUIDs of the GPUs, or names of their device files where nvidia-smi is not installed."""
+    """Return the UUIDs of the GPUs, or the names of their device files if nvidia-smi is not installed."""
     if shutil.which("nvidia-smi"):
         try:
             listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"nvidia-smi -L: {error}; the driver does not answer, or set DS_ACCELERATOR=cpu") from None
+            raise UserError(f"nvidia-smi -L: {error}; fix the driver, or set DS_ACCELERATOR=cpu") from None
         # "GPU 0: NVIDIA H200 (UUID: GPU-4c1d...)", with an indented line for each MIG slice below it.
         gpus = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
         return [line.rpartition("UUID: ")[2].rstrip(") ") for line in gpus]
@@ -83,12 +83,12 @@ def in_allocation(env: Mapping[str, str]) -> bool:
 
 
 def ranks_per_node(env: Mapping[str, str]) -> int | None:
-    """Return the GPUs asked for on a node, else those it got, else tasks; None if the job says nothing of them.
+    """Return the GPUs per node that were requested, else allocated, else the tasks; None if the job has none of these.
 
-    With `--exclusive` a node gives all GPUs that it has, however few were asked for.
+    With `--exclusive`, all GPUs of a node are allocated, even if fewer were requested.
     """
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"):
-        # `h200:8` names the type as well.
+        # May include the type, as in `h200:8`.
         count = env.get(name, "").rpartition(":")[2]
         if count.isdigit() and int(count):
             return int(count)

@@ -1,10 +1,10 @@
-"""The signs of life that every rank leaves for the others, for the launcher and for `zerolora status`.
+"""Heartbeats of the ranks, for the other ranks, the launcher and `zerolora status`.
 
-logs/heartbeat-N.json    one line of JSON, written over every second or two by a thread of rank N, and a line with the
-                         first step and the one under way, written over at its begin: who is killed is named with the
-                         right one
-logs/hang.json           what the ranks agreed on when the run got nowhere: which rank is behind, and where
-All hosts share the folder; trainer/parallel/ranks/agreement.py refuses a run whose hosts do not.
+logs/heartbeat-N.json    a line of JSON, overwritten every second or two by a thread of rank N, and a line with the
+                         first and the current step, overwritten at the start of each step, so that the step of a killed
+                         rank is known
+logs/hang.json           the ranks' verdict on a hanging run: which ranks are behind, and where
+All hosts must share the folder, which trainer/parallel/ranks/agreement.py checks.
 """
 
 import json
@@ -25,73 +25,73 @@ LINE_BYTES, STEP_BYTES = 768, 32
 MOST_BYTES, MOST_STEPS = 1 << 16, 2**63
 ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
-"""A rank's `place` while it waits for another process that compiles an operator."""
+"""The `place` of a rank that waits for another process to compile an operator."""
 VERDICT_FILE = "hang.json"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one rank does at one moment."""
+    """The state of a rank at a time."""
 
     rank: Count
     host: str
     pid: ProcessId
     step: Count
-    """Optimizer step under way; 0 before the first."""
+    """Current optimizer step; 0 before the first."""
     phase: str
-    """As "save/gather", from the outermost to the innermost; empty between phases."""
+    """Nested phases such as "save/gather"; empty between phases."""
     collective: str | None
     place: str | None
-    """Innermost line of this project's code, told once the rank has stayed there."""
+    """Innermost line of this project's code, once the rank has stayed there."""
     collectives_begun: int | None
     idle_s: Seconds
-    """Seconds since it last got anywhere."""
+    """Seconds since the last progress."""
     stuck: bool
-    """Whether that is longer than training.hang_timeout allows here."""
+    """Whether that exceeds training.hang_timeout."""
     free_memory_gib: float
     free_shm_gib: float
     time: Seconds
     """Seconds since 1970 by its own clock."""
     exit_code: ExitCode | None = None
-    """Set by a rank that has ended by itself."""
+    """Set by a rank that has exited by itself."""
     first_step: Count = 0
-    """The optimizer step that this process began with; 0 before it."""
+    """First optimizer step of this process; 0 before it."""
     device_reached: int | None = None
-    """The last mark that its GPU has come to (trainer/parallel/ranks/device_marks.py); told as `place` is."""
+    """Last mark reached by its GPU (trainer/parallel/ranks/device_marks.py), once the rank has stayed there."""
 
     @classmethod
-    def of_nobody(cls, rank: int, host: str) -> "Heartbeat":
-        """In place of that of a rank which has left none; `host` is empty where it is not known."""
+    def missing(cls, rank: int, host: str) -> "Heartbeat":
+        """Create a placeholder for a rank without a heartbeat; `host` is empty if it is unknown."""
         return cls(rank, host, 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
 
     @property
-    def is_nobodys(self) -> bool:
-        """Whether it stands for a rank that has left none."""
+    def is_missing(self) -> bool:
+        """Whether this is a placeholder for a rank without a heartbeat."""
         return self.pid == 0
 
     @property
-    def has_gained(self) -> bool:
-        """Whether a whole step was made since the process began."""
+    def completed_step(self) -> bool:
+        """Whether the process has completed a step since its start."""
         return self.step > self.first_step > 0
 
     @property
     def waits_for_build(self) -> bool:
-        """For the lock of another process that compiles an operator."""
+        """Whether it waits for another process to compile an operator."""
         return self.place == BUILD_LOCK
 
     def where(self) -> str:
-        """Where in the run it was, as "step 412, phase backward"."""
+        """Format its position in the run, as "step 412, phase backward"."""
         step = f"step {self.step}" if self.step else "before the first step"
         return f"{step}, phase {self.phase}" if self.phase else step
 
     def line(self) -> bytes:
-        """One line of JSON of always the same length, so that a reader never sees the rest of a longer one."""
+        """Format the heartbeat as a line of JSON of fixed length, so that it overwrites the previous one completely."""
         values = asdict(self) | {name: round(getattr(self, name), 3) for name in ("idle_s", "time")}
         return json.dumps(values).ljust(LINE_BYTES - 1).encode() + b"\n"
 
     @classmethod
     def parse(cls, line: bytes) -> "Heartbeat | None":
-        """Undo `line`; None for one that is half written or damaged."""
+        """Parse the result of `line`; None if it is incomplete or damaged."""
         try:
             beat: Heartbeat = parse_json(line, Path("heartbeat"), cls)
         except UnreadableFile:
@@ -101,21 +101,21 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Hang:
-    """What the ranks of a run that gets nowhere agree on."""
+    """The ranks' verdict on a hanging run."""
 
     ranks: Annotated[list[Count], Field(min_length=1)]
-    """Those that are behind."""
+    """Ranks that are behind."""
     text: str
 
 
 def read_hang(logs: Path) -> Hang | None:
-    """Return what the ranks have agreed on; None if there is nothing, or nothing that can be read."""
+    """Return the ranks' verdict; None if it does not exist or cannot be read."""
     hang: Hang | None = find_json(logs / VERDICT_FILE, Hang)
     return hang
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
-    """Return rank -> its last heartbeat; a half-written or damaged one, or a lost folder, is left out."""
+    """Return the last heartbeat of each rank, except incomplete and damaged ones."""
     beats: dict[int, Heartbeat] = {}
     try:
         paths = list(logs.glob("heartbeat-*.json"))
@@ -131,20 +131,20 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         if beat is None or path.stem != f"heartbeat-{beat.rank}":
             continue
         if steps and beat.step < steps[-1] < MOST_STEPS:
-            # The phase still belongs to the step before.
+            # The phase is that of the previous step.
             beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
         beats[beat.rank] = beat
     return beats
 
 
 def clear_heartbeats(logs: Path) -> None:
-    """Remove what an earlier run left."""
+    """Remove the files of an earlier run."""
     for path in (*logs.glob("heartbeat-*.json"), logs / VERDICT_FILE):
         path.unlink(missing_ok=True)
 
 
 class Folder:
-    """Heartbeats in the logs folder of the run, once that exists: a run refused before it leaves nothing behind."""
+    """Heartbeats in the logs folder of the run, written once the folder exists."""
 
     def __init__(self, logs: Path, rank: int, world_size: int) -> None:
         self._logs = logs
@@ -155,21 +155,21 @@ class Folder:
         self._opening = threading.Lock()
         self._started = time.time()
         self.writes = True
-        """False while the folder may be another run's."""
+        """False while the folder may belong to another run."""
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank has left a line."""
+        """Whether this rank has written a heartbeat."""
         return self._file is not None
 
     def publish(self, beat: Heartbeat) -> None:
-        """Write this rank's line over its last one; a full disk or a lost file system is not this thread's to tell."""
+        """Overwrite this rank's heartbeat; errors of the file system are only printed."""
         try:
             if not self.writes:
                 return
             with self._opening:
                 if self._file is not None and os.fstat(self._file).st_nlink == 0:
-                    # Somebody has emptied the folder: the others look for a new file.
+                    # The folder was emptied: other ranks expect a new file.
                     os.close(self._file)
                     self._file = None
                 if self._file is None and self._logs.is_dir():
@@ -181,13 +181,13 @@ class Folder:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
     def note_step(self, step: int, first: int) -> None:
-        """Write the step that begins, from the main thread: it needs microseconds, and outlives a SIGKILL."""
+        """Write the current step from the main thread, in microseconds, so that it is known even after SIGKILL."""
         if self._file is not None:
-            with suppress(OSError):  # as in `publish`, which tells it every two seconds
+            with suppress(OSError):  # `publish` prints such errors
                 os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
     def note_end(self, exit_code: int) -> None:
-        """Write the exit code into the line that stands, from a signal's handler: no lock is taken."""
+        """Write the exit code into the last heartbeat; takes no lock, so that signal handlers can call it."""
         file, last = self._file, self._last
         if file is not None and last is not None and self.writes:
             self.writes = False
@@ -195,7 +195,7 @@ class Folder:
                 os.pwrite(file, replace(last, exit_code=exit_code, time=time.time()).line(), 0)
 
     def read(self) -> dict[int, Heartbeat]:
-        """Return the latest line of every rank that has left one."""
+        """Return the latest heartbeat of every rank that has one."""
         found = {}
         for rank in range(self._world_size):
             try:
@@ -207,18 +207,18 @@ class Folder:
         return found
 
     def verdict(self) -> Hang | None:
-        """Return what a rank has decided in this run."""
+        """Return the verdict on this run, if a rank has written one."""
         return read_hang(self._logs) if self._is_decided() else None
 
     def _is_decided(self) -> bool:
-        """Whether there is a verdict, perhaps half written, that no earlier run has left."""
+        """Return whether there is a verdict on this run, which may be incomplete."""
         try:
             return (self._logs / VERDICT_FILE).stat().st_mtime >= self._started - 1.0
         except OSError:
             return False
 
     def decide(self, verdict: Hang) -> bool:
-        """Leave a verdict; False if another rank was faster."""
+        """Write a verdict; returns False if another rank was faster."""
         path = self._logs / VERDICT_FILE
         if not self._is_decided():
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The folder with configs/, slurm/ and pyproject.toml: the checkout, or what setup.py put beside this in a wheel."""
+"""The folder with configs/, slurm/ and pyproject.toml: the checkout, or the copy that setup.py adds to a wheel."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the hub does not answer, its library tries six times and waits 23 s between: for every file, cached or not."""
+"""Avoid the retries of huggingface_hub without a network: six tries in 23 s for every file, cached or not."""
 
 from functools import cache
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 PATIENCE_S = 4.0
 
 
-def ask_once_without_network(name: str) -> None:
-    """Before the first look-up of `name` on the hub: where the hub cannot be reached, every question is put once."""
+def disable_retries_without_network(name: str) -> None:
+    """Disable retries of the hub if it cannot be reached; call this before looking up `name` on the hub."""
     if not Path(name).exists():
-        _ask_once_without_network()
+        _disable_retries_without_network()
 
 
 @cache
-def _ask_once_without_network() -> None:
+def _disable_retries_without_network() -> None:
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import http_backoff

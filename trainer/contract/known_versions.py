@@ -1,7 +1,7 @@
-"""The libraries on whose insides zerolora relies, and the versions with which every such use has been tested.
+"""Libraries of which zerolora uses private names, and the versions with which these uses are tested.
 
-Private names change without notice within the ranges of pyproject.toml. A run on another version is warned once; a
-private name that is gone is one line (`require`), and never passes as a feature that is switched off.
+Private names may change within the version ranges of pyproject.toml. A run with other versions warns once, and a
+missing private name is an error (`require`), so that no feature is disabled silently.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from trainer.contract.versions import installed_version
 
 @dataclass(frozen=True)
 class Reliance:
-    """One library: its tested versions, newest last, and what is taken from its insides."""
+    """The tested versions of a library, newest last, and the uses of its private names."""
 
     tested: tuple[str, ...]
     inside: str
@@ -38,13 +38,13 @@ KNOWN = {
 
 
 def installed(library: str) -> str | None:
-    """Return the installed version without what names a build (2.13.0 of 2.13.0+cpu); None if it is not installed."""
+    """Return the installed version without its build suffix (2.13.0 of 2.13.0+cpu); None if it is not installed."""
     found = installed_version(library)
     return found and found.partition("+")[0]
 
 
-def unproven() -> list[str]:
-    """`transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: ...)` for each library of an untested version."""
+def describe_untested() -> list[str]:
+    """Return `transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: ...)` for each untested library."""
     found = {library: installed(library) for library in KNOWN}
     return [
         f"{library} {found[library]} (tested: {', '.join(reliance.tested)}; unproven: {reliance.inside})"
@@ -53,23 +53,23 @@ def unproven() -> list[str]:
     ]
 
 
-def warning() -> str | None:
-    """One line for the start of a run, or None where every version is a tested one."""
-    lines = unproven()
+def version_warning() -> str | None:
+    """Return a warning for the start of a run, or None if all versions are tested."""
+    lines = describe_untested()
     return f"not tested with {'; '.join(lines)}; constraints.txt has tested versions" if lines else None
 
 
 def changed(library: str, what: str) -> UserError:
-    """Return the error for private code of a library that differs from what zerolora relies on."""
+    """Return the error for a changed private name of a library."""
     found, tested = installed(library), KNOWN[library].tested[-1]
-    fix = f"install {library}=={tested}, with which it was tested"
-    if found == tested:  # so it is this model or setting
+    fix = f"install {library}=={tested}, the tested version"
+    if found == tested:  # caused by this model or setting
         fix = "report it with the configuration of the run"
-    return UserError(f"{library} {found}: {what}, on which zerolora relies; {fix}")
+    return UserError(f"{library} {found}: {what}, which zerolora needs; {fix}")
 
 
 def require(owner: object, name: str, library: str) -> Any:
-    """`owner.name`, which `library` promises to nobody; UserError where it is gone."""
+    """Return the private `owner.name` of `library`; raises UserError if it does not exist."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -79,7 +79,7 @@ def require(owner: object, name: str, library: str) -> Any:
 
 @contextmanager
 def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[None]:
-    """`owner.name` of `library` is `value` within the block; UserError where there is no such name."""
+    """Set `owner.name` of `library` to `value` within the block; raises UserError if it does not exist."""
     before = require(owner, name, library)
     setattr(owner, name, value)
     try:

@@ -1,7 +1,4 @@
-"""The file of a folder's lock, and the processes that it names: whether they still run is asked of the kernel.
-
-What is done with it: folder_lock.py.
-"""
+"""The file of a folder's lock, and the processes that it names; used by folder_lock.py."""
 
 import json
 import os
@@ -24,19 +21,19 @@ class Holder:
 
     host: str
     machine: str
-    """Different wherever process numbers mean something else: another host, another boot, another container."""
+    """Identifies the namespace of process IDs: host, boot and container."""
     pid: ProcessId
     started: int
-    """Ticks since boot, which tells it from a later process of the same number."""
+    """Start in ticks since boot, which distinguishes processes with the same ID."""
 
     @classmethod
     def of_this_process(cls) -> "Holder":
-        """The calling process."""
+        """Return the holder for the calling process."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         return cls(host, _machine(), os.getpid(), _start_of(os.getpid()) or 0)
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None if it is on another machine."""
+        """Return whether the process runs; None if it is on another machine."""
         if self.machine != _machine():
             return None
         try:
@@ -44,48 +41,48 @@ class Holder:
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # somebody else's
+            pass  # of another user
         return _start_of(self.pid) in (self.started, None)
 
 
 @dataclass(frozen=True)
 class Lock:
-    """What stands in the file."""
+    """The content of the file."""
 
     token: str
-    """Different for every run."""
+    """Unique for every run."""
     since: str
     job: str
     restarts: int
-    """How often the scheduler had started the job again."""
+    """Number of restarts of the job by the scheduler."""
     holders: tuple[Holder, ...]
 
     @classmethod
     def of_this_process(cls) -> "Lock":
-        """A new one."""
+        """Create a lock for the calling process."""
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         return cls(secrets.token_hex(8), since, job, restarts, (Holder.of_this_process(),))
 
-    def told(self) -> str:
-        """Its holder in words."""
+    def describe(self) -> str:
+        """Describe its holder."""
         if not self.holders:
             return "an unknown process"
         job = f" of job {self.job}" if self.job else ""
         return f"process {self.holders[-1].pid} on {self.holders[-1].host}{job}, since {self.since}"
 
     def is_predecessor_of(self, other: "Lock") -> bool:
-        """Whether it is of an earlier start of the same job, which the scheduler has ended."""
+        """Return whether it belongs to an earlier start of the same job, which the scheduler has ended."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
 
-def path_in(run_dir: Path) -> Path:
+def lock_path(run_dir: Path) -> Path:
     return run_dir / "logs" / LOCK_FILE
 
 
 def create_lock(path: Path, lock: Lock) -> bool:
-    """Make the file with this content, and its folder; False if there is one."""
+    """Create the file and its folder; returns False if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -97,19 +94,18 @@ def create_lock(path: Path, lock: Lock) -> bool:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        path.unlink(missing_ok=True)  # a full disk: an empty one would hold the folder for nobody
+        path.unlink(missing_ok=True)  # on a full disk, an empty file would lock the folder for no one
         raise
     return True
 
 
 def read_lock(path: Path) -> tuple[Lock, int] | None:
-    """Return the lock and the time of its last beat; None if there is none.
+    """Return the lock and the time of its last heartbeat; None if there is none.
 
-    One that is half written, or damaged, has no holders. Raises UnreadableFile for a folder, OSError where the file
-    system fails.
+    An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder, OSError for file system errors.
     """
     try:
-        # Opened again for every look: that is when network file systems ask their server.
+        # Opened every time, because this makes network file systems ask their server.
         with path.open("rb") as file:
             content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
@@ -123,10 +119,10 @@ def read_lock(path: Path) -> tuple[Lock, int] | None:
 
 
 def remove_lock(path: Path, token: str) -> None:
-    """Remove the dead lock `token`, and no other that has come in its place."""
+    """Remove the dead lock `token`, but not a new lock that has replaced it."""
     aside = path.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
     try:
-        os.rename(path, aside)  # of several that see the same dead lock one succeeds
+        os.rename(path, aside)  # only one of several processes that see the same dead lock succeeds
     except FileNotFoundError:
         return
     found = read_lock(aside)
@@ -136,16 +132,15 @@ def remove_lock(path: Path, token: str) -> None:
 
 
 def _machine() -> str:
-    """Host, boot and process namespace."""
     parts = [socket.gethostname()]
     try:
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
-        pass  # not Linux: the name has to do
+        pass  # not Linux: only the name is used
     return " ".join(parts)
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot; -1 for one that has ended and is not collected yet."""
+    """Return the start of a process in ticks since boot; -1 for a zombie."""
     fields = read_stat(pid)
     return None if fields is None else -1 if fields[0] in "ZX" else int(fields[19])

@@ -1,4 +1,4 @@
-"""One line of metrics.jsonl: a step and its numbers, as a run's report and `zerolora status` read it."""
+"""Parse the lines of metrics.jsonl for a run's report and `zerolora status`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ _Shape = dict[str, _Whole | _Number | None]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
-    """Return the numbers of one step. Raises UnreadableFile for anything else."""
+    """Return the numbers of a step; raises UnreadableFile for an invalid line."""
     record: Record = parse_json(line, path, _Shape)
     if record.get("step") is None:
         raise UnreadableFile(path, "has a record without a step")

@@ -1,7 +1,4 @@
-"""Ports at which the ranks of a run meet.
-
-They lie below the range that Linux takes for outgoing connections (32768 and up), above the services.
-"""
+"""Rendezvous ports of the ranks, between those of services and those of outgoing connections (32768 and up)."""
 
 import secrets
 import socket
@@ -13,18 +10,15 @@ FIRST_PORT, PORTS = 10_000, 20_000
 
 
 def random_port() -> int:
-    """A port that is probably free on a host that cannot be asked."""
+    """Return a port that is probably free on another host."""
     return FIRST_PORT + secrets.randbelow(PORTS)
 
 
 def free_port() -> int:
-    """A port on which nothing listens now, and which no outgoing connection takes until the ranks meet.
-
-    Raises UserError if a hundred ports tried are all taken.
-    """
+    """Return a free port, which no outgoing connection can take; raises UserError after a hundred taken ones."""
     for _ in range(100):
         port = random_port()
-        with socket.socket() as listener, suppress(OSError):  # taken: the next
+        with socket.socket() as listener, suppress(OSError):  # taken: try another
             listener.bind(("", port))
             return port
     raise UserError(
@@ -33,21 +27,21 @@ def free_port() -> int:
 
 
 def check_free(port: int) -> None:
-    """Raises UserError if something listens at a port of this host that the user has chosen."""
+    """Raise UserError if a port of this host, chosen by the user, is taken."""
     with socket.socket() as listener:
-        # As the ranks' store: a port whose last user ended a minute ago can be used again.
+        # Like the ranks' store, so that a recently used port can be used again.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
         except OSError as error:
-            raise UserError(port_is_taken(port, error.strerror or str(error))) from None
+            raise UserError(port_taken_message(port, error.strerror or str(error))) from None
 
 
-def port_is_taken(port: int, reason: str, host: str = "this host") -> str:
-    """The line for a port at which the ranks cannot meet."""
-    return f"--master-port {port}: not free on {host} ({reason}); name another one, or leave the option out"
+def port_taken_message(port: int, reason: str, host: str = "this host") -> str:
+    """Return the error message for a taken rendezvous port."""
+    return f"--master-port {port}: not free on {host} ({reason}); choose another one, or omit the option"
 
 
-def port_of_job(job_id: int) -> int:
-    """A port that every node of a SLURM job works out alike; jobs that share a node have different ones."""
+def job_port(job_id: int) -> int:
+    """Return the port of a SLURM job, the same on every node and different for jobs on the same node."""
     return FIRST_PORT + job_id % PORTS

@@ -1,66 +1,113 @@
-"""What the launcher notes of each start of the ranks that it has made again: OUTPUT_DIR/logs/restarts.json."""
+"""Restarts: the note of a rank that ran out of memory, and the launcher's record, OUTPUT_DIR/logs/restarts.json.
+
+The note asks for a restart with a smaller micro-batch; the launcher chooses the checkpoint to resume from
+(launcher/supervision/restarts.py).
+"""
 
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.config.files import Count, find_json
-from trainer.contract.restart_note import RestartNote
+from trainer.config.files import Count, find_json, read_json
 from trainer.contract.whole_files import write_json
 
+MOST_HALVINGS = 3
+_NOTE_FILE = "out_of_memory.json"
 _FILE = "restarts.json"
 _NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
+class RestartNote:
+    """The step that did not fit, and the settings to restart with."""
+
+    step: Count
+    batch_size: Count
+    gradient_accumulation_steps: Count
+    stage: Count
+    larger: tuple[tuple[int, int], ...] = ()
+    """Micro-batch and accumulation before each current halving, first to last, to which the run may return."""
+    grown: tuple[int, ...] = ()
+    """Micro-batches that the run has returned to before."""
+
+    def write(self, logs: Path) -> None:
+        """Write the note; ranks that fail together write the same."""
+        logs.mkdir(parents=True, exist_ok=True)
+        write_json(logs / _NOTE_FILE, asdict(self))
+
+    @staticmethod
+    def exists(logs: Path) -> bool:
+        """Return whether a rank has written a note since the last `take`."""
+        return (logs / _NOTE_FILE).exists()
+
+    @classmethod
+    def take(cls, logs: Path) -> "RestartNote | None":
+        """Read and remove the note; None if there is none. Raises UnreadableFile."""
+        try:
+            note: RestartNote = read_json(logs / _NOTE_FILE, cls)
+        except FileNotFoundError:
+            return None
+        (logs / _NOTE_FILE).unlink()
+        return note
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings to restart with."""
+        return {
+            "training.batch_size": str(self.batch_size),
+            "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
+            "training.global_batch_size": "null",  # follows from the two above
+            "zero.stage": str(self.stage),
+        }
+
+
+@dataclass(frozen=True)
 class Restart:
-    """One restart: what had ended the ranks, and from where they went on."""
+    """A restart: why the ranks had stopped, and where they resumed."""
 
     time: float
     """Seconds since 1970."""
     reason: str
-    """As it was told, "rank 1 on gpu-a was killed by signal 9 (SIGKILL) (step 41, phase backward)"."""
+    """As printed: "rank 1 on gpu-a was killed by signal 9 (SIGKILL) (step 41, phase backward)"."""
     step: Count
-    """The furthest step that was under way; 0 before the first."""
+    """The last step that was started; 0 before the first."""
     checkpoint: str
-    """Its folder's name; empty for the start."""
+    """Name of its folder; empty for a start from scratch."""
     ranks: int
-    """How many were started."""
+    """Number of ranks that were started."""
     note: RestartNote | None = None
-    """Of a rank that ran out of memory."""
+    """The note of a rank that ran out of memory."""
 
 
 def read_restarts(run_dir: Path) -> list[Restart]:
-    """Return all restarts of a run, in order; a record that cannot be read counts as none."""
+    """Return all restarts of a run in order; none if the record cannot be read."""
     restarts: list[Restart] = find_json(run_dir / "logs" / _FILE, list[Restart], [])
     return restarts
 
 
 def last_note(run_dir: Path) -> RestartNote | None:
-    """Return what the last start with a smaller micro-batch was made by; None if there was none."""
+    """Return the note of the last restart with a smaller micro-batch, or None."""
     notes = [restart.note for restart in read_restarts(run_dir) if restart.note]
     return notes[-1] if notes else None
 
 
 def note_restart(run_dir: Path, restart: Restart) -> None:
-    """Add a restart."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_json(run_dir / "logs" / _FILE, [asdict(entry) for entry in (*read_restarts(run_dir), restart)])
 
 
 def forget_restarts(run_dir: Path) -> None:
-    """A run that starts over has had none."""
+    """Delete the record, for a run that starts from scratch."""
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)
 
 
-def whole_checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return the whole checkpoints in the folder, and when each was written."""
+def complete_checkpoints(run_dir: Path) -> dict[str, int]:
+    """Return the complete checkpoints in the folder with their times in nanoseconds."""
     markers = run_dir.glob("checkpoint-*/COMPLETE")
     named = {marker.parent.name: marker for marker in markers if _NUMBERED.fullmatch(marker.parent.name)}
     return {name: marker.stat().st_mtime_ns for name, marker in named.items()}
 
 
 def newest_checkpoint(names: Iterable[str]) -> str:
-    """Return the checkpoint of the highest step; empty if there is none."""
+    """Return the checkpoint with the highest step, or an empty string."""
     return max(names, key=lambda name: int(name.rpartition("-")[2]), default="")

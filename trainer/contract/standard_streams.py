@@ -1,4 +1,4 @@
-"""Standard input, output and error of a process whose terminal may be closed, full, or gone."""
+"""Standard streams of a process with a terminal that may be closed or full."""
 
 import io
 import os
@@ -8,16 +8,16 @@ from typing import Any, TextIO
 
 
 class Progress:
-    """One line on a terminal that says what a command does before it prints anything: importing, loading.
+    """A progress line on a terminal, such as `importing ...`, until a command prints its output.
 
-    The streams of this module and of launcher/entry.py clear it; nothing of it is in a pipe or a file.
+    The streams of this module and of launcher/entry.py clear it; it is never written to a pipe or file.
     """
 
     def __init__(self) -> None:
         self._is_shown = False
 
     def show(self, text: str) -> None:
-        """Show `text` in place of what is shown."""
+        """Show `text` instead of the previous text."""
         if os.environ.get("TERM") != "dumb" and os.isatty(2):
             room = shutil.get_terminal_size().columns - 5
             self._write("".join(filter(str.isprintable, text))[:room] + " ...")
@@ -34,12 +34,11 @@ class Progress:
             os.write(2, f"\r\x1b[2K{text}".encode())
 
 
-# One for the process, as there is one terminal.
 PROGRESS = Progress()
 
 
 class _Forgiving(io.FileIO):
-    """A file whose writes never fail: what cannot be written is lost, and no print ends a run."""
+    """A file that ignores write errors, so that no print can stop a run."""
 
     def write(self, data: Any) -> int:
         PROGRESS.clear()
@@ -50,18 +49,18 @@ class _Forgiving(io.FileIO):
 
 
 def forgiving_stream(descriptor: int, errors: str = "replace") -> TextIO:
-    """Return a text stream that writes each line at once to a descriptor, and never fails."""
+    """Return a line-buffered text stream that ignores write errors."""
     raw = io.BufferedWriter(_Forgiving(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 
 
 def open_closed_descriptors() -> None:
-    """Open standard descriptors that are closed (`>&-`), which the next files would otherwise get.
+    """Open closed standard descriptors (`>&-`), which would otherwise be reused for other files.
 
-    Writes to standard output still fail, so that a command knows; what goes to standard error is lost.
+    Writes to standard output still fail, so that commands can react; standard error goes to /dev/null.
     """
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, mode)  # gets the lowest number that is free
+            os.open(os.devnull, mode)  # gets the lowest free number

@@ -1,4 +1,4 @@
-"""The runs of a sweep, OUTPUT_DIR/sweep.json: `zerolora sweep` notes them, and its table reads them."""
+"""The record of a sweep's runs, OUTPUT_DIR/sweep.json."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,17 +13,17 @@ RECORD = "sweep.json"
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One combination of the values."""
+    """The run of a combination of values."""
 
     folder: str
     digest: str = ""
-    """Of its whole configuration."""
+    """Digest of its configuration."""
     exit_code: int | None = None
     settings: list[str] = field(default_factory=list)
 
 
 def read_sweep(folder: Path) -> list[SweptRun]:
-    """Return the runs that are noted in a folder, none where there is no record. Raises UserError for a damaged one."""
+    """Return the recorded runs of a folder; raises UserError if the record is damaged."""
     try:
         runs: list[SweptRun] = read_json(folder / RECORD, dict[str, list[SweptRun]]).get("runs", [])
     except FileNotFoundError:
@@ -34,7 +34,7 @@ def read_sweep(folder: Path) -> list[SweptRun]:
 
 
 def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
-    """Replace these runs in the record; those of other sweeps in the folder stay."""
+    """Add or replace these runs in the record; other runs are kept."""
     ours = {run.folder for run in runs}
     others = [run for run in read_sweep(folder) if run.folder not in ours]
     write_json(folder / RECORD, {"runs": [asdict(run) for run in (*others, *runs)]})

@@ -1,4 +1,4 @@
-"""Installed versions of the libraries that decide a run's numbers."""
+"""Installed versions of the libraries that affect a run's results."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datas
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None for one that is not installed, such as a mere checkout."""
+    """Return the version of a package; None if it is not installed, such as a mere checkout."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -14,5 +14,5 @@ def installed_version(package: str) -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that decide a run's numbers, as far as they are installed."""
+    """Return the versions of the installed packages that affect a run's results."""
     return {package: found for package in PACKAGES if (found := installed_version(package)) is not None}

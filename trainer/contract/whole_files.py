@@ -1,7 +1,6 @@
-"""Write small files atomically: to a temporary file in the same folder, synced, and renamed into place.
+"""Write small files atomically: to a temporary file in the same folder, which is synced and renamed.
 
-A process that is killed, or a host that loses power, leaves the file as it was before. Here, and not in a package of
-the trainer, because the launcher writes such files as well.
+If the process is killed or the host loses power, the old file is kept.
 """
 
 import json
@@ -12,33 +11,30 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`; readers see the old content or the new one, never a part.
-
-    A link stays a link, and an existing file keeps its permissions.
-    """
+    """Replace the content of `path` atomically, keeping links and the permissions of an existing file."""
     path = Path(os.path.realpath(path))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             if path.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`write_whole` of JSON. Raises ValueError for NaN and infinity, at which other readers would stop."""
+    """Write JSON atomically; raises ValueError for NaN and infinity, which other readers reject."""
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file, or every file below a folder, the mode of new files: safetensors and mkdtemp deny it to others."""
+    """Set the default mode on a file, or all files below a folder; safetensors and mkdtemp make files private."""
     folder = path if path.is_dir() else path.parent
     probe = folder / f".mode.{os.getpid()}"
     probe.touch()
@@ -50,7 +46,7 @@ def apply_umask(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk: without it a rename may be forgotten when the power fails."""
+    """Sync the names in a folder to disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,7 +13,7 @@ import xxhash
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
-from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
 from trainer.data.source_files import READERS, files_of, is_of_split, suffix_of, where_from
@@ -274,7 +274,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
 
     datasets = _library()
     where = where_from(source, label)
-    ask_once_without_network(str(source.path))
+    disable_retries_without_network(str(source.path))
     try:
         return datasets.load_dataset(
             source.path,

@@ -1,7 +1,7 @@
-"""A rank that was started before the checks are done (trainer/contract/held_start.py): what it does until its release.
+"""A rank that is started before the checks are done (trainer/contract/prestart_channel.py), until its start message.
 
-It imports what training needs. The first rank of the run checks it and prepares the data, on the user's terminal; what
-it finds is not looked for again. The others look at the model meanwhile. Nothing is written to the run's folder.
+It imports the libraries. The first rank checks the run and prepares the data, on the user's terminal; the results are
+reused for training. The others read the model's files. Nothing is written to the run's folder.
 """
 
 import logging
@@ -15,23 +15,23 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.config import UserError, load_config
-from trainer.config.errors import mistake_in_path
+from trainer.config.errors import find_path_mistake
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
-from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
+from trainer.contract.prestart_channel import CHECKED, OPTION, StartMessage, take_channel
 from trainer.contract.standard_streams import forgiving_stream
 from trainer.data.prepared import Prepared
 from trainer.entry.rank import main as train
 from trainer.monitor.console import append_output_to
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.progress import phase
-from trainer.setup.preflight import ModelFiles, begin_to_build, prepare_to_resume, read_model_files
+from trainer.setup.preflight import ModelFiles, prepare_to_resume, read_model_files, start_build
 from trainer.tasks.images.pipeline import is_pipeline
 
 
 def main(argv: list[str]) -> int:
-    """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
+    """Import, check on the first rank, wait, train; return the exit code of the rank or of the checks."""
     channel = take_channel()
-    # The terminal may be gone before the checks are done: `zerolora train c.yaml | head -1`.
+    # The terminal may be closed before the checks are done: `zerolora train c.yaml | head -1`.
     sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
     with _quiet():
         import_common_modules()
@@ -43,29 +43,29 @@ def main(argv: list[str]) -> int:
             return code
         channel.sendall(CHECKED)
     else:
-        found = _look_ahead(config, overrides)
+        found = _read_ahead(config, overrides)
     with phase("wait for release"):
-        release = Release.wait(channel)
-    if release is None:
+        message = StartMessage.wait(channel)
+    if message is None:
         return EXIT_FAILED
-    append_output_to(Path(release.log))  # which all ranks share until each opens its own
-    sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
-    return train(release.arguments, found)
+    append_output_to(Path(message.log))  # shared by all ranks until each opens its own
+    sys.argv[1:] = message.arguments  # for the run's record
+    return train(message.arguments, found)
 
 
 def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
-    """What `zerolora prepare` does: 0 and what was found, or another exit code after one line."""
+    """Check and prepare the run; return 0 and the result, or another exit code after printing an error."""
     show = partial(print, flush=True)
-    with _ended_in_order(), _quiet(), phase("checks"):
+    with _exit_on_signals(), _quiet(), phase("checks"):
         try:
             config = load_config(path, overrides).config
-            begin_to_build(config)
+            start_build(config)
             prepared, _ = prepare_to_resume(config, world_size, show)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code, None
         except OSError as error:
-            mistake = mistake_in_path(error)
+            mistake = find_path_mistake(error)
             if mistake is None:
                 raise
             print(f"error: {mistake}", file=sys.stderr)
@@ -73,8 +73,8 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     return 0, prepared
 
 
-def _look_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
-    """Read the model's files early; mistakes are reported by the first rank, or by this one once it trains."""
+def _read_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
+    """Read the model's files; mistakes are reported by the first rank, or by this one when it trains."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
@@ -84,8 +84,8 @@ def _look_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Signals end the block by an exception, so that half-built data is removed."""
+def _exit_on_signals() -> Iterator[None]:
+    """Convert signals to exceptions within the block, so that incomplete data is removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(exit_code_after(number))
@@ -100,7 +100,7 @@ def _ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep notices of libraries off the terminal: DeepSpeed finds no GPU, the hub tries again."""
+    """Suppress notices of libraries, such as DeepSpeed without a GPU and retries of the hub."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What every rank runs: read the configuration, prepare, train (trainer/run.py), and end with an honest exit code."""
+"""The entry of every rank: load the configuration, prepare, train (trainer/run.py), and return an exit code."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, collective_timeout, load_config
 from trainer.contract import command_typed
-from trainer.contract.exit_codes import TO_SPEAK_S
+from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_variables import host_name
@@ -23,13 +23,13 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.parallel.ranks.training_process import LAUNCHER_WATCH
 from trainer.parallel.ranks.watchdog import Watchdog
 from trainer.run import Run
-from trainer.setup.preflight import ModelFiles, begin_to_build, check_folder, prepare
+from trainer.setup.preflight import ModelFiles, check_folder, prepare, start_build
 
 
 def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = None) -> int:
-    """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save.
+    """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
 
-    `found` is what this process has prepared or read already.
+    Preempted and stopped runs are saved. `found` is what this process has already prepared or read.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     stop = StopRequest()
@@ -43,9 +43,9 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     except UserError as error:
         return _refuse(error, ranks)
     run_dir = Path(loaded.config.output_dir)
-    LAUNCHER_WATCH.look_at_file(run_dir / "logs", loaded.config.training.launcher_timeout)
+    LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
-    # A launcher that holds the folder has made sure that it is this run's; else nothing is written before `_hold`.
+    # A launcher with the lock has secured the folder; otherwise nothing is written before `_lock_folder`.
     watchdog.writes = watchdog.all_write = arguments.lock is not None
     stop.note_end = watchdog.note_end
     lock = None
@@ -53,11 +53,11 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
         if arguments.lock is None and ranks.is_main:
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         if ranks.local_rank == 0:
-            begin_to_build(loaded.config)
+            start_build(loaded.config)
         with phase("tokenise"):
-            prepared = _prepared(loaded.config, found)
+            prepared = _prepare(loaded.config, found)
         with phase("join"):
-            lock = _hold(loaded.config, ranks, arguments.lock)
+            lock = _lock_folder(loaded.config, ranks, arguments.lock)
         watchdog.writes = True
         code = _train(loaded, prepared, arguments, ranks, stop, lock)
         watchdog.writes = lock is None or lock.is_held
@@ -69,16 +69,16 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     return code
 
 
-def _prepared(config: RunConfig, found: Prepared | ModelFiles | None) -> Prepared:
-    """What `prepare` gives, without what was done before the launcher held the folder."""
+def _prepare(config: RunConfig, found: Prepared | ModelFiles | None) -> Prepared:
+    """Prepare the run, reusing what was found before the launcher locked the folder."""
     if isinstance(found, Prepared):
         check_folder(config)
         return found
     return prepare(config, model_files=found)
 
 
-def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
-    """The lock of the run's folder on rank 0, of its own or the launcher's; the other ranks wait until it is there."""
+def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
+    """Take or join the lock of the run's folder on rank 0; without a launcher's lock the other ranks wait for it."""
     run_dir = Path(config.output_dir)
 
     def take() -> FolderLock:
@@ -87,7 +87,7 @@ def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | No
             resumes = config.training.resume_from_checkpoint == "auto"
             lock = FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
         if token is None:
-            # Of an earlier run, where no launcher has removed them; the other ranks leave theirs after this.
+            # Those of an earlier run, which no launcher has removed; the other ranks write theirs later.
             clear_heartbeats(run_dir / "logs")
         return lock
 
@@ -104,7 +104,7 @@ def _train(
     stop: StopRequest,
     lock: FolderLock | None,
 ) -> int:
-    """Train, and say what went wrong; the exit code."""
+    """Train, report errors, and return the exit code."""
     console = open_console(
         Path(loaded.config.output_dir),
         ranks.rank,
@@ -120,40 +120,40 @@ def _train(
         if arguments.console is None:
             console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         else:
-            print(f"error: {error}")  # into this rank's log, from which the launcher shows it
+            print(f"error: {error}")  # into this rank's log; the launcher prints it
         return error.exit_code
-    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
+    except Exception as error:  # traceback in the log, a message on the console, exit code 1
         traceback.print_exc()  # into this rank's log
         tell_torchrun(error)
         run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
-        # The group is not left in order: its other ranks may wait in a collective that this rank never joins.
+        # The process group is not destroyed: other ranks may wait in a collective that this rank never joins.
         return 1
     leave_process_group(together=bool(stop))
     return stop.exit_code if stop else 0
 
 
 def _refuse(error: UserError, ranks: Ranks) -> int:
-    """One line on stderr from one rank of each host, for a file may be missing on some; the exit code."""
+    """Print the error on one rank of each host, as a file may be missing on some; return the exit code."""
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{host_name()}: "
         print(f"error: {where}{error}", file=sys.stderr)
     else:
-        time.sleep(TO_SPEAK_S)
+        time.sleep(REPORT_DELAY_S)
     return error.exit_code
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
+    parser = CommandParser(prog="trainer.train", description="Train the run of CONFIG; one process per GPU.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by deepspeed and torch's launch")
-    parser.add_argument("--world-size", type=int, help="how many ranks there must be")
-    parser.add_argument("--lock", help="the lock of the output folder that the launcher holds")
-    parser.add_argument(command_typed.OPTION, help="what the user typed, for the run's record")
-    parser.add_argument("--profile-start", action="store_true", help="say where the time to the first step went")
-    parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
+    parser.add_argument("--world-size", type=int, help="expected number of ranks")
+    parser.add_argument("--lock", help="token of the launcher's lock of the output folder")
+    parser.add_argument(command_typed.OPTION, help="the command typed by the user, for the run's record")
+    parser.add_argument("--profile-start", action="store_true", help="report the time spent before the first step")
+    parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")
     return parser.parse_intermixed_args(argv)

@@ -1,1 +1,1 @@
-"""What a run needs of a card: modelled, checked beforehand, and mended after an out-of-memory error."""
+"""The GPU memory of a run: its estimate, the check before training, and recovery from out-of-memory errors."""

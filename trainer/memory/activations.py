@@ -1,10 +1,10 @@
-"""What a micro-batch keeps between forward and backward, and what the loss and one layer's backward need as well.
+"""Activations that a micro-batch keeps for its backward pass, and the memory of the loss and of a layer's backward.
 
-Legend: T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target.
-Every formula says what the product saves: the fused operators x and h = x A^T; attention q, k, v, its output and one
-32-bit logarithm per head and token; our RMSNorm its input and a 32-bit scale, our SwiGLU gate and up. The model's own
-norm keeps a 32-bit copy of its input, its own SwiGLU the activated gate as well. Where results of these two are
-forgotten (trainer/patches/norm_mlp_rope.py), the adapted layers behind them keep none of their input.
+T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target. The
+formulas follow the tensors that each operation saves: fused adapters x and h = x A^T; attention q, k, v, its output and
+a 32-bit logsumexp per head and token; our RMSNorm its input and a 32-bit scale, our SwiGLU gate and up. The model's own
+norm keeps a 32-bit copy of its input, its own SwiGLU the activated gate as well. Where results of norm and SwiGLU are
+recomputed (trainer/patches/norm_mlp_rope.py), the adapted layers that read them keep no input.
 """
 
 from dataclasses import dataclass, replace
@@ -17,85 +17,84 @@ FP32 = 4
 INDEX = 8
 FEED_FORWARD = ("gated", "plain", "experts")
 DEQUANTISED_AT_ONCE = 64 << 20
-"""Bytes: siblings' 4-bit weights that take no more share a product in the backward pass (kMostBytes, ops/csrc)."""
+"""Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
 UNFUSED_LOSS_BYTES = 12
-"""Per logit at the worst moment: log-probabilities, their gradient and that of the logits, 32 bits each."""
+"""Bytes per logit at the peak: log-probabilities, their gradient and that of the logits, 32 bits each."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one micro-step of one rank computes."""
+    """Sizes and kernels of one micro-step on one rank."""
 
     rows: int
     length: int
-    """Longest row in tokens, padding included."""
+    """Tokens of the longest row, padding included."""
     targets: int
     """Positions for which logits are computed."""
     element: int
-    """e."""
+    """Bytes of an activation (e)."""
     norms: str
-    """Whose code computes them: `ours` or `model`."""
+    """Implementation of norms: `ours` or `model`."""
     swiglu: str
-    """The same for what gated feed-forward parts do between their projections."""
+    """Implementation of gated activations in feed-forward layers: `ours` or `model`."""
     rotary: str
-    """The same for the rotary embedding."""
-    forgets: str
-    """What ours computes again in the backward pass: `none`, SwiGLU's `activations`, outputs of `norms` as well."""
+    """Implementation of the rotary embedding: `ours` or `model`."""
+    recomputed_results: str
+    """What our kernels recompute in the backward pass: `none`, SwiGLU's `activations`, or `norms` as well."""
     fused_loss: bool
     recompute: str
     """training.gradient_checkpointing."""
     offload_activations: bool
     masked: bool
-    """Documents of a pack are kept apart by a mask."""
+    """Whether documents of a packed sequence are separated by a mask."""
     copied_heads: bool
-    """Keys and values are copied for every head: under a mask, in eager attention, without flash attention."""
+    """Whether keys and values are copied for every head: with a mask, eager attention, or no flash attention."""
     eager: bool
-    """Attention runs in plain torch, which keeps the probabilities (heads x L x L)."""
+    """Whether attention runs in plain torch, which keeps the probabilities (heads x L x L)."""
     softcap: bool
-    """Attention caps its scores by a hyperbolic tangent, whose results are kept too."""
+    """Whether attention scores are capped by tanh, which keeps its results."""
     capped_logits: bool
-    """The model caps its logits by a hyperbolic tangent, whose results are kept too."""
+    """Whether logits are capped by tanh, which keeps its results."""
     packed_weights: bool
-    """4-bit weights, dequantised where they are used, or 8-bit ones."""
+    """Whether the base is quantized to 4 or 8 bits."""
     eight_bit: bool = False
-    """They have 8 bits, and their products take 8-bit inputs."""
+    """Whether the base has 8 bits and its products take 8-bit inputs."""
     frozen_by_operator: bool = False
-    """Our operator computes experts without an adapter too (trainer/patches/fused_experts.py)."""
+    """Whether our operator also computes experts without an adapter (trainer/patches/fused_experts.py)."""
     scan_by_kernel: bool = False
-    """mamba-ssm computes the scans of recurrent layers, and not plain torch."""
+    """Whether mamba-ssm rather than plain torch computes the scans of recurrent layers."""
     recomputed_layers: int | None = None
     """training.gradient_checkpointing_layers."""
     rows_apart: int = 0
-    """Rows that have a pass of their own, whose results are kept beside those of the others until both go back."""
+    """Rows with a separate forward pass, which is kept in addition until the backward pass of both."""
 
     @property
-    def of_larger_pass(self) -> "Work":
-        """What goes back at one time."""
+    def larger_pass(self) -> "Work":
+        """The larger of the two backward passes."""
         return replace(self, rows=max(self.rows - self.rows_apart, self.rows_apart), rows_apart=0)
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Tokens of the micro-batch (T)."""
         return self.rows * self.length
 
     @property
-    def of_norm(self) -> int:
-        """Bytes of what a norm keeps per element: its input, or by the model's own code a 32-bit copy of it."""
+    def norm_bytes(self) -> int:
+        """Bytes that a norm keeps per element: its input, or a 32-bit copy of it in the model's own code."""
         return FP32 if self.norms == "model" else self.element
 
     def kept_input(self, width: int, *, of_norm: bool) -> int:
-        """T e of what an adapted layer reads, or nothing where it is computed again."""
+        """Return the bytes (T e) of an adapted layer's input, or 0 if it is recomputed."""
         size = self.tokens * width * self.element
-        whose = self.norms if of_norm else self.swiglu
-        forgotten = self.forgets == "norms" if of_norm else self.forgets != "none"
-        recipe = whose == "ours" and forgotten and size >= WORTH_FORGETTING
-        return 0 if recipe else size
+        kernels = self.norms if of_norm else self.swiglu
+        recomputed = self.recomputed_results == "norms" if of_norm else self.recomputed_results != "none"
+        return 0 if kernels == "ours" and recomputed and size >= WORTH_FORGETTING else size
 
 
-def kept_by_attention(mixer: Mixer, work: Work) -> int:
-    """T e (q + k + v + o) + 4 T heads + x and h where adapted; k and v for all heads where they are copied; a mask.
+def attention_activation_bytes(mixer: Mixer, work: Work) -> int:
+    """Return T e (q + k + v + o) + 4 T heads, x and h of adapters, the mask; k and v for all heads if they are copied.
 
-    Eager attention keeps T L heads probabilities instead of the logarithms: 32 bits, and e where that is less.
+    Eager attention keeps T L heads probabilities instead of the logsumexp: 32 bits, and e bytes if that is less.
     """
     per_token = mixer.width_projected + mixer.width_inner + mixer.copied
     if work.copied_heads:
@@ -109,13 +108,13 @@ def kept_by_attention(mixer: Mixer, work: Work) -> int:
         total += work.tokens * mixer.heads * (work.length * probability - FP32)
     elif work.masked:
         total += work.rows * work.length**2 * work.element
-    # The output projection reads what attention keeps anyway.
+    # The output projection reads a tensor that attention keeps anyway.
     total += work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
-    return total + work.tokens * mixer.norm_width * work.of_norm
+    return total + work.tokens * mixer.norm_width * work.norm_bytes
 
 
-def kept_by_feed_forward(mixer: Mixer, work: Work) -> int:
-    """T e (x + gate + up + product), by the model's own code what the activation keeps; ungated x and the latter."""
+def feed_forward_activation_bytes(mixer: Mixer, work: Work) -> int:
+    """Return T e (x + gate + up + product), plus the activation in the model's own code; ungated: x and the latter."""
     total = work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
     activated = int(work.tokens * mixer.width_inner * work.element * mixer.activated)
     if mixer.kind != "gated":
@@ -128,18 +127,18 @@ def kept_by_feed_forward(mixer: Mixer, work: Work) -> int:
     return total + (work.kept_input(mixer.width_inner, of_norm=False) if mixer.trained_out else 0)
 
 
-def kept_by_experts(mixer: Mixer, work: Work) -> int:
-    """For S = T choices rows: gate and up, what the activation keeps, the result that is weighted, four indices.
+def expert_activation_bytes(mixer: Mixer, work: Work) -> int:
+    """Return, for S = T choices rows, the bytes of gate and up, the activation, the weighted result, and four indices.
 
-    Adapted experts keep their input S H e as well. Our operator keeps T H e of it, gate and up, and h (in `ranks`).
-    Packed ones without an adapter are computed again: of them only what they are called with is kept.
+    Adapted experts also keep their input, S H e. Our operator keeps T H e of it, gate and up, and h (in `ranks`).
+    Packed experts without an adapter are recomputed and keep only their inputs.
     """
-    if computed_again(mixer, work):
+    if is_recomputed(mixer, work):
         called_with = work.tokens * mixer.choices * (INDEX + work.element)
         return work.kept_input(mixer.width_in, of_norm=True) + called_with
     rows = work.tokens * mixer.choices
     if mixer.by_operator or (mixer.known_gate and work.frozen_by_operator):
-        indices = 3 * INDEX  # order, choices and their weights, as the router keeps them
+        indices = 3 * INDEX  # order, choices and their weights, kept by the router
         kept = work.kept_input(mixer.width_in, of_norm=True)
         return kept + rows * (mixer.width_projected * work.element + indices)
     per_row = mixer.activated - (0 if mixer.trained_out else mixer.width_inner) + mixer.width_in
@@ -148,17 +147,17 @@ def kept_by_experts(mixer: Mixer, work: Work) -> int:
     return routed + int(rows * (per_row * work.element + 4 * INDEX))
 
 
-def computed_again(mixer: Mixer, work: Work) -> bool:
-    """Whether experts are packed and have no adapter (trainer/model/frozen_experts.py)."""
+def is_recomputed(mixer: Mixer, work: Work) -> bool:
+    """Return whether experts are packed without an adapter, hence recomputed (trainer/model/frozen_experts.py)."""
     by_operator = mixer.known_gate and work.frozen_by_operator
     return not (mixer.trained_out or by_operator) and (work.packed_weights or mixer.packed)
 
 
-def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
-    """A Mamba-2 layer in plain torch: projections, convolution, gated norm, and its scan in 32 bits.
+def recurrence_activation_bytes(mixer: Mixer, work: Work) -> int:
+    """Return the bytes of a Mamba-2 layer in plain torch: projections, convolution, gated norm, and a 32-bit scan.
 
-    The scan keeps what it takes and gives per chunk, head and state, and eight tensors of the inner width. mamba-ssm's
-    keeps what it takes and gives alone, and one number of 32 bits a head; the gated norm keeps four tensors.
+    The scan keeps its inputs and outputs per chunk, head and state, and eight tensors of the inner width; mamba-ssm's
+    keeps only inputs, outputs and a 32-bit number per head. The gated norm keeps four tensors.
     """
     if work.scan_by_kernel:
         in_type = mixer.width_in + 2 * mixer.width_projected + mixer.width_inner
@@ -167,88 +166,94 @@ def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
     return work.tokens * (in_type * work.element + FP32 * (mixer.scan + 8 * mixer.width_inner))
 
 
-def kept_by_mixer(mixer: Mixer, work: Work) -> int:
-    """The part of a mixer, and h of its adapters: T e R."""
-    kinds = {"attention": kept_by_attention, "recurrent": kept_by_recurrence, "experts": kept_by_experts}
-    return kinds.get(mixer.kind, kept_by_feed_forward)(mixer, work) + work.tokens * work.element * mixer.ranks
+def mixer_activation_bytes(mixer: Mixer, work: Work) -> int:
+    """Return the bytes kept by a mixer, and by h of its adapters (T e R)."""
+    kinds = {
+        "attention": attention_activation_bytes,
+        "recurrent": recurrence_activation_bytes,
+        "experts": expert_activation_bytes,
+    }
+    return kinds.get(mixer.kind, feed_forward_activation_bytes)(mixer, work) + work.tokens * work.element * mixer.ranks
 
 
-def kept_by_norms(norms: NormBytes, hidden: int, work: Work) -> int:
-    """What norms over the residual stream keep: T H e + 4 T each; by the model's own code what was observed."""
+def norm_activation_bytes(norms: NormBytes, hidden: int, work: Work) -> int:
+    """Return the bytes kept by norms over the residual stream: T H e + 4 T each, or as observed of the model's code."""
     if work.norms == "model":
         return work.tokens * (norms.in_32_bits if work.element == FP32 else norms.in_16_bits)
     return norms.count * work.tokens * (hidden * work.element + FP32)
 
 
-def kept_by_layer(layer: Layer, work: Work) -> int:
-    """Everything that one layer keeps when nothing is recomputed; what several mixers read is kept once."""
-    norms = kept_by_norms(layer.norms, layer.hidden, work)
+def layer_activation_bytes(layer: Layer, work: Work) -> int:
+    """Return the bytes kept by a layer without recomputation; an input of several mixers is kept once."""
+    norms = norm_activation_bytes(layer.norms, layer.hidden, work)
     shared = work.kept_input(layer.hidden, of_norm=True) if layer.parallel or _reads_with_experts(layer) else 0
-    return norms + sum(kept_by_mixer(mixer, work) for mixer in layer.mixers) - shared
+    return norms + sum(mixer_activation_bytes(mixer, work) for mixer in layer.mixers) - shared
 
 
 def _reads_with_experts(layer: Layer) -> bool:
-    """Whether experts and a shared one, both adapted, keep the same input."""
+    """Return whether experts and a shared expert are both adapted and so keep the same input."""
     parts = [mixer for mixer in layer.mixers if mixer.kind in FEED_FORWARD]
     return any(each.by_operator for each in parts) and any(each.trained_in for each in parts if not each.by_operator)
 
 
-def kept_if_selective(layer: Layer, work: Work) -> int:
-    """Selective recomputation keeps everything but feed-forward parts, of which it keeps the input, T H e."""
+def selective_activation_bytes(layer: Layer, work: Work) -> int:
+    """Return the bytes kept with selective recomputation: of feed-forward layers only the input, T H e."""
     parts = [mixer for mixer in layer.mixers if mixer.kind in FEED_FORWARD]
     if not parts:
-        return kept_by_layer(layer, work)
-    # Experts, and those that all tokens visit, are one part.
+        return layer_activation_bytes(layer, work)
+    # Experts and shared experts are one part.
     inputs = 1 if any(mixer.kind == "experts" for mixer in parts) else len(parts)
-    others = sum(kept_by_mixer(mixer, work) for mixer in layer.mixers if mixer.kind not in FEED_FORWARD)
+    others = sum(mixer_activation_bytes(mixer, work) for mixer in layer.mixers if mixer.kind not in FEED_FORWARD)
     if work.offload_activations or layer.parallel:
         inputs = 0
-    return kept_by_norms(layer.norms, layer.hidden, work) + others + inputs * boundary(layer, work)
+    return norm_activation_bytes(layer.norms, layer.hidden, work) + others + inputs * boundary(layer, work)
 
 
 def boundary(layer: Layer, work: Work) -> int:
-    """The hidden state between two layers: T H e."""
+    """Return the bytes of the hidden state between two layers: T H e."""
     return work.tokens * layer.hidden * work.element
 
 
-def kept_by_layers(shapes: Shapes, work: Work) -> int:
-    """All layers, by the kind of recomputation."""
+def total_activation_bytes(shapes: Shapes, work: Work) -> int:
+    """Return the bytes kept by all layers, depending on recomputation."""
     recomputed, whole = _split(shapes, work)
-    kept_whole = sum(kept_by_layer(layer, work) for layer in whole)
+    kept_whole = sum(layer_activation_bytes(layer, work) for layer in whole)
     if not recomputed:
         return kept_whole
-    # One input travels to the host, or back, while the next is computed or used.
+    # One input is copied to or from the host while the next is computed or used.
     in_flight = 2 * max(boundary(layer, work) for layer in recomputed)
     if work.recompute == "selective":
-        kept = sum(kept_if_selective(layer, work) for layer in recomputed)
+        kept = sum(selective_activation_bytes(layer, work) for layer in recomputed)
         return kept + (in_flight if work.offload_activations else 0)
     return kept_whole + (in_flight if work.offload_activations else sum(boundary(layer, work) for layer in recomputed))
 
 
 def recomputed_layer(shapes: Shapes, work: Work) -> int:
-    """What one layer keeps once it has been recomputed, beyond what was kept of it anyway.
+    """Return the bytes that a recomputed layer adds to those kept of it.
 
-    The layers behind it that were kept whole have been given back by then.
+    Later layers that were kept whole have been freed by then.
     """
     recomputed, whole = _split(shapes, work)
-    kept, work = kept_if_selective if work.recompute == "selective" else boundary, replace(work, forgets="none")
-    most = max((kept_by_layer(layer, work) - kept(layer, work) for layer in recomputed), default=0)
-    return max(0, most - sum(kept_by_layer(layer, work) for layer in whole)) if whole else most
+    kept, work = (
+        selective_activation_bytes if work.recompute == "selective" else boundary,
+        replace(work, recomputed_results="none"),
+    )
+    most = max((layer_activation_bytes(layer, work) - kept(layer, work) for layer in recomputed), default=0)
+    return max(0, most - sum(layer_activation_bytes(layer, work) for layer in whole)) if whole else most
 
 
 def _split(shapes: Shapes, work: Work) -> tuple[list[Layer], list[Layer]]:
-    """The layers that are recomputed, and those that are kept whole."""
     count = 0 if work.recompute == "none" else work.recomputed_layers or len(shapes.layers)
     return list(shapes.layers[:count]), list(shapes.layers[count:])
 
 
 def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
-    """Gradients alive at once: of the residual stream and its branch, of the inner width, of the projections."""
+    """Return the bytes of gradients alive at once: residual stream and branch, inner width, projections."""
     if mixer.kind == "experts":
         rows = work.tokens * mixer.choices * (2 * mixer.width_in + mixer.width_projected + 2 * mixer.width_inner)
         again = 0
-        if computed_again(mixer, work):
-            again = kept_by_experts(replace(mixer, packed=False), replace(work, packed_weights=False))
+        if is_recomputed(mixer, work):
+            again = expert_activation_bytes(replace(mixer, packed=False), replace(work, packed_weights=False))
         return (work.tokens * 2 * layer.hidden + rows) * work.element + again
     per_token = 2 * layer.hidden + mixer.width_inner
     if mixer.kind == "attention":
@@ -258,36 +263,38 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
         per_token += mixer.width_projected
     elif work.swiglu == "model":
         per_token += mixer.width_projected + mixer.width_inner
-    beside = in_eight_bits(mixer, work) if work.eight_bit else dequantised(mixer, work) if work.packed_weights else 0
-    return work.tokens * per_token * work.element + beside
+    weights = (
+        eight_bit_bytes(mixer, work) if work.eight_bit else dequantized_bytes(mixer, work) if work.packed_weights else 0
+    )
+    return work.tokens * per_token * work.element + weights
 
 
-def in_eight_bits(mixer: Mixer, work: Work) -> int:
-    """Bytes of dY in 8 bits and of the turned weights: those of the first projections together, or the largest."""
+def eight_bit_bytes(mixer: Mixer, work: Work) -> int:
+    """Return the bytes of 8-bit dY and of transposed weights: the first projections together, or the largest."""
     together = mixer.width_in * mixer.width_projected
     return work.tokens * max(mixer.width_projected, mixer.width_in) + max(mixer.largest_weight, together)
 
 
-def dequantised(mixer: Mixer, work: Work) -> int:
-    """Bytes of one 4-bit weight at a time, or of the first projections' together where they are small."""
+def dequantized_bytes(mixer: Mixer, work: Work) -> int:
+    """Return the dequantized bytes of the largest 4-bit weight, or of the first projections together if small."""
     together = mixer.width_in * mixer.width_projected * work.element
     largest = mixer.largest_weight * work.element
     return max(largest, together) if together <= DEQUANTISED_AT_ONCE else largest
 
 
 def backward_of_layer(shapes: Shapes, work: Work) -> int:
-    """The most that the backward pass of one layer needs beside what is kept."""
+    """Return the largest number of bytes that the backward pass of a layer needs in addition to kept activations."""
     needs = [backward_of_mixer(layer, mixer, work) for layer in shapes.layers for mixer in layer.mixers]
     return max(needs, default=0)
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:
-    """Final norm, logits, loss and the gradient of the hidden state, for K positions.
+    """Return the bytes of final norm, logits, loss and gradient of the hidden state, for K positions.
 
-    Fused: the norm's output T H e, the K hidden states that count and their gradients 2 K H e, one chunk of logits.
-    Otherwise 12 bytes a logit, and e for one that is capped.
+    Fused: the norm's output T H e, the K hidden states and their gradients 2 K H e, one chunk of logits. Otherwise 12
+    bytes per logit, and e more if it is capped.
     """
-    norm = kept_by_norms(shapes.norm, shapes.hidden, work)
+    norm = norm_activation_bytes(shapes.norm, shapes.hidden, work)
     hidden = work.tokens * shapes.hidden * work.element
     positions = work.rows * min(work.targets, work.length)
     if work.fused_loss:

@@ -1,4 +1,4 @@
-"""What to change when a configuration does not fit: concrete settings, each with what it would then need."""
+"""Suggestions for configurations that do not fit: concrete settings, each with the memory that it would need."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from trainer.tasks.images.pipeline import is_pipeline
 
 HOW_MANY = 3
 SHORTEST = 256
-"""Tokens; below that less is not of use."""
+"""Tokens; shorter samples are not suggested."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,21 @@ class Advice:
     found: Estimate
 
     def text(self) -> str:
-        """As one would type it, with the memory that it needs."""
+        """Format the settings as typed on the command line, with the memory that they need."""
         settings = " ".join(f"{name}={_as_typed(value)}" for name, value in self.changes.items())
         return f"{settings} ({gib(self.found.needed)})"
 
 
-def three_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advice]:
-    """Three ways to need less: those that fit alone, else those that fit together with others, then what helps most.
+def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advice]:
+    """Return three ways to need less memory, those that fit first.
 
-    What fits comes first.
+    These are single changes that fit, else combinations that fit, then the changes that help most.
     """
     singles = [
         Advice(changes, found)
         for changes in _candidates(planner, config, memory)
-        if (found := planner.choice(config, changes).found) is not None and found.needed < planner.of(config).needed
+        if (found := planner.choice(config, changes).found) is not None
+        and found.needed < planner.estimate(config).needed
     ]
     fitting = [advice for advice in singles if advice.found.needed <= memory]
     if len(fitting) < HOW_MANY:
@@ -42,16 +43,16 @@ def three_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advi
     return (fitting + helping)[:HOW_MANY]
 
 
-def does_not_fit(planner: Planner, config: RunConfig, memory: int, where: str) -> str:
-    """One line: what is needed, what there is, and three changes."""
-    found = planner.of(config)
-    advice = three_changes(planner, config, memory)
+def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str) -> str:
+    """Return an error message with the needed and the available memory, and three changes."""
+    found = planner.estimate(config)
+    advice = suggest_changes(planner, config, memory)
     enough = "; or ".join(option.text() for option in advice if option.found.needed <= memory)
     less = "; ".join(option.text() for option in advice if option.found.needed > memory)
     if not advice:
-        fix = "take a smaller model or a larger GPU"
+        fix = "use a smaller model or a larger GPU"
     elif not enough:
-        fix = f"no change is enough, the most helpful are {less}; take a smaller model or a larger GPU"
+        fix = f"no change is enough, the most helpful are {less}; use a smaller model or a larger GPU"
     else:
         fix = f"set {enough}" + (f"; of help but not enough: {less}" if less else "")
     largest = max(found.terms, key=lambda name: found.terms[name])
@@ -62,7 +63,7 @@ def does_not_fit(planner: Planner, config: RunConfig, memory: int, where: str) -
 
 
 def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Changes]:
-    """Single remedies, the least intrusive first."""
+    """Return single changes, the least intrusive first."""
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
@@ -95,7 +96,7 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
 
 
 def smaller_samples(config: RunConfig) -> Changes:
-    """The setting that halves what a micro-batch holds of each sample; nothing where that would be too little."""
+    """Return the setting that halves the size of samples, or an empty dict if they would be too small."""
     if is_pipeline(config):
         side, step = config.image.resolution, config.image.bucket_step
         return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
@@ -104,7 +105,7 @@ def smaller_samples(config: RunConfig) -> Changes:
 
 
 def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:
-    """The remedies one after the other until it fits, if it does."""
+    """Combine single changes one after the other until the configuration fits, if it ever does."""
     changes: Changes = {}
     for advice in singles:
         stages = [settings["zero.stage"] for settings in (changes, advice.changes) if "zero.stage" in settings]
@@ -116,7 +117,7 @@ def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Ad
 
 
 def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
-    """The largest micro-batch up to `most` that keeps the global batch, and the accumulation for it."""
+    """Return the largest micro-batch up to `most` that keeps the global batch, with its accumulation."""
     rows = batch_size * accumulation
     size = next(size for size in range(max(1, min(most, batch_size)), 0, -1) if rows % size == 0)
     return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}

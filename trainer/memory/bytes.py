@@ -1,7 +1,7 @@
-"""The memory of one rank: what lies there all the time, what a micro-step adds, and which moment is the worst.
+"""The memory of one rank: permanent state, the additions of a micro-step, and their peak.
 
-`peak` is what torch.cuda.max_memory_allocated() will say. What the driver reports is more: the CUDA context, NCCL's
-buffers, and what torch's allocator holds without using it.
+`peak` predicts torch.cuda.max_memory_allocated(). The driver reports more: the CUDA context, NCCL's buffers, and memory
+that torch's allocator has reserved without using it.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from trainer.memory.activations import (
     FP32,
     Work,
     backward_of_layer,
-    kept_by_layers,
     loss_head,
     recomputed_layer,
+    total_activation_bytes,
 )
 from trainer.memory.process import PROCESS, process_peak
 from trainer.memory.stored_weights import (
@@ -27,24 +27,24 @@ from trainer.memory.stored_weights import (
     held,
     quantisation_state,
     rounded_weight,
-    share,
+    shard_size,
 )
 from trainer.memory.widths import Shapes
 
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
-"""cuBLAS works in 32 MiB on cards of compute capability 9.0, once for the thread of each direction."""
+"""cuBLAS uses a workspace of 32 MiB on GPUs of compute capability 9.0, for the forward and the backward thread."""
 CONTEXT = 3 * GIB // 4
-"""CUDA context, kernels and NCCL's buffers, which torch does not count."""
+"""CUDA context, kernels and NCCL's buffers, not counted by torch."""
 FRAGMENTATION = 0.04
-"""Fraction of the peak that torch's allocator holds beyond it."""
+"""Memory that torch's allocator reserves beyond the peak, as a fraction of the peak."""
 EIGHT_BIT_FLOOR = 4096
-"""bitsandbytes keeps the moments of smaller tensors in 32 bits."""
+"""Elements; bitsandbytes keeps the moments of smaller tensors in 32 bits."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by what they are for, at the worst moment; they add up to `peak`."""
+    """The peak memory in bytes, by purpose; the terms add up to `peak`."""
 
     terms: dict[str, int]
     moment: str
@@ -55,40 +55,40 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """What torch.cuda.max_memory_allocated() will say."""
+        """Predicted torch.cuda.max_memory_allocated()."""
         return sum(self.terms.values())
 
     @property
     def needed(self) -> int:
-        """What must be free: on a card the peak, the allocator's slack and the CUDA context; on a CPU the process."""
+        """Memory that must be free: peak, slack and CUDA context on a GPU, the process on a CPU."""
         return self.peak + self.slack + CONTEXT if self.process is None else self.process
 
     @property
     def slack(self) -> int:
-        """What torch's allocator holds without using it."""
+        """Memory that torch's allocator reserves without using it."""
         return int(self.peak * FRAGMENTATION)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Activations in bytes that were seen on an empty model, where they are not summed up from its layers."""
+    """Bytes of activations observed on an empty model, instead of the sum over its layers."""
 
     kept: int
-    """From the forward pass to the backward pass."""
+    """Kept from the forward pass for the backward pass."""
     block: int
-    """While the largest block is computed again."""
+    """Kept while the largest block is recomputed."""
     backward: int
-    """Gradients of activations at the worst place."""
+    """Peak of the gradients of activations."""
 
     def times(self, rows: int) -> "Seen":
-        """Of so many rows."""
+        """Scale to a number of rows."""
         return Seen(self.kept * rows, self.block * rows, self.backward * rows)
 
 
 def estimate(
     shapes: Shapes, work: Work, placement: Placement, *, checkpoints: int, seen: Seen | None = None
 ) -> Estimate:
-    """The memory of one rank for one configuration. `checkpoints` is how many are kept on the disk."""
+    """Estimate the memory of one rank. `checkpoints` is the number kept on disk."""
     resident = {
         "base model": base_weights(shapes, placement) - quantisation_state(shapes, placement),
         "quantisation state": quantisation_state(shapes, placement),
@@ -102,8 +102,8 @@ def estimate(
         "communication buffers": standing_buckets(placement),
     }
     if seen is None:
-        kept, head = kept_by_layers(shapes, work), loss_head(shapes, work)
-        going_back = work.of_larger_pass
+        kept, head = total_activation_bytes(shapes, work), loss_head(shapes, work)
+        going_back = work.larger_pass
         block, of_layer = recomputed_layer(shapes, going_back), backward_of_layer(shapes, going_back)
     else:
         kept, head, block, of_layer = seen.kept, 0, seen.block, seen.backward
@@ -133,75 +133,76 @@ def estimate(
 
 
 def trained(shapes: Shapes, placement: Placement) -> int:
-    """The trained weights in the type they compute in; as the base under stage 3 unless layers are gathered whole."""
+    """Return the bytes of trained weights in their compute dtype; held like the base at stage 3 unless `by_layer`."""
     size = shapes.trained * placement.element
     return size if placement.by_layer else held(size, placement)
 
 
 def waiting_gradients(shapes: Shapes, placement: Placement) -> int:
-    """Gradients of earlier micro-steps, e each, partitioned from stage 2 on.
+    """Return the bytes of gradients accumulated from earlier micro-steps, e each, partitioned from stage 2 on.
 
-    DeepSpeed's own stage 3 keeps room for them always, on the host if the optimizer is there.
+    DeepSpeed's own stage 3 always allocates them, on the host if the optimizer is offloaded.
     """
     by_module = placement.stage == 3 and not placement.by_layer
     if placement.offload_optimizer if by_module else placement.accumulation == 1:
         return 0
-    return share(shapes.trained * placement.element, placement, 2)
+    return shard_size(shapes.trained * placement.element, placement, 2)
 
 
 def bytes_per_moment(shapes: Shapes, placement: Placement) -> float:
-    """Bytes per trained element for both moments of AdamW: 8, or 2 and the scales of 256 elements each."""
+    """Return the bytes per trained element of both AdamW moments: 8, or 2 plus a scale per 256 elements each."""
     if not placement.eight_bit_moments or shapes.trained < EIGHT_BIT_FLOOR:
         return 2.0 * FP32
     return 2.0 + 2.0 * FP32 / 256
 
 
 def optimizer_state(shapes: Shapes, placement: Placement) -> int:
-    """Master weights (4 bytes) and moments, partitioned from stage 1 on; 32-bit stage 0 trains the weights themselves.
+    """Return the bytes of master weights (4 each) and moments, partitioned from stage 1 on.
 
-    Offloaded they leave a buffer of one gradient on the card: that of the largest tensor.
+    32-bit training at stage 0 has no master weights. Offloading leaves a gradient buffer for the largest tensor on the
+    GPU.
     """
     if placement.offload_optimizer:
         return largest_trained(shapes, placement) * placement.element
     has_master = placement.master or placement.stage >= 1
     per_element = bytes_per_moment(shapes, placement) + (FP32 if has_master else 0)
-    return share(int(shapes.trained * per_element), placement, 1)
+    return shard_size(int(shapes.trained * per_element), placement, 1)
 
 
 def largest_trained(shapes: Shapes, placement: Placement) -> int:
-    """Elements of the largest trained tensor: all LoRA factors where they are one buffer."""
+    """Return the elements of the largest trained tensor: all LoRA factors if they are one buffer."""
     factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
     others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
 def bucket(placement: Placement) -> int:
-    """DeepSpeed's buffers for a reduction: one, or two where communication overlaps."""
+    """Return the bytes of DeepSpeed's reduction buffers: one, or two if communication overlaps."""
     return placement.reduce_bucket * placement.element * (2 if placement.overlap else 1)
 
 
 def standing_buckets(placement: Placement) -> int:
-    """DeepSpeed's own stage 3 allocates its bucket at the start; the others when the first gradient arrives."""
+    """Return the bytes of permanent buffers: only DeepSpeed's own stage 3 allocates its bucket at the start."""
     return placement.reduce_bucket * placement.element if placement.stage == 3 and not placement.by_layer else 0
 
 
 def reduction(shapes: Shapes, placement: Placement) -> int:
-    """The end of a backward pass: gradients and buckets; the flat buffer's gradient is put together from its parts."""
+    """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient."""
     gradients = shapes.trained * placement.element * (3 if placement.flat else 1)
     buckets = bucket(placement) if 1 <= placement.stage <= 2 or placement.by_layer else 0
     return gradients + buckets
 
 
 def optimizer_step(shapes: Shapes, placement: Placement) -> int:
-    """Gradients in their own type and, in 16-bit training, in 32 bits for the update."""
+    """Return the bytes of gradients during the update, including a 32-bit copy in 16-bit training."""
     if placement.offload_optimizer:
         return shapes.trained * placement.element
-    copies = share(shapes.trained * FP32, placement, 1) if placement.master else 0
+    copies = shard_size(shapes.trained * FP32, placement, 1) if placement.master else 0
     return shapes.trained * placement.element + 2 * copies
 
 
 def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
-    """Host memory of a rank beside the process itself: what is offloaded, and the model while it is loaded whole."""
+    """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
     stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
     streamed = placement.packed or stored or placement.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
@@ -210,26 +211,26 @@ def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
 
 
 def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
-    """What lies on the host and not on the card."""
+    """Return the bytes that are offloaded to the host."""
     total = placement.base_states
     if placement.offload_optimizer:
-        # Master, two moments, their gradient, and the updated weights on their way back.
-        total += share(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
+        # Master weights, two moments, their gradient, and the updated weights to be copied back.
+        total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
-        total += share(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
+        total += shard_size(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
         total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers[: work.recomputed_layers])
     return total
 
 
 def disk(shapes: Shapes, placement: Placement, checkpoints: int) -> int:
-    """Checkpoints (weights in their type; master and moments in 32 bits) and the final weights."""
+    """Return the bytes of checkpoints (weights, and master weights and moments in 32 bits) and the final weights."""
     weights = shapes.trained * placement.element
     return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
-    """Plain numbers for a file."""
+    """Convert the estimate to plain numbers for JSON."""
     return {
         "peak_bytes": found.peak,
         "slack_bytes": found.slack,

@@ -1,8 +1,8 @@
-"""What a run decides before a weight is loaded, once: which kernels compute what, what is kept, how it is laid out.
+"""Decisions of a run before a weight is loaded: which kernels are used, what is kept, and the memory layout.
 
-Made from the configuration, the machine and the empty model. The builder executes the record, the memory estimate reads
-it, the console and run.json show it. Where the model on the device shows something else (a self-test, a probe), whoever
-executes says so, for the estimate is then off.
+They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
+them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
+reports it, because the estimate is then off.
 """
 
 from collections.abc import Iterator
@@ -23,33 +23,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks run on. `precision` is bf16, fp16 or fp32."""
+    """The devices of the ranks, and the precision: bf16, fp16 or fp32."""
 
     world_size: int
     on_gpu: bool
     precision: str
     own_kernels: bool
-    """Whether the CUDA operators are built, or will be."""
+    """Whether the CUDA operators are or will be built."""
     flash: bool
-    """Whether torch's flash attention runs there, in that precision."""
+    """Whether torch's flash attention runs on the device in this precision."""
     scan_kernels: bool = False
-    """Whether mamba-ssm is installed, whose kernels scan in Mamba layers."""
+    """Whether mamba-ssm's scan kernels are installed."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str) -> "Machine":
-        """GPUs that are not here, with everything installed but the kernels for Mamba layers, if they are not here."""
+        """Assume GPUs with all kernels installed, except those of mamba-ssm unless they are installed here."""
         flash = precision != "fp32"
         return cls(world_size, True, precision, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
 
     @classmethod
     def cpu(cls, world_size: int, precision: str) -> "Machine":
-        """Ranks on CPUs."""
         return cls(world_size, False, precision, own_kernels=False, flash=False)
 
 
 @dataclass(frozen=True)
 class Decided(Generic[T]):
-    """A value and why it is that; without a reason it is the usual one."""
+    """A decision and its reason, which is empty for the usual choice."""
 
     value: T
     reason: str = ""
@@ -61,7 +60,7 @@ class Decided(Generic[T]):
 
 @dataclass(frozen=True)
 class Decisions:
-    """Everything that both the builder and the estimate depend on."""
+    """All decisions that the builder and the estimate share."""
 
     attention: Decided[str]
     """`varlen`, `sdpa`, `eager`, or what model.attn_implementation names."""
@@ -71,38 +70,38 @@ class Decisions:
     swiglu: Decided[Kernels]
     rotary: Decided[Kernels]
     adapters: Decided[str]
-    """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
+    """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     siblings: Decided[bool]
-    """Whether layers that read one input are computed in one call."""
+    """Whether shared-input projections are computed in one call."""
     recomputed_results: Decided[str]
-    """What is computed again in the backward pass: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
     recomputes: Decided[str]
     """training.gradient_checkpointing."""
     fused_head: Decided[bool | None]
-    """Whether head and loss are computed together, in chunks; None: the first micro-batch shows it."""
+    """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
     reference: Decided[str]
-    """How the reference text of scu.measure: kl is computed: `packed` with the training text, `apart`, or `none`."""
+    """How the reference text of scu.measure: kl is computed: `packed` with the training text, `apart` or `none`."""
     gather: Decided[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
     flat: Decided[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decided[bool]
-    """Whether the optimizer clips and skips by itself, without the host."""
+    """Whether the optimizer clips gradients and skips steps on the device, without the host."""
 
     cuda_graphs: Decided[bool | None]
-    """Whether micro-steps are played back from CUDA graphs; None: the first steps show it."""
+    """Whether micro-steps are replayed from CUDA graphs; None: decided in the first steps."""
 
     def named(self) -> Iterator[tuple[str, Decided[object]]]:
-        """(name, what was decided)."""
+        """Yield (name, decision) pairs."""
         for each in fields(self):
             yield each.name, getattr(self, each.name)
 
     def as_json(self) -> dict[str, dict[str, object]]:
-        """For run.json and `estimate --json`."""
+        """Convert the decisions for run.json and `estimate --json`."""
         return {name: {"value": found.value, "reason": found.reason} for name, found in self.named()}
 
     def line(self) -> str:
-        """For the console: what no other line there says."""
+        """Return a line for the console with the decisions that no other line shows."""
         shown = {
             "attention": self.attention,
             "loss fused with the head": self.fused_head,
@@ -116,7 +115,7 @@ class Decisions:
 
 
 def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
-    """The record of a configuration without `auto` for zero.stage; `model` None: it could not be built empty."""
+    """Decide for a configuration with zero.stage resolved; `model` is None if it could not be built empty."""
     ours = _own_elementwise(config, machine)
     norms, swiglu, rotary = (_kernels(part, model, ours) for part in PARTS)
     zero = engine_zero(config)
@@ -141,7 +140,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
 
 
 def decide_for_images(config: RunConfig, machine: Machine) -> Decisions:
-    """The record of a run on an image model: adapters and ZeRO as for language, the rest as diffusers has it."""
+    """Decide for an image model: adapters and ZeRO as for language models, the rest as in diffusers."""
     theirs = Decided[Kernels]("model", "an image model")
     return replace(
         decide(config, machine, None),
@@ -157,7 +156,7 @@ def decide_for_images(config: RunConfig, machine: Machine) -> Decisions:
 
 
 def _attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[str]:
-    """What transformers chooses for `auto`; for packs the variable-length kernels where the model can take them."""
+    """Choose transformers' default for `auto`, or variable-length kernels for packed sequences if the model can."""
     asked = config.model.attn_implementation
     if asked != "auto":
         return Decided(asked, "asked for")
@@ -187,7 +186,7 @@ def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
 
 
 def _kernels(part: str, model: ModelProperties | None, ours: Decided[bool]) -> Decided[Kernels]:
-    """Ours where they give what the model's code gives."""
+    """Choose our kernels where they compute the same as the model's code."""
     refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
     return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
 
@@ -220,7 +219,7 @@ def _siblings(config: RunConfig, machine: Machine) -> Decided[bool]:
 
 
 def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
-    """Gradient checkpointing keeps none of it; DeepSpeed's own stage 3 has taken the norm's weight away by then."""
+    # Gradient checkpointing keeps none of these, and DeepSpeed's own stage 3 has released the norm's weight by then.
     if config.ops.recompute == "none" or config.adapter == "none":
         return Decided("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
     training = config.training

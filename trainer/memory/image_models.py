@@ -1,7 +1,7 @@
-"""The memory estimate of image models: what a block keeps is not summed up from widths but seen, on an empty twin.
+"""The memory estimate of image models: activations are observed on an empty twin of the model.
 
-The twin runs once on torch's meta device, which knows shapes and computes nothing; every tensor that autograd saves for
-the backward pass is counted, weights apart. Attention counts as flash attention, which keeps no scores.
+The twin runs once on torch's meta device, and every tensor that autograd saves for the backward pass is counted, except
+weights. Attention counts as flash attention, which keeps no scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from trainer.config import LoraSection, RunConfig
 from trainer.contract.replacements import replaces
 from trainer.memory.bytes import Estimate, Seen, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
-from trainer.memory.model_widths import weights_of
+from trainer.memory.model_widths import read_weights
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.model.adapter import apply_adapter
@@ -28,22 +28,22 @@ from trainer.tasks.images.pipeline import Pipeline
 
 NO_NORMS = NormBytes(0, 0, 0)
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
-"""Of an encoded caption, by family."""
+"""Tokens of an encoded caption, by family."""
 Text = dict[str, tuple[int, ...]]
 GRADIENTS = 2
-"""Copies of the largest tensor in the backward pass: the gradient of what a layer gives and of what it reads."""
+"""Copies of the largest tensor in the backward pass: the gradients of a layer's output and input."""
 
 
 @dataclass(frozen=True)
 class ImagePlanner(Planner):
-    """Estimates for variations of a run on an image model; `lengths` count an image as one token."""
+    """Estimates for variants of a run on an image model; `lengths` count an image as one token."""
 
     pipeline: Pipeline
     text: Text
-    """Shape of each condition of a caption."""
+    """Shapes of a caption's conditions."""
 
-    def of(self, config: RunConfig) -> Estimate:
-        """The estimate of a configuration without `auto`."""
+    def estimate(self, config: RunConfig) -> Estimate:
+        """Return the estimate of a configuration without `auto`."""
         decided = self.decisions(config)
         work, placement = self.work(config, decided), self._placement(config, decided)
         training = config.training
@@ -56,30 +56,29 @@ class ImagePlanner(Planner):
         return estimate(self.shapes, work, placement, checkpoints=kept, seen=seen.times(rows))
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """As for language models; blocks are computed again as a whole or not at all."""
+        """Resolve `auto` as for language models; either all blocks are recomputed or none."""
         if config.training.gradient_checkpointing != "auto":
             return super().resolve(config, memory)
         for way in ("none", "non_reentrant"):
             resolved = super().resolve(with_changes(config, {RECOMPUTATION: way}), memory)
-            if memory is None or self.of(resolved).needed <= memory:
+            if memory is None or self.estimate(resolved).needed <= memory:
                 break
         return resolved
 
     def sample_text(self, config: RunConfig) -> str:
-        """The size of an image."""
+        """Format the size of an image."""
         return f"{config.image.resolution} x {config.image.resolution} pixels"
 
     def decisions(self, config: RunConfig) -> Decisions:
-        """As the run will make them."""
         return decide_for_images(config, self.machine)
 
     @cached_property
     def _seen(self) -> Callable[..., Seen]:
-        return cache(partial(see, self.pipeline, self.text))
+        return cache(partial(observe_activations, self.pipeline, self.text))
 
 
 def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
-    """The weights of the adapted model, block by block; its layers have no widths."""
+    """Return the weights of the adapted model by block, and layers without widths."""
     model = _twin(pipeline, lora)
     base = model.get_base_model()
     blocks = [base.get_submodule(path) for path in base.gathered_blocks()]
@@ -88,7 +87,7 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         vocabulary=1,
         tied=False,
         norm=NO_NORMS,
-        weights=tuple(weights_of(model, blocks, None, in_mxfp4=False)),
+        weights=tuple(read_weights(model, blocks, None, in_mxfp4=False)),
         layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
         facts=ModelProperties(True, False, False, False, "an image model", False, {}),
         softcap=False,
@@ -97,7 +96,7 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
 
 
 def _twin(pipeline: Pipeline, lora: Any) -> Any:
-    """The adapted model without memory for its weights."""
+    """Build the adapted model without memory for weights."""
     from accelerate import init_empty_weights
 
     model = ImageModel(pipeline)
@@ -107,10 +106,10 @@ def _twin(pipeline: Pipeline, lora: Any) -> Any:
         return apply_adapter(model, fresh, torch.float32, task_type=None)
 
 
-def see(pipeline: Pipeline, text: Text, side: int, lora: str, element: int, *, recompute: bool) -> Seen:
-    """Return what a square image of `side` pixels keeps in one forward pass: bytes, `element` of them a value.
+def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, element: int, *, recompute: bool) -> Seen:
+    """Observe the activations of a square image of `side` pixels, with `element` bytes per value.
 
-    `lora` is the section in JSON, which can be the key of a cache.
+    `lora` is the section as JSON, so that results can be cached.
     """
     dtype = torch.float32 if element == 4 else torch.bfloat16
     model = _twin(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
@@ -124,7 +123,7 @@ def see(pipeline: Pipeline, text: Text, side: int, lora: str, element: int, *, r
 
 
 def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """One image of noise and a caption, on the meta device."""
+    """Return the model inputs for one image and caption, on the meta device."""
     conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
@@ -132,8 +131,8 @@ def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tu
     return noisy, torch.empty(1, device="meta"), conditions, ("",)
 
 
-def text_of(pipeline: Pipeline) -> Text:
-    """Shapes of an encoded caption, where no data shows them."""
+def caption_shapes(pipeline: Pipeline) -> Text:
+    """Return the shapes of an encoded caption, if there is no data to take them from."""
     settings = pipeline.empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
     return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_pooled(settings),)}
@@ -147,20 +146,20 @@ def _pooled(settings: Any) -> int:
 
 
 class Counter:
-    """Bytes of the tensors that a pass saves, each memory once and weights not at all."""
+    """Counts the bytes of tensors saved by a forward pass: each storage once, and no weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._known = {_memory(each) for each in (*model.parameters(), *model.buffers())}
-        self._alive: list[Any] = []  # else the next tensor would be taken for one that is gone
+        self._alive: list[Any] = []  # keeps storages alive, so that no address is reused
         self.kept = self.largest = self.largest_block = 0
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Hook of autograd: a tensor is saved."""
+        """Count a tensor that autograd saves."""
         self.kept += self._new(tensor)
         return tensor
 
     def block(self, block: Callable[..., Any], *inputs: Any) -> Any:
-        """A block that is computed again: its inputs are kept; what it saves is there while it is computed."""
+        """Run a recomputed block: its inputs are kept, its saved tensors count only while it is recomputed."""
         self.kept += sum(self._new(each) for each in inputs if isinstance(each, Tensor))
         before = self.kept
         with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
@@ -183,7 +182,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Flash(torch.autograd.Function):
-    """Keeps what flash attention keeps: queries, keys, values, the result, and a sum of each row in 32 bits."""
+    """Saves what flash attention saves: queries, keys, values, the output, and a 32-bit number per row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -202,7 +201,7 @@ class _Flash(torch.autograd.Function):
 )
 @contextmanager
 def _flash_attention() -> Iterator[None]:
-    """On the meta device torch would take attention apart, and keep its scores."""
+    """Replace attention, which torch decomposes on the meta device so that scores would be saved."""
     own = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Flash.apply(query, key, value)
     try:
@@ -214,9 +213,9 @@ def _flash_attention() -> Iterator[None]:
 def build_image_planner(
     config: RunConfig, pipeline: Pipeline, machine: Machine, samples: Any | None = None
 ) -> ImagePlanner:
-    """A planner for a run on these images, or on some that are not known."""
+    """Build a planner for a run on these images, or on unknown ones."""
     count = None if samples is None else len(samples)
-    text = text_of(pipeline)
+    text = caption_shapes(pipeline)
     if samples is not None:
         text = {name: tuple(value.shape) for name, value in samples.store.conditions(samples[0].caption).items()}
     return ImagePlanner(image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)

@@ -1,6 +1,6 @@
-"""What the memory estimate has to know of a model: its tensors and the widths of its layers, read off empty modules.
+"""Extraction of a model's tensors and layer widths for the memory estimate.
 
-Nothing is loaded: the modules are the real ones, with PEFT's adapter in place, on torch's meta device.
+Nothing is loaded: the real modules, with PEFT's adapter, are built on torch's meta device.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
+from trainer.memory.observed import kept_by_activation, kept_by_norm, leaves_layout, read_experts
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
@@ -21,7 +21,7 @@ from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
 
-# The projections that read what their block has computed; all others of the block read what comes into it.
+# The projections that read a result of their block; all others read the block's input.
 OUTPUTS = ("o_proj", "out_proj", "down_proj", "output_linear", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo", "dense")
 SMALL_RANK_STEP = 8  # the operators pad the rank of each adapter to a multiple of this
 
@@ -29,9 +29,9 @@ SMALL_RANK_STEP = 8  # the operators pad the rank of each adapter to a multiple 
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
 ) -> Shapes:
-    """Build the empty model, put the adapter on, and read it; `lora` None means that all weights are trained.
+    """Build the empty model with its adapter and read its shapes; without `lora`, all weights are trained.
 
-    `vocabulary_at_least` is the tokenizer's size, by which the embedding may grow.
+    `vocabulary_at_least` is the size of the tokenizer, to which the embedding may be enlarged.
     """
     from accelerate import init_empty_weights
 
@@ -41,16 +41,16 @@ def read_shapes(
     head, facts = model.get_output_embeddings(), inspect_base_model(model, frozen_norms=lora is not None)
     hidden, rows = _embedding(model)
     if lora is not None:
-        # A model can be read without the files of an adapter that it starts from: r and targets are in the settings.
+        # The files of an initial adapter are not needed: the settings have its rank and targets.
         fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
             model = apply_adapter(model, fresh, torch.float32)
     head_apart = why_head_apart(model)
     blocks = decoder_layers(model)
     inside = {id(module) for block in blocks for module in block.modules()}
-    outside = [each for each in model.modules() if id(each) not in inside and is_norm_of(each, hidden)]
+    outside = [each for each in model.modules() if id(each) not in inside and is_residual_norm(each, hidden)]
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    weights = tuple(weights_of(model, blocks, head, in_mxfp4=in_mxfp4, fp8=fp8))
+    weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, fp8=fp8))
     grown = max(0, vocabulary_at_least - rows)
     if grown:
         per_row = hidden * (1 if tied else 2)
@@ -69,7 +69,7 @@ def read_shapes(
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the ModuleList that holds the most parameters."""
+    """Return the modules of the ModuleList with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(parameter.numel() for parameter in blocks.parameters()) for blocks in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
@@ -80,10 +80,10 @@ def _embedding(model: Any) -> tuple[int, int]:
     return int(weight.shape[1]), int(weight.shape[0])
 
 
-def weights_of(
+def read_weights(
     model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, fp8: Fp8Form | None = None
 ) -> Iterator[Weight]:
-    """Every parameter, with the number of the block that it is in; `fp8`: how it is stored, if so."""
+    """Return every parameter with the index of its block; `fp8` is the FP8 storage format, if any."""
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     held = {
         path: module
@@ -93,12 +93,12 @@ def weights_of(
     packable = {id(module.weight) for module in held.values() if is_linear(module) and module is not head}
     experts = {id(each): len(each) for module in model.modules() for each in find_expert_weights(module).values()}
     packable |= {id(each) for module in held.values() for each in find_expert_weights(module).values()}
-    turned = {
+    transposed = {
         id(each) for module in held.values() if is_transposed(module) for each in find_expert_weights(module).values()
     }
     for name, parameter in model.named_parameters():
         frozen = id(parameter) in packable and not parameter.requires_grad
-        matrix = parameter.mT if id(parameter) in turned else parameter
+        matrix = parameter.mT if id(parameter) in transposed else parameter
         yield Weight(
             elements=parameter.numel(),
             experts=experts.get(id(parameter), 0),
@@ -113,7 +113,7 @@ def weights_of(
 
 
 def _scales(shape: torch.Size, block: tuple[int, int] | None) -> int:
-    """How many scales a matrix, or the matrices of all experts, are stored with."""
+    """Return the number of scales stored with a matrix, or with the matrices of all experts."""
     rows, cols = block or (1, shape[-1])
     return shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
 
@@ -125,8 +125,8 @@ def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, packed: b
         if projections:
             mixers.append(_mixer(module, projections, rotary=rotary))
         if holds_experts(module):
-            mixers.append(replace(experts_of(block, module, hidden), packed=packed))
-    norms = [child for child in block.children() if is_norm_of(child, hidden)]
+            mixers.append(replace(read_experts(block, module, hidden), packed=packed))
+    norms = [child for child in block.children() if is_residual_norm(child, hidden)]
     return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))
 
 
@@ -135,19 +135,19 @@ def _kept_by_norms(norms: list[nn.Module], hidden: int) -> NormBytes:
     return NormBytes(len(norms), sum(each[2] for each in kept), sum(each[4] for each in kept))
 
 
-def is_norm_of(module: nn.Module, hidden: int) -> bool:
-    """Whether a module is a norm over the residual stream."""
+def is_residual_norm(module: nn.Module, hidden: int) -> bool:
+    """Return whether a module is a norm over the residual stream."""
     weight = getattr(module, "weight", None)
     return "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.numel() == hidden
 
 
 def _projections(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The linear layers that a module holds directly, adapted or not."""
+    """Return the linear layers, adapted or not, that are direct children of a module."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, LoraLayer | nn.ModuleDict):
-        return []  # what it holds is its own base and factors
+        return []  # its children are its own base layer and factors
     linear = nn.Linear | LoraLayer
     children = [(name, child) for name, child in module.named_children() if isinstance(child, linear)]
     return [(name, child) for name, child in children if not isinstance(child, ParamWrapper)]
@@ -187,7 +187,7 @@ def _mixer(module: nn.Module, projections: list[tuple[str, nn.Module]], *, rotar
 
 
 def _norm_width(module: nn.Module, name: str, norm: Any, head: int) -> int:
-    """What a norm within attention reads: its own width, or all heads of the projection whose name begins alike."""
+    """Return the input width of a norm within attention: its own, or all heads of the projection it belongs to."""
     weight = getattr(norm, "weight", None)
     own = weight.numel() if isinstance(weight, nn.Parameter) else head
     projection = getattr(module, f"{name[0]}_proj", None)
@@ -195,7 +195,7 @@ def _norm_width(module: nn.Module, name: str, norm: Any, head: int) -> int:
 
 
 def _copied(module: Any, out_of_one: int) -> int:
-    """Queries and keys turned out of one projection; of latent attention (DeepSeek) the keys, put together from two."""
+    """Return the width of copied heads: rotated q and k of a fused projection, or concatenated keys in MLA."""
     if not hasattr(module, "kv_b_proj"):
         return out_of_one
     return int(module.num_heads * module.qk_head_dim - module.qk_rope_head_dim)
@@ -205,12 +205,12 @@ def _is_relaid(module: nn.Module, rotary: nn.Module | None, head: int) -> bool:
     frequencies = list(rotary.buffers(recurse=False)) if rotary is not None else []
     if not frequencies or not head:
         return False
-    turned = 2 * frequencies[0].numel()  # elements of a head; the rest is put beside what was turned
-    return turned < head or not leaves_layout(module, turned, head)
+    rotated = 2 * frequencies[0].numel()  # elements of a head; the rest is concatenated to the rotated ones
+    return rotated < head or not leaves_layout(module, rotated, head)
 
 
 def _scan(module: Any) -> int:
-    """3 chunk x heads + 5 heads x state: what the chunked scan of Mamba-2 keeps per token in transformers' own code."""
+    """Return 3 chunk x heads + 5 heads x state: elements per token kept by transformers' chunked Mamba-2 scan."""
     heads, state = getattr(module, "num_heads", 0), getattr(module, "ssm_state_size", 0)
     return int(3 * getattr(module, "chunk_size", 0) * heads + 5 * heads * state)
 

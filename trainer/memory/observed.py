@@ -1,4 +1,4 @@
-"""What norms, activation functions and experts keep, seen by running their own code on a few numbers."""
+"""Activations kept by norms, activation functions and experts, observed by running their code on small inputs."""
 
 import copy
 import sys
@@ -16,22 +16,22 @@ from trainer.patches.norm_mlp_rope import ROTARY
 
 FP32 = 4
 _FEW = 5
-USUAL = 2.0  # SiLU and GELU keep their input, and their result is kept by what follows
+USUAL = 2.0  # SiLU and GELU keep their input, and the next operation keeps their result
 _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def kept_by(
     function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype = torch.float32
 ) -> tuple[float, bool] | None:
-    """Bytes that a function keeps per row of `width`, and whether its result is among them.
+    """Return the bytes that a function keeps per row of `width`, and whether these include its result.
 
-    Weights, and what is made of them alone, have no rows. None if it is no function of one tensor.
+    Weights, and tensors derived only from weights, are not counted. Returns None if it is not a function of one tensor.
     """
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.dim() and tensor.shape[0] == _FEW:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other takes its address
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that its address is not reused
         return tensor
 
     x = torch.linspace(-1.0, 1.0, _FEW * width).view(_FEW, width).to(dtype).requires_grad_()
@@ -47,7 +47,7 @@ def kept_by(
 
 
 def kept_by_norm(norm: nn.Module, width: int) -> dict[int, int]:
-    """Bytes a token that a frozen norm's own code keeps, by the bytes of an element (2, 4)."""
+    """Return the bytes per token that a frozen norm's own code keeps, by bytes of an element (2, 4)."""
     kept = {}
     for dtype in (torch.bfloat16, torch.float32):
         twin = copy.deepcopy(norm).to_empty(device="cpu").to(dtype).requires_grad_(False)
@@ -56,14 +56,14 @@ def kept_by_norm(norm: nn.Module, width: int) -> dict[int, int]:
     return kept
 
 
-def leaves_layout(module: nn.Module, turned: int, head: int) -> bool:
-    """Whether the rotary embedding of a model's file gives heads in the layout in which projections wrote them.
+def leaves_layout(module: nn.Module, rotated: int, head: int) -> bool:
+    """Return whether the model's rotary embedding preserves the memory layout of heads.
 
-    Attention's result follows its queries; in another layout it is copied for the projection that reads it.
+    The output of attention has the layout of its queries; if it changed, the output is copied for the next projection.
     """
     rotate = getattr(sys.modules[type(module).__module__], ROTARY, None)
     tokens = torch.zeros(1, 3, 2, head).transpose(1, 2)
-    angles = torch.zeros(1, 3, turned)
+    angles = torch.zeros(1, 3, rotated)
     try:
         queries = rotate(tokens, tokens, angles, angles)[0]  # type: ignore[misc]
     except _FAILURES:
@@ -72,7 +72,7 @@ def leaves_layout(module: nn.Module, turned: int, head: int) -> bool:
 
 
 def kept_by_activation(module: nn.Module) -> float:
-    """In units of its input, of the activation function among the children of a feed-forward part."""
+    """Return what the activation function of a feed-forward layer keeps, in units of its input."""
     width = 8
     for child in module.children():
         if not list(child.parameters()) and not isinstance(child, nn.Dropout | nn.Identity):
@@ -82,8 +82,8 @@ def kept_by_activation(module: nn.Module) -> float:
     return USUAL
 
 
-def experts_of(block: nn.Module, module: Any, hidden: int) -> Mixer:
-    """The experts of a layer as one mixer, whose widths are those of one expert."""
+def read_experts(block: nn.Module, module: Any, hidden: int) -> Mixer:
+    """Return the experts of a layer as a mixer with the widths of one expert."""
     from peft.tuners.lora.layer import ParamWrapper
 
     shapes = {name: expert_shape(module, name) for name in expert_names(module)}

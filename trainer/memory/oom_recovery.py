@@ -1,11 +1,11 @@
-"""When a GPU runs out of memory in a step: halve the micro-batch, double the accumulation, repeat the step.
+"""Recovery from out-of-memory errors in a step: halve the micro-batch, double the accumulation, repeat the step.
 
-The global batch, its order and so the loss curve stay what they were, for a step trains on the same samples however
-they are cut. Nothing is skipped: no rank has changed a weight when a step is given up.
+The loss curve does not change, because a step trains on the same samples however they are split. Nothing is skipped: no
+rank has changed a weight when a step is abandoned.
 
 Stages 0 and 1 do it in the process. They communicate at the end of a step only, so every rank comes to one question,
 asked over the hosts' network (gloo; the GPUs are not waited for): did any of us run out? Only then are gradients
-reduced. For that DeepSpeed is told that no micro-step is the last, and its reduction is called here (read in 0.19.8:
+reduced. For this, no micro-step is marked as the last for DeepSpeed, and its reduction is called here (read in 0.19.8:
 engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also in its gradient hooks if
 `overlap_comm`, which trainer/parallel/engine/deepspeed_engine.py turns off).
 
@@ -29,10 +29,9 @@ from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
-from trainer.contract.restart_record import last_note
+from trainer.contract.restart_record import MOST_HALVINGS, RestartNote, last_note
 from trainer.memory.advice import smaller_batch, smaller_samples
-from trainer.memory.peak import measure_again
+from trainer.memory.peak import reset_peak
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.tasks.task import BatchSource
@@ -40,30 +39,30 @@ from trainer.tasks.task import BatchSource
 _ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")
 GROW_AFTER = 50
-"""Steps between a halving and a look whether the micro-batch before it fits again."""
+"""Steps after a halving before the previous micro-batch is tried again."""
 GROWTH_SPARE = 0.9
-"""Fraction of the memory that is not used which twice the activations may take more of."""
+"""Fraction of the free memory that doubled activations may use."""
 
 
 class OutOfMemory(UserError):
-    """A step did not fit, and the run cannot or shall not go on with a smaller micro-batch."""
+    """A step did not fit, and the run cannot or must not continue with a smaller micro-batch."""
 
     exit_code = 1
 
 
 class RestartSmaller(UserError):
-    """A step did not fit, and the launcher is to start the run again; its note says how."""
+    """A step did not fit, and the launcher should restart the run with the settings of the restart note."""
 
     exit_code = EXIT_RESTART
 
 
 class _OutOfMemoryElsewhere(Exception):
-    """Another rank gave this step up."""
+    """Another rank abandoned this step."""
 
 
 @dataclass(frozen=True)
 class Halving:
-    """One time that the micro-batch was made smaller."""
+    """A change of the micro-batch."""
 
     step: int
     batch_size: int
@@ -80,7 +79,7 @@ class Halving:
     test="tests/distributed/test_oom.py",
 )
 class Recovery:
-    """Guards the steps of one run as `training.on_oom` says."""
+    """Guards the steps of a run according to `training.on_oom`."""
 
     def __init__(
         self,
@@ -90,24 +89,24 @@ class Recovery:
         batches: BatchSource,
         small_pass: Callable[[Any], object],
         say: Callable[[str], None],
-        let_go: Callable[[str], None] | None = None,
+        release: Callable[[str], None] | None = None,
     ) -> None:
-        """Every rank must call it. `batches` are what the loop draws from; they are recut in place.
+        """Every rank must call it. `batches` is the loop's source of batches; its batch size is changed in place.
 
-        `small_pass` runs the model over as little as it takes; `let_go(reason)` frees what was made for micro-batches
-        of one size, with a reason for good.
+        `small_pass` runs the model on its smallest input; `release(reason)` frees what depends on the size of
+        micro-batches, permanently if there is a reason.
         """
         self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
-        self._small_pass, self._let_go = small_pass, let_go
+        self._small_pass, self._let_go = small_pass, release
         self._halves = config.training.on_oom == "halve"
         self._in_process = self._halves and config.zero.stage < 2
         self._agreed = False
         self.halvings: list[Halving] = []
-        """Every change of the micro-batch, growing again among them."""
+        """Every change of the micro-batch, including growth."""
         self._before: list[tuple[int, int]] = []
-        """Micro-batch and accumulation before each halving that still holds."""
+        """Micro-batch and accumulation before each halving that has not been reverted."""
         self._grown: list[int] = []
-        """Micro-batches that were grown to; what then runs out of memory again is not tried a third time."""
+        """Micro-batches that were restored once; if they run out of memory again, they are not retried."""
         self._grows, self._changed_at = True, 0
         self._group: Any = None
         if self._halves and ranks.world_size > 1:
@@ -116,10 +115,10 @@ class Recovery:
             self._take_up(self._last_note())
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
-        """`launch()`, repeated with smaller micro-batches while a rank runs out of memory.
+        """Return `launch()`, repeated with smaller micro-batches while any rank runs out of memory.
 
-        `step` counts from 1, `saved_at` is the step of the newest checkpoint.
-        Raises OutOfMemory or RestartSmaller where it cannot be repeated here.
+        `step` counts from 1, `saved_at` is the step of the newest checkpoint. Raises OutOfMemory or RestartSmaller if
+        the step cannot be repeated in this process.
         """
         self._grow_if_it_fits(step)
         while True:
@@ -135,7 +134,7 @@ class Recovery:
                 if not self._in_process or self._agreed:
                     self._give_up(step, saved_at, error)
                 failure = str(error).splitlines()[0]
-            # Only here has the traceback let go of the activations.
+            # Only here has the traceback released the activations.
             if failure:
                 print(f"step {step}: {failure}", file=sys.stderr, flush=True)
                 self._any_rank(True)
@@ -144,14 +143,14 @@ class Recovery:
             _restore_random_states(random_states)
 
     def _last_note(self) -> RestartNote | None:
-        """By which these ranks were started, as the first of them reads it."""
+        """Return the note that these ranks were started with, as read by rank 0."""
         note = [last_note(Path(self._config.output_dir)) if self._ranks.is_main else None]
         if self._group is not None:
             dist.broadcast_object_list(note, src=0, group=self._group)
         return note[0]
 
     def _take_up(self, note: RestartNote | None) -> None:
-        """Know of the halvings before the restart, unless this run was started with a micro-batch of its own."""
+        """Restore the halvings before the restart, unless this run was started with another micro-batch."""
         now = self._batches.batch_size, self._batches.accumulation
         if note is None or (note.batch_size, note.gradient_accumulation_steps) != now:
             return
@@ -159,13 +158,13 @@ class Recovery:
         self._grows = not self._before or self._before[-1][0] not in self._grown
 
     def hold_reduction(self) -> None:
-        """Before the first micro-step: gradients are accumulated, not reduced."""
+        """Before the first micro-step, make DeepSpeed accumulate gradients without reducing them."""
         self._agreed = False
         if self._in_process:
             self._engine.set_gradient_accumulation_boundary(False)
 
     def agree_and_reduce(self) -> None:
-        """After the last backward pass: reduce if every rank came through, else leave the step."""
+        """After the last backward pass, reduce gradients if no rank ran out of memory, else abandon the step."""
         if self._in_process:
             if self._any_rank(False):
                 raise _OutOfMemoryElsewhere
@@ -174,7 +173,7 @@ class Recovery:
         self._agreed = True
 
     def _any_rank(self, out_of_memory: bool) -> bool:
-        """Whether any rank ran out; a question that all answer."""
+        """Return whether any rank ran out of memory; every rank must call it."""
         if self._group is None:
             return out_of_memory
         answer = torch.tensor([int(out_of_memory)])
@@ -190,8 +189,8 @@ class Recovery:
             optimizer.zero_grad()
             release()
             optimizer._backward_active_depth = 0
-        # Siblings computed together and offloaded inputs are held for whoever asks next, and with them the whole graph
-        # of the pass that was given up. A short pass without gradients takes their place.
+        # Results of shared-input projections and offloaded inputs are cached, and with them the whole graph of the
+        # abandoned pass. A short pass without gradients replaces them.
         with torch.no_grad():
             self._small_pass(engine.module)
         gc.collect()
@@ -201,7 +200,7 @@ class Recovery:
             self._let_go("a step ran out of memory")
 
     def _recut(self, step: int) -> None:
-        """The smaller micro-batch for the batches and the engine; OutOfMemory if there is none."""
+        """Set a smaller micro-batch in the batches and the engine; raises OutOfMemory if there is none."""
         batches = self._batches
         smaller = self._smaller()
         if smaller is None or len(self._before) == MOST_HALVINGS:
@@ -223,10 +222,10 @@ class Recovery:
             self._engine.optimizer.gradient_accumulation_steps = accumulation
         self.halvings.append(Halving(step, size, accumulation))
         self._changed_at = step
-        measure_again()
+        reset_peak()
 
     def _grow_if_it_fits(self, step: int) -> None:
-        """After GROW_AFTER steps without trouble, back to the micro-batch before, where every rank has room for it."""
+        """Restore the previous micro-batch after GROW_AFTER steps if every rank has room for it."""
         since = step - self._changed_at
         if not self._before or not self._grows or since < GROW_AFTER or since % GROW_AFTER:
             return
@@ -247,7 +246,7 @@ class Recovery:
         return changes["training.batch_size"], changes["training.gradient_accumulation_steps"]
 
     def _give_up(self, step: int, saved_at: int, error: RuntimeError) -> None:
-        """Leave a note for the launcher where a restart can help, and say in this rank's log what happened."""
+        """Write a note for the launcher if a restart can help, and log what happened."""
         smaller = self._smaller()
         failure: UserError
         if self._halves and not self._agreed and smaller is not None:
@@ -257,7 +256,7 @@ class Recovery:
             )
             note.write(Path(self._config.output_dir) / "logs")
             failure = RestartSmaller(
-                f"step {step}: out of memory with batch_size {self._batches.batch_size}; to go on by hand add "
+                f"step {step}: out of memory with batch_size {self._batches.batch_size}; to continue manually add "
                 + " ".join(f"{name}={value}" for name, value in note.settings().items())
                 + (" training.resume_from_checkpoint=latest" if saved_at else "")
             )
@@ -266,7 +265,7 @@ class Recovery:
         try:
             raise failure from error
         except UserError:
-            traceback.print_exc()  # into this rank's log, where the launcher finds it
+            traceback.print_exc()  # into this rank's log, which the launcher reads
             raise
 
     def _with_fixes(self, step: int) -> str:
@@ -289,11 +288,11 @@ class Recovery:
             ways.append("adapter=qlora")
         if self._ranks.world_size > 1 and self._config.zero.stage < 3:
             ways.append("zero.stage=3")
-        return f"{when}; use {', or '.join(ways)}; `zerolora estimate` says what each would need"
+        return f"{when}; use {', or '.join(ways)}; `zerolora estimate` shows what each would need"
 
 
 def has_room_for_twice() -> bool:
-    """Whether the card holds twice of what the steps since the last change took beyond what always lies there."""
+    """Return whether the GPU has room for twice the temporary memory of the steps since the last change."""
     if not torch.cuda.is_available():
         return False
     stays, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
@@ -303,7 +302,7 @@ def has_room_for_twice() -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of torch or of CUDA's libraries says that the GPU's memory is used up."""
+    """Return whether an error of torch or of a CUDA library is an out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _ALSO_OUT_OF_MEMORY)
 
 

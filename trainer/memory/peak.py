@@ -1,23 +1,23 @@
-"""The largest memory that this rank has used, and what its allocator holds in pieces."""
+"""Peak memory of this rank, and fragmentation of its allocator."""
 
 import torch
 
 FRAGMENTED = 0.1
-"""Fraction of the GPU's memory in free pieces of blocks in use, above which they are worth giving back."""
+"""Fraction of the GPU's memory in free pieces of used blocks above which the cache is emptied."""
 
 _BEFORE = [0]
-"""The largest allocation before the last `measure_again`."""
+"""The peak before the last `reset_peak`."""
 
 
-def measure_again() -> None:
-    """Let torch's peak begin again, for what is done from here on; `peak_memory_gib` remembers the one so far."""
+def reset_peak() -> None:
+    """Reset torch's peak; `peak_memory_gib` remembers the previous one."""
     if torch.cuda.is_available():
         _BEFORE[0] = max(_BEFORE[0], torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory_gib() -> float:
-    """Largest memory this rank has used: on its GPU, or of the process on a CPU; GiB."""
+    """Return the peak memory of this rank's GPU, or of its process on a CPU, in GiB."""
     if torch.cuda.is_available():
         return max(_BEFORE[0], torch.cuda.max_memory_allocated()) / 2**30
     import resource
@@ -26,7 +26,7 @@ def peak_memory_gib() -> float:
 
 
 def release_if_fragmented() -> bool:
-    """After an evaluation, whose shapes are others than training's: empty torch's cache where it lies in pieces."""
+    """Empty torch's cache if it is fragmented, as after an evaluation with other shapes than training."""
     if not torch.cuda.is_available():
         return False
     in_pieces = torch.cuda.memory_stats().get("inactive_split_bytes.all.current", 0)

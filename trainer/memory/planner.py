@@ -1,4 +1,4 @@
-"""From a configuration to its estimate, and from an amount of memory to the stage, the micro-batch and the changes."""
+"""Memory estimates of configurations, and the stage, micro-batch and recomputation that fit an amount of memory."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from trainer.memory.widths import Shapes
 from trainer.scu.base_samples import LENGTH, MOST_STATES, SAMPLES
 
 LARGEST_BATCH = 256
-"""Micro-batches beyond this are no faster on any card."""
+"""Larger micro-batches are not faster on any GPU."""
 SPARE = 0.05
-"""Fraction of the peak that a micro-batch found here leaves: an estimate may be 3 % too low, and slack be more."""
+"""Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 STAGES = (0, 1, 2, 3)
-# Where there is no GPU, memory is not what decides: the default.
+# Without a GPU, memory does not decide: the default.
 CPU_STAGE = 2
 RECOMPUTATION = "training.gradient_checkpointing"
 LAYERS = "training.gradient_checkpointing_layers"
@@ -31,23 +31,23 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lengths:
-    """What is known of the samples: the longest in tokens, the most targets in one, how many there are."""
+    """Size of the samples: tokens of the longest, targets of the one with most, and their number."""
 
     longest: int
     targets: int
     samples: int | None = None
     reference: int | None = None
-    """Places of all texts of scu.reference at which adapter and base are compared; None: not looked at."""
+    """Positions of all scu.reference texts at which adapter and base are compared; None if unknown."""
 
     @classmethod
     def assumed(cls, config: RunConfig) -> "Lengths":
-        """Without data: every sequence as long as it may be."""
+        """Assume the maximum length for every sequence, without data."""
         longest = config.dataset.max_length
         return cls(longest, targets=longest)
 
     @classmethod
     def of(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Lengths of prepared samples, those of a stream are not known, and of the texts of scu.reference."""
+        """Return the lengths of prepared samples (those of a stream are unknown) and of the scu.reference texts."""
         if not hasattr(samples, "lengths"):
             return cls.assumed(config)
         tokens, targets = samples.lengths()
@@ -57,7 +57,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration that could be run, what it needs, or why it cannot be."""
+    """A possible configuration with its estimate, or the reason why it is refused."""
 
     config: RunConfig
     found: Estimate | None
@@ -66,14 +66,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planner:
-    """Estimates for variations of one configuration on one machine."""
+    """Estimates for variants of a configuration on one machine."""
 
     shapes: Shapes
     lengths: Lengths
     machine: Machine
 
-    def of(self, config: RunConfig) -> Estimate:
-        """The estimate of a configuration without `auto`."""
+    def estimate(self, config: RunConfig) -> Estimate:
+        """Return the estimate of a configuration without `auto`."""
         checkpoints = config.training.save_total_limit or 1
         best = int(config.training.best_checkpoint)
         decided = self.decisions(config)
@@ -81,22 +81,22 @@ class Planner:
         return estimate(self.shapes, work, placement, checkpoints=checkpoints + best)
 
     def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
-        """The estimate after some changes, or why they cannot be combined."""
+        """Return the estimate after some changes, or why they cannot be combined."""
         changed = with_changes(config, changes)
         try:
             check_combinations(changed)
         except UserError as error:
             return Choice(changed, None, str(error))
-        return Choice(changed, self.of(changed))
+        return Choice(changed, self.estimate(changed))
 
     def table(self, config: RunConfig) -> list[Choice]:
-        """Every stage, without and with each kind of offload."""
+        """Return every stage, without and with each kind of offload."""
         config = with_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
         variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _offloads_of(stage)]
         return [self.choice(config, changes) for changes in variations]
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
-        """The lowest stage whose estimate is within `memory` bytes, with the offload that is set."""
+        """Return the lowest stage with an estimate within `memory` bytes, with the configured offload."""
         for stage in STAGES:
             found = self.choice(config, {"zero.stage": stage}).found
             if found is not None and found.needed <= memory:
@@ -104,7 +104,7 @@ class Planner:
         return None
 
     def most_rows(self, config: RunConfig) -> tuple[int, str]:
-        """The largest micro-batch that is of use, whatever the memory, and why no larger one is."""
+        """Return the largest useful micro-batch regardless of memory, and why no larger one is useful."""
         together, ranks = config.training.global_batch_size, self.machine.world_size
         if together not in (None, AUTO):
             return min(LARGEST_BATCH, max(1, together // ranks)), f"global_batch_size is {together}"
@@ -116,16 +116,16 @@ class Planner:
         return LARGEST_BATCH, "larger ones are no faster"
 
     def sample_text(self, config: RunConfig) -> str:
-        """How large a sample of a micro-batch is."""
+        """Format the size of a sample."""
         return f"{self.lengths.longest:,} tokens"
 
     def largest_batch(self, config: RunConfig, memory: int) -> int:
-        """The largest micro-batch within `memory` bytes, with some to spare if it is not one row; 0 if none is."""
+        """Return the largest micro-batch within `memory` bytes, less `SPARE` if several rows; 0 if none fits."""
         most, _ = self.most_rows(config)
         fits, too_large = 0, most + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
-            found = self.of(with_changes(config, {"training.batch_size": middle}))
+            found = self.estimate(with_changes(config, {"training.batch_size": middle}))
             if found.needed + (int(found.peak * SPARE) if middle > 1 else 0) <= memory:
                 fits = middle
             else:
@@ -133,27 +133,27 @@ class Planner:
         return fits
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """`auto` replaced: recomputation of as few layers as fit, for it the lowest stage, then the largest batch.
+        """Replace `auto`: the least recomputation that fits, with it the lowest stage, then the largest batch.
 
-        Stages are tried with micro-batch 1 if that is `auto`. Where nothing fits the last stage and micro-batch 1 are
-        taken, for the check before training to refuse. Without a GPU (`memory` None): no recomputation, stage 2, or
-        the highest that other settings allow, and micro-batch 1.
+        Stages are tried with micro-batch 1 if that is `auto`. If nothing fits, the last stage and micro-batch 1 are
+        chosen, which the check before training then refuses. Without a GPU (`memory` None): no recomputation, stage 2
+        or the highest that other settings allow, and micro-batch 1.
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolved(config, memory)
         without = self._resolved(with_changes(config, {RECOMPUTATION: "none"}), memory)
-        if memory is None or self.of(without).needed <= memory:
+        if memory is None or self.estimate(without).needed <= memory:
             return without
         every = self._resolved(with_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
-        return every if self.of(every).needed > memory else self._fewest_layers(every, memory)
+        return every if self.estimate(every).needed > memory else self._fewest_layers(every, memory)
 
     def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
-        """The least number of recomputed layers within `memory`, if not all are needed."""
+        """Set the smallest number of recomputed layers that fits `memory`, if not all are needed."""
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
             tried = with_changes(config, {LAYERS: middle})
-            if self.of(tried).needed <= memory:
+            if self.estimate(tried).needed <= memory:
                 best, enough = tried, middle
             else:
                 too_few = middle
@@ -184,32 +184,32 @@ class Planner:
         return allowed[-1]
 
     def decisions(self, config: RunConfig) -> Decisions:
-        """What is decided for a configuration on this machine: the record that the builder executes."""
+        """Return the decisions for a configuration on this machine."""
         return decide(config, self.machine, self.shapes.facts)
 
     def work(self, config: RunConfig, decided: Decisions) -> Work:
-        """What one micro-step computes."""
+        """Return the sizes and kernels of one micro-step."""
         training = config.training
         length = min(self.lengths.longest, config.dataset.max_length)
         attention = decided.attention.value
-        # Attention sinks without flash attention: the model's own code, as if one document were the whole pack.
+        # Attention sinks without flash attention: the model's own code, as if the pack were one document.
         eager = attention == "eager" or (attention == VARLEN and not self.machine.flash)
         masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
         masked |= attention == "sdpa" and self.shapes.facts.masked
         without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
-        fused = bool(decided.fused_head.value)  # where only the device shows it, all logits count
+        fused = bool(decided.fused_head.value)  # if only the device can decide, all logits count
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
             rows_apart=reference if decided.reference.value == "apart" else 0,
             length=length,
-            # Without the fused loss a position has logits in every row if it has a target in one.
+            # Without the fused loss, a position with a target in one row has logits in every row.
             targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused else length,
             element=self._element,
             norms=decided.norms.value,
             swiglu=decided.swiglu.value,
             rotary=decided.rotary.value,
-            forgets=decided.recomputed_results.value,
+            recomputed_results=decided.recomputed_results.value,
             fused_loss=fused,
             recompute=decided.recomputes.value,
             recomputed_layers=training.gradient_checkpointing_layers,
@@ -252,7 +252,7 @@ class Planner:
         )
 
     def _base_states(self, config: RunConfig, decided: Decisions) -> int:
-        """Bytes that scu.reference_cache keeps, if the run is long enough; of a file not looked at nothing is known."""
+        """Return the bytes of scu.reference_cache, if the run is long enough to use it and the file's size is known."""
         scu = config.scu
         if decided.reference.value == "none" or not scu.reference_cache or decided.fused_head.value is False:
             return 0
@@ -279,7 +279,7 @@ def _offloads_of(stage: int) -> list[str]:
 
 
 def _reference_rows(config: RunConfig) -> int:
-    """What `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences."""
+    """Return the rows that `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences."""
     scu, training = config.scu, config.training
     if not scu.enabled or scu.measure != "kl":
         return 0
@@ -287,7 +287,7 @@ def _reference_rows(config: RunConfig) -> int:
 
 
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """A copy of the configuration with `section.setting` or top-level settings replaced."""
+    """Return a copy of the configuration with `section.setting` or top-level settings replaced."""
     sections: dict[str, dict[str, Any]] = {}
     top: dict[str, Any] = {}
     for dotted, value in changes.items():
@@ -301,7 +301,7 @@ def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB with enough digits to compare; as MiB below a tenth of one."""
+    """Format bytes as GiB, or as MiB below a tenth of one."""
     if size < GIB / 10:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Before training: `auto` resolved and the estimate held against each card; after it: the estimate beside the peak."""
+"""Before training, resolve `auto` and check the estimate against each GPU; after it, compare estimate and peak."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,7 @@ from trainer.contract.rank_variables import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import with_global_batch, with_looks_in_steps
-from trainer.memory.advice import does_not_fit, smaller_samples
+from trainer.memory.advice import describe_misfit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
@@ -33,7 +33,7 @@ from trainer.tasks.images.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The configuration without `auto`, what it was estimated to need, and lines for the console."""
+    """The configuration without `auto`, its estimate, and lines for the console."""
 
     config: RunConfig
     found: Estimate | None
@@ -44,10 +44,10 @@ class MemoryPlan:
 def plan_memory(
     config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
 ) -> MemoryPlan:
-    """Resolve `auto` and check that the run fits, alike on all ranks, all of which must call it.
+    """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
 
-    Rank 0 estimates for the card with the least free memory, and the others take over what it found. Raises UserError,
-    on every rank, with the figures and three changes, unless training.ignore_memory_check.
+    Rank 0 estimates for the GPU with the least free memory and broadcasts the plan. Raises UserError on every rank,
+    with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
     neighbours = _ranks_on_this_host(ranks)
@@ -58,8 +58,8 @@ def plan_memory(
         try:
             own = _has_own_kernels(config, device)
             machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels())
-            plan = plan_on(machine, config, prepared, memory)
-            answer[0] = plan if on_gpu else with_host_check(plan, neighbours)
+            plan = plan_for_machine(machine, config, prepared, memory)
+            answer[0] = plan if on_gpu else check_host_memory(plan, neighbours)
         except UserError as error:
             answer[0] = str(error)
     if dist.is_initialized() and ranks.world_size > 1:
@@ -70,14 +70,14 @@ def plan_memory(
     return agreed
 
 
-def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
-    """The plan for ranks of which each has `memory` bytes of a GPU, or None for a CPU. Raises UserError as above."""
+def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
+    """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
     config = with_global_batch(config, samples_of(prepared), machine.world_size)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = _planner(machine, config, prepared)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A model built in a way that the estimate does not know still trains, if nothing depends on the estimate.
+        # A model that the estimate cannot handle still trains, if no setting depends on the estimate.
         reason = f"{type(error).__name__}: {error}"
         if is_open:
             raise UserError(
@@ -95,16 +95,16 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
             f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
         )
     resolved = with_looks_in_steps(planner.resolve(config, memory), samples_of(prepared), machine.world_size)
-    found = planner.of(resolved)
+    found = planner.estimate(resolved)
     notes = []
     if is_open:
         chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
-        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults, for there is no GPU to fill"
+        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults without a GPU"
         notes.append(f"auto: {chosen}, {reason}")
     if config.training.gradient_checkpointing == "auto" and memory is not None:
         notes.append(recomputation_line(planner, resolved, memory))
     if memory is not None and found.needed > memory:
-        problem = does_not_fit(planner, resolved, memory, "has free")
+        problem = describe_misfit(planner, resolved, memory, "has free")
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
@@ -124,19 +124,19 @@ def _planner(machine: Machine, config: RunConfig, prepared: Prepared) -> Planner
 
 
 def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:
-    """Why `training.gradient_checkpointing: auto` is what it is."""
-    training, found = resolved.training, planner.of(resolved)
+    """Explain how `training.gradient_checkpointing: auto` was resolved."""
+    training, found = resolved.training, planner.estimate(resolved)
     way, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
-    without = planner.of(with_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
-    return line if way == "none" else f"{line}; without it {gib(without.needed)}, and there are {gib(memory)}"
+    without = planner.estimate(with_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
+    return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
-def on_this_cpu(config: RunConfig, prepared: Prepared) -> str:
-    """What a rank takes on the CPU of this machine and what is free, for a machine that has no GPU."""
+def describe_cpu_memory(config: RunConfig, prepared: Prepared) -> str:
+    """Describe the memory that a rank takes on this machine's CPU, and what is free, for a machine without a GPU."""
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    plan = plan_on(Machine.cpu(1, precision), config, prepared, None)
+    plan = plan_for_machine(Machine.cpu(1, precision), config, prepared, None)
     if plan.found is None:
         return plan.notes[0]
     free, _ = host_memory_left()
@@ -145,23 +145,23 @@ def on_this_cpu(config: RunConfig, prepared: Prepared) -> str:
 
 
 def _ranks_on_this_host(ranks: Ranks) -> int:
-    """This rank among them; every rank must call it."""
+    """Count the ranks on this host, including this one; every rank must call it."""
     names: list[Any] = [host_name()] * ranks.world_size
     if dist.is_initialized() and ranks.world_size > 1:
         dist.all_gather_object(names, host_name())
     return names.count(host_name())
 
 
-def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
-    """A plan for ranks on a CPU, `processes` of them on this host, with a warning where they are too large for it.
+def check_host_memory(plan: MemoryPlan, processes: int) -> MemoryPlan:
+    """Add a warning to a plan for CPU ranks, `processes` of them on this host, if they exceed its free memory.
 
-    Raises UserError where the host has not that much memory in all, unless training.ignore_memory_check.
+    Raises UserError if they exceed its total memory, unless training.ignore_memory_check is set.
     """
     if plan.found is None:
         return plan
     needed = processes * plan.found.needed
     free, total = host_memory_left()
-    free += processes * psutil.Process().memory_info().rss  # what the ranks hold already
+    free += processes * psutil.Process().memory_info().rss  # already used by the ranks
     if needed <= free:
         return plan
     who = "the only rank takes" if processes == 1 else f"{processes} ranks of this host take"
@@ -175,7 +175,7 @@ def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
-    """Whether the CUDA operators will be used, which may be built meanwhile."""
+    """Return whether the CUDA operators will be used; they may still be building."""
     unused = config.adapter == "none" and config.ops.elementwise != "auto"
     if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
         return False
@@ -185,7 +185,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Bytes that the rank with the least of them can still use, its CUDA context counted in; None without a GPU."""
+    """Return the free bytes of the rank with the least, including its CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -197,10 +197,7 @@ def _least_free(config: RunConfig, device: torch.device) -> int | None:
 
 
 def peak_over_ranks(device: torch.device) -> int:
-    """Largest memory that torch has allocated on any rank's GPU, or that a process has held on a CPU; bytes.
-
-    Every rank must call it.
-    """
+    """Return the peak bytes allocated on any rank's GPU, or by any process on a CPU; every rank must call it."""
     peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -210,10 +207,10 @@ def peak_over_ranks(device: torch.device) -> int:
 def record_memory(
     run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device, halvings: Sequence[Halving]
 ) -> str:
-    """Write both figures and what was decided into run.json; returns the figures as a line for the console.
+    """Write estimate, measured peak and decisions into run.json; return the figures as a line for the console.
 
-    On a CPU what is measured is the whole process, Python and libraries included. `halvings` are the times that the
-    micro-batch was made smaller.
+    On a CPU the whole process is measured, including Python and libraries. `halvings` are the changes of the
+    micro-batch.
     """
     on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"

@@ -1,4 +1,4 @@
-"""The memory of a rank on a CPU: one process with interpreter, libraries, tensors, and the heap's gaps between them."""
+"""The memory of a rank on a CPU: a process with interpreter, libraries, tensors, and gaps in the heap."""
 
 from pathlib import Path
 
@@ -8,30 +8,30 @@ from ops.head import LOGITS_AT_ONCE
 from trainer.memory.activations import (
     FP32,
     Work,
-    kept_by_layer,
-    kept_by_layers,
+    layer_activation_bytes,
     loss_head,
     recomputed_layer,
+    total_activation_bytes,
 )
 from trainer.memory.widths import Shapes
 
 PROCESS = 550 * 2**20
-"""Python, torch, transformers, DeepSpeed and gloo in a process that has trained a model of next to nothing."""
+"""Python, torch, transformers, DeepSpeed and gloo in a process that has trained a tiny model."""
 LEFT_IN_HEAP = 0.7
-"""Fraction of what all layers keep that the C library's heap holds beside it at the peak: it returns little of what
-is freed between tensors that stay. Measured in fp32 and bf16, 256 to 7,168 tokens, recomputed and not: 0.4 to 0.9."""
+"""Free memory in the C library's heap at the peak, as a fraction of what all layers keep: little of what is freed
+between live tensors is returned. Measured 0.4 to 0.9 in fp32 and bf16, 256 to 7,168 tokens, recomputed and not."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def process_peak(shapes: Shapes, work: Work, resident: int) -> int:
-    """Peak resident memory of a process whose weights, optimizer and buffers take `resident` bytes."""
-    kept = kept_by_layers(shapes, work) + recomputed_layer(shapes, work.of_larger_pass)
-    in_gaps = int(LEFT_IN_HEAP * sum(kept_by_layer(layer, work) for layer in shapes.layers))
+    """Return the peak resident memory of a process with `resident` bytes of weights, optimizer state and buffers."""
+    kept = total_activation_bytes(shapes, work) + recomputed_layer(shapes, work.larger_pass)
+    in_gaps = int(LEFT_IN_HEAP * sum(layer_activation_bytes(layer, work) for layer in shapes.layers))
     return PROCESS + resident + kept + in_gaps + _loss(shapes, work)
 
 
 def _loss(shapes: Shapes, work: Work) -> int:
-    """Without a GPU's kernel a chunk's logits have log-probabilities in 32 bits beside them, and a copy in 16 bits."""
+    """Return the bytes of the loss: without a GPU kernel, logits of a chunk, their 32-bit log-probabilities, a copy."""
     if not work.fused_loss:
         return loss_head(shapes, work)
     chunk = min(work.rows * min(work.targets, work.length) * shapes.vocabulary, LOGITS_AT_ONCE)
@@ -39,7 +39,7 @@ def _loss(shapes: Shapes, work: Work) -> int:
 
 
 def host_memory_left() -> tuple[int, int]:
-    """Bytes of this host, or of the control group it is limited to, that are free, and all of them."""
+    """Return the free and the total bytes of this host, or of its control group if that is limited."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
     try:

@@ -1,4 +1,4 @@
-"""The bytes of a model's weights on one rank: as they are stored, partitioned, and gathered again under stage 3."""
+"""The bytes of a model's weights on one rank: stored, partitioned, and gathered at stage 3."""
 
 from dataclasses import dataclass
 
@@ -6,54 +6,54 @@ from ops.fake_quantised import ELEMENTS_AT_ONCE
 from trainer.memory.widths import Shapes, Weight
 
 ALLOCATION = 512
-"""Bytes to which torch's allocator rounds every tensor."""
+"""Granularity in bytes of torch's allocator."""
 ROUNDED_AT_ONCE = 16
-"""Bytes for each of the weights that are rounded at a time (training.qat): four copies in 32 bits."""
+"""Bytes per weight while a matrix is rounded (training.qat): four copies in 32 bits."""
 GATHERED_LAYERS = 2
-"""Layers whose weights are whole at once under stage 3: the one that computes and the one that is fetched."""
+"""Layers that are gathered at once at stage 3: the one that computes and the one that is prefetched."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How parameters, gradients and optimizer state are kept: stage, ranks, offload, formats."""
+    """How parameters, gradients and optimizer state are stored: stage, ranks, offload, formats."""
 
     stage: int
     world_size: int
     offload_optimizer: bool
     offload_parameters: bool
     by_layer: bool
-    """Stage 3 gathers whole layers; the adapter stays on every rank."""
+    """Whether stage 3 gathers whole layers and replicates the adapter."""
     flat: bool
-    """One buffer for all LoRA factors."""
+    """Whether all LoRA factors are one buffer."""
     element: int
     master: bool
-    """16-bit training, with 32-bit master weights."""
+    """Whether training is in 16 bits with 32-bit master weights."""
     eight_bit_moments: bool
     packed: bool
     eight_bit: bool
-    """What is packed has 8 bits a value and a scale a row, not 4 bits and a scale a block."""
+    """Whether quantized weights have 8 bits and a scale per row, rather than 4 bits and a scale per block."""
     block_size: int
     double_quant: bool
     accumulation: int
     reduce_bucket: int
-    """Elements; trainer/parallel/engine/deepspeed_engine.py makes it no larger than what is trained."""
+    """Elements; limited to the number of trained ones by trainer/parallel/engine/deepspeed_engine.py."""
     overlap: bool
     on_gpu: bool
     prefetch: int
     live: int
     rounded: bool = False
-    """Adapted layers make their merged weight anew in every pass (training.qat)."""
+    """Whether adapted layers compute their merged weight in every pass (training.qat)."""
     base_states: int = 0
-    """Bytes on the host of what the base says of reference text."""
+    """Bytes of the base model's outputs on reference text, on the host."""
 
 
 def rounded(size: int) -> int:
-    """Up to what the allocator hands out."""
+    """Round up to the granularity of the allocator."""
     return -(-size // ALLOCATION) * ALLOCATION
 
 
 def bytes_of(weight: Weight, placement: Placement) -> int:
-    """A weight as it lies on the card: elements x e, or a byte or half a byte each with their scales."""
+    """Return the bytes of a stored weight: elements x e, or 1 or 1/2 byte each plus scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
     if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
@@ -62,18 +62,16 @@ def bytes_of(weight: Weight, placement: Placement) -> int:
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
-    """Whether a weight has 4 or 8 bits for a value: a packed base's matrices, and what is stored so."""
+    """Return whether a weight is quantized to 4 or 8 bits, by this run or in its checkpoint."""
     return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
-    """What a quantised weight needs in addition to its numbers.
+    """Return the bytes of the scales of a quantized weight.
 
-    8 bits: 4 bytes a row, or for each scale that is stored.
-
-    Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
-    256 numbers of 32 bits per matrix. Of experts each has its own blocks, and all have the same books. MXFP4: 1 byte
-    per 32 values.
+    8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
+    block and 4 bytes per 256 blocks; codebooks of 16 and 256 32-bit numbers per matrix, shared by experts, which have
+    separate blocks. MXFP4: 1 byte per 32 values.
     """
     if not is_packed(weight, placement):
         return 0
@@ -92,7 +90,7 @@ def scales_of(weight: Weight, placement: Placement) -> int:
 
 
 def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
-    """The buffers into which packed experts are dequantised: one for each of a layer's tensors, for all layers."""
+    """Return the bytes of the buffers for dequantized experts: one per tensor of a layer, shared by all layers."""
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if weight.experts and is_packed(weight, placement):
@@ -101,7 +99,7 @@ def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
 
 
 def rounded_weight(shapes: Shapes, placement: Placement) -> int:
-    """One layer's Q(W + s B A), which is there for a product and goes, and what its rounding takes beside it."""
+    """Return the bytes of a temporary merged weight Q(W + s B A) and of its rounding."""
     if not placement.rounded:
         return 0
     largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
@@ -109,26 +107,25 @@ def rounded_weight(shapes: Shapes, placement: Placement) -> int:
 
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:
-    """The frozen weights with their scales: whole, or this rank's share under stage 3, or none where offloaded."""
+    """Return the bytes of frozen weights and scales on this rank: whole, a shard at stage 3, or 0 if offloaded."""
     return held(sum(bytes_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
 def quantisation_state(shapes: Shapes, placement: Placement) -> int:
-    """The scales among `base_weights`."""
+    """Return the bytes of the scales in `base_weights`."""
     return held(sum(scales_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
 def held(size: int, placement: Placement) -> int:
-    """What a rank's GPU holds of parameters that stage 3 partitions or offloads."""
-    return 0 if placement.stage == 3 and placement.offload_parameters else share(size, placement, 3)
+    """Return the bytes on a rank's GPU of parameters that stage 3 partitions or offloads."""
+    return 0 if placement.stage == 3 and placement.offload_parameters else shard_size(size, placement, 3)
 
 
 def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
-    """Whole weights that stage 3 holds at once: those of layers, and of what lies outside of them.
+    """Return the bytes of weights gathered at once at stage 3: those of layers, and those outside of layers.
 
     By layer: the largest frozen layer twice; embedding or head while it is used. By module: the same, trained or not,
-    and what DeepSpeed fetches ahead, up to `max_live_parameters`. A rank that is alone copies nothing, unless from host
-    memory.
+    and prefetched parameters up to `max_live_parameters`. A single rank copies nothing, unless from host memory.
     """
     alone = placement.world_size == 1 and not placement.offload_parameters
     if placement.stage < 3 or alone:
@@ -147,10 +144,10 @@ def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
 
 
 def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
-    """What stage 3 fetches for a layer: its frozen weights and, by module, trained ones other than LoRA's factors."""
+    """Return the weights that stage 3 gathers: frozen ones and, by module, trained ones except LoRA factors."""
     return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
 
 
-def share(size: int, placement: Placement, from_stage: int) -> int:
-    """A rank's part of what is partitioned from `from_stage` on."""
+def shard_size(size: int, placement: Placement, from_stage: int) -> int:
+    """Return a rank's shard of `size` bytes that are partitioned from `from_stage` on."""
     return -(-size // placement.world_size) if placement.stage >= from_stage else size

@@ -1,4 +1,4 @@
-"""The memory estimate's picture of a model: its tensors and the widths of its layers."""
+"""The memory estimate's view of a model: its tensors and the widths of its layers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,28 +8,28 @@ from trainer.patches.model_properties import ModelProperties
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter: its elements, whether it is a matrix that a quantised base packs, whether it is trained."""
+    """A parameter: its elements, whether it is a matrix that a quantized base packs, whether it is trained."""
 
     elements: int
     packable: bool
     trained: bool
     layer: int
-    """Number of the decoder layer that it belongs to, -1 outside of them."""
+    """Index of its decoder layer; -1 outside of layers."""
     factor: bool = False
-    """One of LoRA's two."""
+    """Whether it is a LoRA factor."""
     experts: int = 0
-    """How many experts' matrices it holds, each of which is packed by itself; 0 for others."""
+    """Number of experts in it, each of which is packed separately; 0 for other weights."""
     mxfp4: bool = False
-    """Whether it is stored in MXFP4 and stays so."""
+    """Whether it is stored and kept in MXFP4."""
     rows: int = 0
-    """Of a matrix, or of all experts' matrices."""
+    """Rows of the matrix, or of all experts' matrices."""
     fp8_scales: int = 0
-    """Scales that it is stored with in FP8, in which it stays; 0 of what is stored otherwise."""
+    """Number of scales if it is stored and kept in FP8, otherwise 0."""
 
 
 @dataclass(frozen=True)
 class NormBytes:
-    """Norms over the residual stream: how many, and the bytes a token that their own code keeps, by its type."""
+    """Norms over the residual stream: their number, and the bytes per token that their own code keeps, by dtype."""
 
     count: int
     in_16_bits: int
@@ -43,44 +43,44 @@ class Mixer:
     kind: str
     """`attention`, `gated`, `plain` (feed-forward without a gate), `experts` or `recurrent`."""
     width_in: int
-    """What its first projections read."""
+    """Input width of its first projections."""
     width_projected: int
-    """What they write, together."""
+    """Total output width of its first projections."""
     width_inner: int
-    """What its last projection reads."""
+    """Input width of its last projection."""
     heads: int
     trained_in: bool
-    """Whether its first projections are adapted or trained, so that what they read is kept for the backward pass."""
+    """Whether its first projections are adapted or trained, so that their input is kept for the backward pass."""
     trained_out: bool
     ranks: int
-    """Padded ranks of its adapters together."""
+    """Sum of the padded ranks of its adapters."""
     norm_width: int = 0
-    """What norms within it read (query and key norms)."""
+    """Input width of norms within it (query and key norms)."""
     largest_weight: int = 0
     """Elements of its largest matrix."""
     copied: int = 0
-    """Width of queries and keys that are rotated, and so copied, out of one fused projection."""
+    """Width of queries and keys that are copied out of a fused projection when they are rotated."""
     own_softmax: bool = False
-    """Whether eager attention takes its probabilities in the type of its scores (attention sinks), not in 32 bits."""
+    """Whether eager attention has probabilities in the dtype of its scores (attention sinks) rather than 32 bits."""
     relaid: bool = False
-    """Whether the model's own rotary embedding leaves a layout for which attention's output is copied."""
+    """Whether the model's own rotary embedding changes the layout, so that attention's output is copied."""
     scan: int = 0
     """Elements per token of a recurrent layer's scan in plain torch."""
     activated: float = 2.0
-    """What the activation's own code keeps, its result among it, in units of its input (seen by running it)."""
+    """What the activation's own code keeps, including its result, in units of its input (observed by running it)."""
     choices: int = 1
-    """Experts that a token visits; widths of experts are those of one."""
+    """Number of experts that a token visits; widths are those of one expert."""
     packed: bool = False
-    """Whether experts are stored in 4 or 8 bits, whatever the rest of the base is in."""
+    """Whether experts are stored in 4 or 8 bits, whatever the format of the rest of the base."""
     by_operator: bool = False
-    """Whether our operator computes the experts, and keeps the frozen product of gate and up and h of each visit."""
+    """Whether our operator computes the experts; it keeps the frozen product of gate and up, and h, per visit."""
     known_gate: bool = False
-    """Whether it can: on a GPU it then computes experts without an adapter as well."""
+    """Whether our operator supports the gate; on a GPU it then also computes experts without an adapter."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: the hidden width, its norms over that width, its mixers."""
+    """A decoder layer: the hidden width, its norms over that width, its mixers."""
 
     hidden: int
     norms: NormBytes
@@ -88,36 +88,36 @@ class Layer:
 
     @property
     def parallel(self) -> bool:
-        """Whether attention and feed-forward part read the output of one norm."""
+        """Whether attention and feed-forward layer read the output of the same norm."""
         return self.norms.count == 1 and sum(mixer.trained_in for mixer in self.mixers) > 1
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Everything the estimate reads of a model."""
+    """Everything that the estimate uses of a model."""
 
     hidden: int
     vocabulary: int
     tied: bool
     norm: NormBytes
-    """Those outside of the layers."""
+    """Norms outside of layers."""
     weights: tuple[Weight, ...]
     layers: tuple[Layer, ...]
     facts: ModelProperties
-    """What decides between kernels."""
+    """Model properties that determine the kernels."""
     softcap: bool
-    """Whether its attention scores go through a hyperbolic tangent."""
+    """Whether attention scores are capped by tanh."""
     fp8: Literal["", "rows", "blocks"] = ""
-    """What shares a scale in a checkpoint that is stored in FP8."""
+    """What shares a scale in an FP8 checkpoint."""
     buffers: int = 0
-    """Bytes of tables beside the weights, which stay as they are: SD3.5 Medium's positions take 864 MiB."""
+    """Bytes of buffers, which keep their dtype: SD3.5 Medium's position table takes 864 MiB."""
 
     @property
     def trained(self) -> int:
-        """Trained elements."""
+        """Number of trained elements."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
     @property
     def frozen(self) -> int:
-        """Frozen elements."""
+        """Number of frozen elements."""
         return sum(weight.elements for weight in self.weights if not weight.trained)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
@@ -30,7 +30,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
         return random_config(base_model)
     check_source("base_model", base_model)
     check_config_file(base_model)
-    ask_once_without_network(base_model)
+    disable_retries_without_network(base_model)
     try:
         config = AutoConfig.from_pretrained(
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
@@ -85,7 +85,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
     setting, name = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("base_model", base_model)
     check_source(setting, name)
-    ask_once_without_network(name)
+    disable_retries_without_network(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.contract.full_disk import disk_errors_into
+from trainer.contract.full_disk import collect_disk_errors
 from trainer.monitor.console import warn
 
 METRICS_FILE = "metrics.jsonl"
@@ -103,7 +103,7 @@ class MetricFiles:
             return
         self._closed = True
         failures: list[str] = []
-        with disk_errors_into(failures, self._run_dir):
+        with collect_disk_errors(failures, self._run_dir):
             self._records.settle()
         if failures:
             warn(self._console, f"the last metrics of this run are not written: {failures[0]}")
@@ -114,7 +114,7 @@ class MetricFiles:
     def _write(self, to_events: Callable[[], object]) -> None:
         """Write the records that wait, then to the events; TensorBoard lacks what is logged while the disk is full."""
         failures: list[str] = []
-        with disk_errors_into(failures, self._run_dir):
+        with collect_disk_errors(failures, self._run_dir):
             self._records.settle()
             to_events()
         if failures and not self._paused:

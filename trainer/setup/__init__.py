@@ -1,1 +1,1 @@
-"""Do what comes before the first step: checks, data, joining the ranks, building the model."""
+"""Preparation before the first step: checks, data, joining the ranks, building the model."""

@@ -1,4 +1,4 @@
-"""The model as the engine gets it: base, adapter, fused operators, checkpointing."""
+"""Build the model for the engine: base, adapter, fused operators, checkpointing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,18 +29,18 @@ def build_model(
     precision: str,
     engine_config: dict[str, Any],
 ) -> tuple[Any, list[str]]:
-    """The base model with its adapter as decided, and lines for the console; every rank must call it.
+    """Build the base model with its adapter; also returns lines for the console. Every rank must call it.
 
-    `engine_config` is DeepSpeed's dictionary, by which stage 3 partitions the weights while they are read. The lines
-    warn where the model turned out other than was decided.
+    `engine_config` is DeepSpeed's dictionary, with which stage 3 partitions the weights while they are read. The lines
+    warn if the model differs from what was decided.
     """
     dtype = DTYPES[precision]
     shards = _layer_shards(config, decided, task, ranks, device)
     with phase("weights"):
         model = task.load_base(dtype, engine_config, shards)
-    wanted = patches_wanted(config, decided, device, dtype, task.small_pass, shards)
+    wanted = select_patches(config, decided, device, dtype, task.small_pass, shards)
     lines = [decided.line(), *exact_lines(model), *install("base", model, wanted)]
-    # The adapter's first values depend on the seed alone, not on what loading drew before.
+    # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
     set_seed(config.seed)
     if config.adapter != "none":
         with announce_partitioning(engine_config):
@@ -58,7 +58,7 @@ def build_model(
             lines += unquantized_lines(model)
     lines += install("adapted", model, wanted)
     if config.zero.stage == 3:
-        lines.append(_gathering(decided, shards))
+        lines.append(_describe_gather(decided, shards))
     set_seed(config.seed + ranks.rank)
     return model, lines
 
@@ -66,7 +66,7 @@ def build_model(
 def _layer_shards(
     config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device
 ) -> LayerShards | None:
-    """What cuts the base per layer while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
+    """Return the shards into which the base is loaded per layer; None with DeepSpeed's gather or a single rank."""
     if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
         return None
     return LayerShards(
@@ -78,8 +78,8 @@ def _layer_shards(
     )
 
 
-def _gathering(decided: Decisions, shards: LayerShards | None) -> str:
-    """For the console: how stage 3 gathers the base, and why so."""
+def _describe_gather(decided: Decisions, shards: LayerShards | None) -> str:
+    """Describe how stage 3 gathers the base, and why."""
     if shards is not None:
         return shards.line()
     if decided.gather.value == "layer":
@@ -87,7 +87,7 @@ def _gathering(decided: Decisions, shards: LayerShards | None) -> str:
     return f"base: gathered by DeepSpeed (zero.gather: module, {decided.gather.reason})"
 
 
-def patches_wanted(
+def select_patches(
     config: RunConfig,
     decided: Decisions,
     device: torch.device,
@@ -95,7 +95,7 @@ def patches_wanted(
     small_pass: Callable[[Any], object],
     shards: LayerShards | None = None,
 ) -> Wanted:
-    """What `trainer/patches/installation.py` is to install on the model of a run, and on its engine."""
+    """Return the patches to install on the model and engine of a run (trainer/patches/installation.py)."""
     parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
     return Wanted(
         config=config,

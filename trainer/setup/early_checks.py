@@ -1,7 +1,4 @@
-"""What can be seen to be wrong with a run before torch is imported: in the launcher, and in commands that check a run.
-
-Nothing that is imported here imports torch (a contract of import-linter).
-"""
+"""Checks of a run without importing torch (a contract of import-linter), for the launcher and validate."""
 
 from pathlib import Path
 
@@ -13,9 +10,9 @@ from trainer.model.published_shapes import is_random
 
 
 def check_early(config: RunConfig, *, to_train: bool = True) -> None:
-    """Raise UserError for an output folder that cannot be used, and for a base model or data that do not exist.
+    """Raise UserError if the output folder cannot be used, or the base model or data do not exist.
 
-    `to_train` false: for a look at a configuration whose output folder may hold a run already.
+    With `to_train=False` the output folder may already contain a run.
     """
     check_place(config)
     if to_train:

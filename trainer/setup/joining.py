@@ -1,4 +1,4 @@
-"""How a rank joins a run: it meets the others, and all decide the same before weights are loaded."""
+"""Join a run: the ranks form a process group and agree on all decisions before weights are loaded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Joined:
-    """What all ranks of a run agree on before they load weights."""
+    """Everything that the ranks of a run agree on before they load weights."""
 
     config: RunConfig
-    """Without `auto`."""
+    """The configuration without `auto`."""
     prepared: Prepared
     device: torch.device
-    """This rank's."""
+    """Device of this rank."""
     precision: str
     memory: MemoryPlan
-    """With the decisions."""
+    """Memory plan with the decisions."""
     task: Task
 
 
@@ -46,12 +46,12 @@ class Joined:
 def join(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say
 ) -> Joined:
-    """Form the process group, plan the memory, decide and say so; every rank must call it.
+    """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
-    `notes` are those of reading the settings. Raises UserError where ranks differ in what must be equal.
+    `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
     device = ranks.device()
-    if device.type == "cuda" and prepared.tokenizer is not None:  # image models have no kernel of Triton's
+    if device.type == "cuda" and prepared.tokenizer is not None:  # image models use no Triton kernels
         hash_triton_ahead()
     prepared = _meet(config, prepared, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
@@ -64,24 +64,24 @@ def join(
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
-    _say_steps(config, resolved, samples_of(prepared), ranks.world_size, say)
+    _print_steps(config, resolved, samples_of(prepared), ranks.world_size, say)
     return Joined(resolved, prepared, device, precision, memory, task)
 
 
 def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say) -> Prepared:
-    """The process group; the data with a stream shared between hosts where there are several."""
+    """Form the process group; return the data, with a shared stream if there are several hosts."""
     world = meet(ranks, config, lock.token if lock is not None else "")
     form_process_group(ranks, collective_timeout(config.training))
     if world.hosts > 1:
         blocks = folder_of_run(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
         prepared = share_stream(prepared, blocks)
     say(world.summary)
-    if (warning := known_versions.warning()) is not None:
+    if (warning := known_versions.version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     return prepared
 
 
-def _say_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Say) -> None:
+def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Say) -> None:
     warnings = step_warnings(resolved, samples, ranks)
     say(f"steps: {steps_line(resolved.training, samples, ranks)}")
     if smaller := smaller_batch_line(given.training, resolved.training, ranks):

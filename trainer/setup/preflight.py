@@ -1,7 +1,7 @@
-"""Everything that can be known before a weight is loaded: the model's config, the tokenizer, the targets, the data.
+"""Checks and preparation before weights are loaded: the model's configuration, tokenizer, targets, and data.
 
-`zerolora prepare` (trainer/commands/prepare_run.py) runs the checks and fills the cache of tokenised data; ranks find
-both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
+`zerolora prepare` (trainer/commands/prepare_run.py) runs the checks and fills the cache of tokenized data, which the
+ranks reuse. Every failure is a UserError, and nothing is written to the output folder.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
-from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, fit_max_length, samples_of
@@ -47,50 +47,50 @@ from trainer.tasks.images.prepare import prepare_image_run, refuse_image_setting
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the files of a model say, apart from its weights."""
+    """The content of a model's files, except its weights."""
 
     tokenizer: Any
     model_config: Any
     longest: int | None
-    """Tokens that the model was made for."""
+    """Context of the model in tokens."""
     notes: tuple[str, ...]
 
 
 def prepare(
     config: RunConfig,
-    tell: Callable[[str], None] = lambda phase: None,
+    report: Callable[[str], None] = lambda phase: None,
     *,
     to_train: bool = True,
     model_files: ModelFiles | None = None,
 ) -> Prepared:
-    """Check what can be checked without weights and tokenise the data; `tell` gets each phase. Raises UserError.
+    """Check the run without weights, and tokenize the data; `report` gets the name of each phase. Raises UserError.
 
-    `to_train` false: for a look at a configuration whose output folder may hold a run already. `model_files` is what
-    `read_model_files` has found in this process.
+    With `to_train=False` the output folder may already contain a run. `model_files` is an earlier result of
+    `read_model_files` in this process.
     """
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
     if is_pipeline(config):
-        prepared = prepare_image_run(config, tell)
+        prepared = prepare_image_run(config, report)
     else:
-        prepared = _prepare_text(config, tell, model_files)
-    # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.
+        prepared = _prepare_text(config, report, model_files)
+    # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
     return prepared
 
 
-def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: ModelFiles | None) -> Prepared:
+def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files: ModelFiles | None) -> Prepared:
     if model_files is None:
-        tell(f"checking the model {config.base_model}")
+        report(f"checking the model {config.base_model}")
         model_files = read_model_files(config)
     refuse_image_settings(config)
     notes, given = model_files.notes, config
     config = fit_max_length(given, model_files.longest)
     if config is not given:
-        notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context: shorter than the default",)
+        notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context, instead of the default",)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
+    report(f"tokenizing {', '.join(map(str, paths))}, unless it is cached")
     data = prepare_data(
         config.dataset,
         model_files.tokenizer,
@@ -99,20 +99,20 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
         max_length_of_model=model_files.longest,
     )
     if data.stats.records:
-        tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
+        report(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
     return Prepared(
         model_files.tokenizer,
         model_files.model_config,
         data,
         notes,
-        reference_of(config, model_files.tokenizer),
+        load_reference(config, model_files.tokenizer),
         tuple(sample_prompts(config.logging.sample_prompts)),
         model_files.longest,
     )
 
 
 def check_settings(config: RunConfig) -> None:
-    """Raise UserError for settings that this machine, or its packages, cannot carry out."""
+    """Raise UserError for settings that this machine or its packages do not support."""
     check_reporters(config.logging)
     check_extra_keys(config.training, config.zero)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,11 +127,11 @@ def check_settings(config: RunConfig) -> None:
     on_gpu = {"lora.init": "loftq", "ops.backend": "cuda", "model.attn_implementation": "flex_attention"}
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
         if switch_value(config, name) == value:
-            raise UserError(f"{name}={value}: runs on a GPU, and this machine has none; remove it")
+            raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove it")
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
-    """Raise UserError where the output folder cannot be used, or has no checkpoint to go on from."""
+    """Raise UserError if the output folder cannot be used, or has no checkpoint to resume."""
     check_place(config)
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
     if to_train:
@@ -139,7 +139,7 @@ def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
 
 
 def read_model_files(config: RunConfig) -> ModelFiles:
-    """The model's configuration and tokenizer, and whether its weights and layers will do. Raises UserError."""
+    """Read the model's configuration and tokenizer, and check its weights and layers. Raises UserError."""
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
     check_settings_fit(config, model_config)
@@ -147,7 +147,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     longest = context_length(model_config)
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.dataset.chat_template:
-        # Saved with the tokenizer, so that whoever loads the adapter writes prompts as it was trained on.
+        # Saved with the tokenizer, so that the adapter is used with the prompts it was trained on.
         tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
@@ -168,11 +168,11 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     return ModelFiles(tokenizer, model_config, longest, tuple(notes))
 
 
-def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
-    """The texts of scu.reference. Raises UserError, also for a law of the SCU that means nothing."""
+def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
+    """Load the texts of scu.reference; raises UserError, also for an invalid law of the SCU."""
     if not config.scu.enabled:
         return None
-    # A size below 2B stands in for the model's, which is counted when its weights are there.
+    # Any size below 2B; the model's parameters are counted when its weights are loaded.
     build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
@@ -182,22 +182,22 @@ def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
 def prepare_to_resume(
     config: RunConfig,
     world_size: int | None = None,
-    tell: Callable[[str], None] = lambda phase: None,
+    report: Callable[[str], None] = lambda phase: None,
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """`prepare`, and what comes before and after it where a checkpoint is resumed; each byte of it is read."""
+    """Prepare a run, and check the checkpoint that it resumes, if any, by reading all of it."""
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
-    prepared = prepare(config, tell, to_train=to_train)
+    prepared = prepare(config, report, to_train=to_train)
     config = fit_max_length(config, prepared.longest)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
-def begin_to_build(config: RunConfig) -> None:
-    """Compile the CUDA operators, if this run is to use them, beside whatever comes until they are needed.
+def start_build(config: RunConfig) -> None:
+    """Start to compile the CUDA operators in the background if this run uses them.
 
-    UserError where they are asked for and cannot be built.
+    Raises UserError if they are requested and cannot be built.
     """
     if not _uses_operators(config):
         return
@@ -210,14 +210,14 @@ def begin_to_build(config: RunConfig) -> None:
         raise UserError(str(error)) from error
 
 
-def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Wait until the CUDA operators are built, if this run is to use them, for ranks that are to find them built."""
+def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
+    """Build the CUDA operators for the ranks if this run uses them."""
     if not _uses_operators(config):
         return
     import ops
 
     assert config.ops.backend in ("auto", "cuda")
-    tell("building the operators, or finding them built")
+    report("building the operators, unless they are cached")
     try:
         ops.load(config.ops.backend)
     except ValueError as error:
@@ -229,7 +229,7 @@ def _uses_operators(config: RunConfig) -> bool:
 
 
 def check_packing(model_config: Any) -> None:
-    """Models whose layers carry a state along the sequence let documents of a pack see each other."""
+    """Raise UserError for recurrent layers, whose state would leak between the documents of a packed sequence."""
     text_config = model_config.get_text_config()
     layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
     layer_types |= {str(kind) for kind in getattr(text_config, "layers_block_type", None) or ()}
@@ -238,7 +238,7 @@ def check_packing(model_config: Any) -> None:
     if recurrent or state_space:
         what = ", ".join(recurrent or state_space)
         raise UserError(
-            f"dataset.packing=true: this model has recurrent layers ({what}) that carry one document into the next; "
+            f"dataset.packing=true: recurrent layers of this model ({what}) would carry state between documents; "
             "set dataset.packing: false"
         )
 
@@ -247,7 +247,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
     if path and (Path(path).exists() or path.startswith(("/", "."))):
         if not (Path(path) / FILE).exists():
-            raise UserError(f"lora.adapter_path={path}: no {FILE} there; name the folder of a PEFT adapter")
+            raise UserError(f"lora.adapter_path={path}: has no {FILE}; name the folder of a PEFT adapter")
         if problem := find_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
     elif path:
@@ -255,12 +255,12 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
 
 def _check_adapter_on_hub(name: str) -> None:
-    """Raise UserError where the hub, or its cache, does not give an adapter's settings: before weights are loaded."""
+    """Raise UserError if an adapter's settings cannot be loaded from the hub or its cache."""
     from peft import PeftConfig
 
     check_source("lora.adapter_path", name)
-    ask_once_without_network(name)
+    disable_retries_without_network(name)
     try:
         PeftConfig.from_pretrained(name)
-    except Exception as error:  # what its values make of PEFT's classes is as bad as a file that is not there
+    except Exception as error:  # invalid values raise any exception in PEFT
         raise unreadable("lora.adapter_path", name, error) from None

@@ -214,7 +214,7 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Findin
             return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None
         if AUTO in (config.zero.stage, config.training.batch_size):
             config = planner.resolve(config, None)
-        found = planner.of(config)
+        found = planner.estimate(config)
     except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return {}, Finding("estimate", "WARN", f"no memory estimate for this model: {error}")
     return {"host_per_rank": found.host, "disk": found.disk}, None

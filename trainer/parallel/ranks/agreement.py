@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import RunConfig, UserError, collective_timeout
-from trainer.contract.folder_lock import is_seen
+from trainer.contract.folder_lock import can_see_lock
 from trainer.contract.home import CHECKOUT
 from trainer.contract.rank_variables import host_name
 from trainer.contract.versions import installed_version, package_versions
@@ -99,7 +99,7 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
     if ranks.is_main:
         exchange.set("folder", token)
     token = exchange.get("folder").decode()
-    report = replace(report, sees_folder=ranks.is_main or not token or is_seen(Path(config.output_dir), token))
+    report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(Path(config.output_dir), token))
     answer = _exchange(exchange, ranks, report, patience, config.output_dir)
     if answer["wrong"]:
         raise UserError(answer["wrong"])

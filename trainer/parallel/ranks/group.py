@@ -18,16 +18,16 @@ from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
 from trainer.contract.known_versions import replaced, require
-from trainer.contract.ports import free_port, port_is_taken
+from trainer.contract.ports import free_port, port_taken_message
 from trainer.contract.rank_variables import (
     FAMILIES,
     OPEN_MPI,
     PMI,
     SRUN,
     host_name,
-    ranks_of_host,
+    local_world_size,
     read_place,
-    srun_meeting_point,
+    srun_rendezvous,
 )
 from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
@@ -66,7 +66,7 @@ class Ranks:
     def is_on_own_host(self, rank: int) -> bool:
         """Return whether the launcher's variables show that another rank is on this host."""
         first = self.rank - self.local_rank
-        return first <= rank < first + (ranks_of_host(os.environ) or 0)
+        return first <= rank < first + (local_world_size(os.environ) or 0)
 
     def device(self) -> torch.device:
         """Return the device of this rank."""
@@ -133,7 +133,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
     """Return a UserError about --master-port if the port is taken, which only rank 0 can see; else the error itself."""
     if "EADDRINUSE" not in str(error):
         return error
-    return UserError(port_is_taken(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
+    return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
 @replaces(
@@ -166,7 +166,7 @@ def find_meeting_point(ranks: Ranks) -> None:
     if ranks.world_size > 1 and family in (OPEN_MPI, PMI):
         _discover_through_mpi(ranks)
     elif ranks.world_size > 1 and family == SRUN:
-        address, port = srun_meeting_point(os.environ)
+        address, port = srun_rendezvous(os.environ)
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
 

@@ -21,7 +21,7 @@ class StartTimes:
     def __init__(self) -> None:
         began = _began(os.getpid()) or time.clock_gettime(time.CLOCK_BOOTTIME)
         launcher = ProcessMark.parse(os.environ.get(VARIABLE, ""))
-        self._launched = _began(launcher.pid) if launcher is not None and launcher.can_be_seen() else None
+        self._launched = _began(launcher.pid) if launcher is not None and launcher.is_visible() else None
         self._part: tuple[str, ...] = ("imports",)
         self._since, self._cpu = began, 0.0
         self._of_part: dict[tuple[str, ...], tuple[float, float]] = {}

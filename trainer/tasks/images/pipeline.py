@@ -12,7 +12,7 @@ import xxhash
 
 from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
-from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data.built_folder import built_folder
 from trainer.model.model_source import check_source, unreadable
 from trainer.tasks.images.families import FAMILIES, Family, find_family
@@ -233,7 +233,7 @@ def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/
     from huggingface_hub import snapshot_download
 
     check_source("base_model", base_model)
-    ask_once_without_network(base_model)
+    disable_retries_without_network(base_model)
     try:
         # Many repositories contain the weights several times, for other tools and in other precisions.
         ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
-from trainer.config.needs import Unread, unread_settings
+from trainer.config.needs import Unread, find_unread_settings
 from trainer.data.prepared import Prepared
 from trainer.model.targets import check_targets, targets_of
 from trainer.tasks.images.data import prepare_images
@@ -25,7 +25,7 @@ def refuse_image_settings(config: RunConfig) -> None:
 
 def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
     """Yield the changed settings that this kind of model does not use."""
-    for setting in unread_settings(config.model_copy(update={"task": task})):
+    for setting in find_unread_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
 

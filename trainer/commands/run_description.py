@@ -1,0 +1,104 @@
+"""Description of a prepared run for `zerolora validate`: model, adapter, data, memory and steps."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.step_count import (
+    smaller_batch_line,
+    step_warnings,
+    steps_line,
+    with_global_batch,
+    with_looks_in_steps,
+)
+from trainer.memory.preflight import describe_cpu_memory
+from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.base import empty_model
+from trainer.model.capacity import too_small
+from trainer.model.stored_fp8 import fp8_form
+from trainer.model.targets import unadapted_layers
+from trainer.patches.mamba import unadapted_lines
+from trainer.tasks.images.model import ImageModel
+from trainer.tasks.images.pipeline import Pipeline
+
+
+def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
+    """Return lines `name: text` that describe the run with this model, data and number of ranks."""
+    config = fit_max_length(config, prepared.longest)
+    model = _build_empty(config, prepared)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    lines = _describe_model(config, prepared, model, size)
+    trained = None
+    if config.adapter == "none":
+        lines.append("adapter: none, all weights are trained")
+    else:
+        trained, adapter_lines = _describe_adapter(config, prepared, model, size)
+        lines += adapter_lines
+    lines += [f"note: {note}" for note in prepared.notes]
+    lines += [f"data: {line}" for line in prepared.data.stats.lines()]
+    if not torch.cuda.is_available():
+        lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
+    samples = samples_of(prepared)
+    if trained is not None and samples is not None:
+        small = too_small(trained, prepared.data.stats.target_tokens, config.lora.r)
+        lines += [f"warning: {small}"] if small else []
+    resolved = with_looks_in_steps(with_global_batch(config, samples, ranks), samples, ranks)
+    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_on_more(config)}")
+    if smaller := smaller_batch_line(config.training, resolved.training, ranks):
+        lines.append(f"note: {smaller}")
+    lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
+    lines.append(f"output: {Path(config.output_dir).absolute()}")
+    return lines
+
+
+def _build_empty(config: RunConfig, prepared: Prepared) -> Any:
+    if isinstance(prepared.model_config, Pipeline):
+        return ImageModel(prepared.model_config)
+    model = empty_model(prepared.model_config, config.model)
+    model.tie_weights()  # a tied head is counted once
+    return model
+
+
+def _describe_model(config: RunConfig, prepared: Prepared, model: Any, size: int) -> list[str]:
+    if isinstance(prepared.model_config, Pipeline):
+        name = type(model.denoiser).__name__
+        return [f"model: {config.base_model}: {name} of {model.family.pipeline}, {size:,} parameters"]
+    text_config = prepared.model_config.get_text_config()
+    return [
+        f"model: {config.base_model}: {type(model).__name__}, {size:,} parameters, "
+        f"{text_config.num_hidden_layers} layers, context {text_config.max_position_embeddings:,}",
+        f"tokenizer: {type(prepared.tokenizer).__name__}, {len(prepared.tokenizer):,} tokens, "
+        f"pads with {prepared.tokenizer.pad_token!r}",
+    ]
+
+
+def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: int) -> tuple[int, list[str]]:
+    """Return the number of trained parameters, and lines about the adapter of a model of `size` parameters."""
+    is_image = isinstance(prepared.model_config, Pipeline)
+    # A model without weights cannot hold initial values.
+    plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
+    dtype = next(model.parameters()).dtype
+    peft_model = apply_adapter(model, plain, dtype, task_type=None if is_image else "CAUSAL_LM")
+    adapted = adapted_layers(peft_model)
+    trained = sum(layer.parameters for layer in adapted)
+    where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
+    if not is_image and fp8_form(prepared.model_config) is not None:
+        base = "the base as it is stored, in FP8"
+    elif config.adapter == "qlora":
+        base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
+    else:
+        base = "the base as it is"
+    part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
+    lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
+    lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
+    return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")
+
+
+def _on_more(config: RunConfig) -> str:
+    """Describe how adding ranks changes the batch size and the number of steps."""
+    if config.training.global_batch_size is not None:
+        return ""
+    return "; larger batches on more" if config.training.max_steps else "; fewer steps on more"
