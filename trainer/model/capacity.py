@@ -1,26 +1,26 @@
-"""How much an adapter can hold, beside how much its data tell: where that is more, LoRA falls behind full training.
+"""Capacity of an adapter against the information in its data: LoRA falls behind full training if the data has more.
 
 Schulman et al., "LoRA Without Regret" (2025).
 """
 
 BITS_PER_PARAMETER = 2.0
-"""What a trained parameter holds (Allen-Zhu and Li, "Knowledge Capacity Scaling Laws", 2024)."""
+"""Capacity of a trained parameter (Allen-Zhu and Li, "Knowledge Capacity Scaling Laws", 2024)."""
 BITS_PER_TOKEN = 1.0
-"""About what a token of text tells a model that has been trained on text."""
+"""Approximate information of a token of text to a pretrained model."""
 
 
 def holds(parameters: float) -> float:
-    """Bits that an adapter of so many parameters holds."""
+    """Return the capacity in bits of an adapter with this many parameters."""
     return BITS_PER_PARAMETER * parameters
 
 
 def tells(trained_tokens: float) -> float:
-    """Bits that data with so many trained tokens tell, read however often."""
+    """Return the information in bits of data with this many trained tokens, whatever the number of epochs."""
     return BITS_PER_TOKEN * trained_tokens
 
 
 def too_small(parameters: float, trained_tokens: float, rank: int) -> str | None:
-    """A line where the data tell more than the adapter holds."""
+    """Return a warning if the data has more information than the adapter can hold."""
     if holds(parameters) >= tells(trained_tokens):
         return None
     return (
