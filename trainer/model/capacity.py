@@ -24,6 +24,6 @@ def too_small(parameters: float, trained_tokens: float, rank: int) -> str | None
     if holds(parameters) >= tells(trained_tokens):
         return None
     return (
-        f"the data tells about {tells(trained_tokens) / 1e6:,.1f} Mbit and an adapter of r={rank} holds about "
-        f"{holds(parameters) / 1e6:,.1f}: more data than it can learn; a higher lora.r, or adapter: none"
+        f"the data has about {tells(trained_tokens) / 1e6:,.1f} Mbit of information and an adapter of r={rank} holds "
+        f"about {holds(parameters) / 1e6:,.1f}: more data than it can learn; use a higher lora.r, or adapter: none"
     )
