@@ -231,7 +231,6 @@ def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
 
 
 def _rank_at(adapter_path: str) -> int | None:
-    """Return the rank of a local adapter; None for one that has yet to be downloaded."""
     return int(read_adapter_settings(Path(adapter_path))["r"]) if Path(adapter_path).is_dir() else None
 
 

@@ -86,7 +86,6 @@ def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
 
 
 def _packing(weight: Any) -> Any | None:
-    """Return the layout of a packed tensor (trainer/model/packed_experts.py); None for any other."""
     return getattr(weight, "packing", None)
 
 
@@ -170,7 +169,6 @@ def _find_activation(experts: Any) -> Gate | None:
 def _in_plain_torch(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Compute each expert that has tokens on those tokens."""
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
     activation = experts._apply_gate if first == GATE_UP else experts.act_fn
     expert_S, order_S = index_TK.reshape(-1).sort(stable=True)

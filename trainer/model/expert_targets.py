@@ -107,7 +107,6 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    """Raise UserError unless every name in `lora.target_parameters` matches a matrix or experts."""
     experts, known = expert_modules(model), names_of_experts(model)
     unknown = unknown_experts(model)
     none = f"adapters do not support the experts of {unknown}" if unknown else "this model has no experts"

@@ -70,7 +70,6 @@ class _FrozenExperts(torch.autograd.Function):
 
 
 def _computed(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the module's own forward with dequantised tensors under the names of the packed ones."""
     own = vars(module)
     packed = packed_tensors(module)
     own.update({name: _BUFFERS.filled(name, parameter) for name, parameter in packed.items()})

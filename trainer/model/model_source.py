@@ -185,7 +185,6 @@ def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def no_tokenizer(setting: str, name: str) -> UserError:
-    """Return the error for a folder or repository without tokenizer files."""
     place = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
     return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
@@ -228,7 +227,6 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _first_line(error: Any) -> str:
-    """Return an exception's message on one line of at most 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # Errors of pydantic and huggingface_hub name the field in the first line and the reason in the second.
     text = " ".join(lines[:2])

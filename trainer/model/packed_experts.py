@@ -202,7 +202,6 @@ def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout)
 
 
 def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:
-    """Return the float32 scale of each block [experts, blocks]."""
     if not layout.double_quant:
         return sections["scales"]
     nested = sections["nested"].repeat_interleave(NESTED_BLOCK, dim=1)[:, : layout.blocks]

@@ -99,7 +99,6 @@ def _load_tensors(adapted: Any, folder: str) -> None:
 
 
 def _is_linear(model: nn.Module, parameter: str) -> bool:
-    """Return whether a name matches only weights of linear layers."""
     layer = parameter.removesuffix(".weight")
     found = [module for path, module in model.named_modules() if path == layer or path.endswith(f".{layer}")]
     return bool(found) and all(isinstance(module, nn.Linear) for module in found)

@@ -87,7 +87,6 @@ def quantization_settings(model_config: Any) -> dict[str, Any] | None:
 
 
 def _pair(block: Any) -> Block | None:
-    """Return the rows and columns of a block; None if config.json has none."""
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
     return block[0], block[1]

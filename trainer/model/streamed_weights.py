@@ -249,7 +249,6 @@ def _broadcast(files: StoredTensors, stored: Stored, parameter: nn.Parameter, de
 
 
 def _read(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Read a parameter's values, those of experts one expert at a time."""
     if stored.is_mxfp4:
         return _packed(files, stored, mxfp4_layout(parameter.shape, parameter.dtype), device).dequantized()
     if parameter.dim() < 3 or not stored.by_expert:

@@ -129,7 +129,6 @@ def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]
 
 
 def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
-    """Return what is wrong with an invalid safetensors file, and the fix."""
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)

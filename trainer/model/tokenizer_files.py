@@ -54,7 +54,6 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
-    """Read the files of a folder, or of a repository in the hub's cache."""
     found: dict[str, bytes] = {}
     for name in NAMES if source else ():
         path: Any = Path(source, name)

@@ -143,7 +143,6 @@ def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
