@@ -87,7 +87,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     # weights against config.json
     "more layers": (
         settings(num_hidden_layers=5),
-        ("27 of the 48 weights of LlamaForCausalLM", "(first: model.layers.2.", "drawn at random"),
+        ("27 of the 48 weights of LlamaForCausalLM", "(first: model.layers.2.", "would be random"),
     ),
     "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, and the files have 1 more",)),
     "vocabulary": (
@@ -101,24 +101,24 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         tensors(lambda stored: stored.update({UP: torch.ones(3, 4)})),
         (f"1 of 21 weights do not fit config.json (first: {UP} has shape (3, 4)", "says (128, 64)"),
     ),
-    "another family": (settings(model_type="gpt2", architectures=["GPT2LMHeadModel"]), ("would be drawn at random",)),
+    "another family": (settings(model_type="gpt2", architectures=["GPT2LMHeadModel"]), ("would be random",)),
     # the files
     "no weights": (removed("model.safetensors"), ("no .safetensors file; only safetensors are loaded",)),
     "cut short": (cut("model.safetensors", 9000), ("model.safetensors is cut short: 9,000 bytes ",)),
     "cut in the header": (cut("model.safetensors", 500), ("model.safetensors is cut short", "copy it again")),
     "empty": (cut("model.safetensors", 0), ("model.safetensors is not a safetensors file",)),
-    "pickled": (pickled, ("model.safetensors is a pickled file under that name",)),
+    "pickled": (pickled, ("model.safetensors is a pickle file",)),
     "git-lfs": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ("`git lfs pull`",)),
     "web page": (written("model.safetensors", "<!doctype html>" * 9), ("model.safetensors is a web page",)),
     "gguf": (written("model.safetensors", b"GGUF" + bytes(99)), ("model.safetensors is a GGUF file",)),
     "a folder": (as_folder("model.safetensors"), ("model.safetensors is a folder",)),
     "other name": (
         lambda folder: (folder / "model.safetensors").rename(folder / "weights.safetensors"),
-        ("neither model.safetensors nor model.safetensors.index.json (there is weights.safetensors)",),
+        ("has weights.safetensors, but neither model.safetensors nor model.safetensors.index.json",),
     ),
     "a shard": (
         sharded(lambda folder: sorted(folder.glob("model-*"))[-1].unlink()),
-        (" is not there, which model.safetensors.index.json names (1 of ", "download or copy the model again"),
+        (", listed in model.safetensors.index.json, is missing (1 of ", "download or copy the model again"),
     ),
     "a cut shard": (
         sharded(lambda folder: cut(sorted(folder.glob("model-*"))[1].name, 2000)(folder)),
@@ -136,9 +136,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "config a list": (written("config.json", "[]"), ("config.json: Input should be a dictionary",)),
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
     "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
-    "heads": (settings(num_attention_heads=5), ("config.json makes no model (",)),
-    "a text for a number": (settings(num_hidden_layers="two"), ("config.json makes no model (",)),
-    "adapter beside": (written("adapter_config.json", "{}"), ("holds an adapter as well", "move adapter_config.json")),
+    "heads": (settings(num_attention_heads=5), ("no model can be built from config.json (",)),
+    "a text for a number": (settings(num_hidden_layers="two"), ("no model can be built from config.json (",)),
+    "adapter beside": (written("adapter_config.json", "{}"), ("also holds an adapter", "move adapter_config.json")),
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
     "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),
@@ -149,8 +149,11 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantised (bitsandbytes)", "full-precision")),
     "gptq": (quantised("gptq", bits=4), ("already quantised (gptq)",)),
     "awq": (quantised("awq", bits=4), ("already quantised (awq)",)),
-    "fp8": (quantised("fp8"), ("config.json says FP8 and no stored tensor is", "remove quantization_config")),
-    "mxfp4": (quantised("mxfp4"), ("config.json says mxfp4 and no stored tensor is", "remove quantization_config")),
+    "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor is stored in it", "remove quantization_config")),
+    "mxfp4": (
+        quantised("mxfp4"),
+        ("config.json says mxfp4, but no tensor is stored in it", "remove quantization_config"),
+    ),
     "compressed": (
         quantised("compressed-tensors", format="float-quantized"),
         ("already quantised (compressed-tensors, float-quantized)", "full-precision"),
@@ -222,19 +225,19 @@ def test_nothing_but_the_headers_is_read(model: Path, tmp_path: Path) -> None:
 
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "https://huggingface.co/Qwen/Qwen2.5-7B": ("is an address; write base_model: Qwen/Qwen2.5-7B",),
-    "https://example.org": ("is an address; it is OWNER/NAME on the hub",),
+    "https://huggingface.co/Qwen/Qwen2.5-7B": ("is a URL; write base_model: Qwen/Qwen2.5-7B",),
+    "https://example.org": ("is a URL; it is OWNER/NAME on the hub",),
     "m/model.safetensors": ("is a file; name the folder that holds it",),
-    "/models/missing": ("no such folder (there is /",),
-    "./missing": ("no such folder (there is ",),
-    "a/b/c": ("no such folder (there is ",),
-    "missing/": ("no such folder (there is ",),
-    "two words": ("no such folder (there is ",),
-    "x" * 300: ("a name of 300 bytes, where 255 are the most",),
+    "/models/missing": ("no such folder (/",),
+    "./missing": ("no such folder (",),
+    "a/b/c": ("no such folder (",),
+    "missing/": ("no such folder (",),
+    "two words": ("no such folder (",),
+    "x" * 300: ("a name of 300 bytes; at most 255 are allowed",),
     "nobody/nothing": (
         "not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `zerolora download",
     ),
-    "parent": ("the folder has no config.json, m in it has; name parent/m",),
+    "parent": ("the folder has no config.json, but its subfolder m does; use parent/m",),
     "adapter": ("the folder holds an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
 }
 
@@ -292,7 +295,7 @@ def test_a_tokenizer_made_of_nothing_is_refused(kind: str, model: Path, tmp_path
 def test_weights_that_are_missing_are_not_drawn_when_a_model_is_loaded_either(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "m")
     settings(num_hidden_layers=5)(tmp_path / "m")
-    with pytest.raises(UserError, match="drawn at random"):
+    with pytest.raises(UserError, match="would be random"):
         load_base_model(
             str(tmp_path / "m"), ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
         )

@@ -104,12 +104,12 @@ def test_settings_that_mean_other_layers_are_refused_before_training(
     paths = [path for path, _ in model.named_modules() if path.endswith(("q_proj", "k_proj"))]
     monkeypatch.setattr("trainer.model.adapter.targets_of", lambda *_: Targets(tuple(paths), (), (), 2))
     monkeypatch.setattr("trainer.model.adapter.write_for_peft", write)
-    with pytest.raises(UserError, match="PEFT would not find these 4 layers again"):
+    with pytest.raises(UserError, match="PEFT could not find these 4 layers"):
         apply_adapter(model, LoraSection(r=2), torch.float32)
 
 
 def test_names_that_peft_would_not_find_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.model.older_names.loaded_names", lambda model, names: {})
     model = empty_model(config_of("laguna"), ModelSection())
-    with pytest.raises(UserError, match="PEFT could not load 36 of 36 tensors"):
+    with pytest.raises(UserError, match="PEFT could not reload 36 of 36 tensors"):
         apply_adapter(model, LoraSection(r=2), torch.float32)

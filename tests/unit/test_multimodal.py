@@ -121,7 +121,7 @@ def test_text_trains_as_in_plain_peft_and_the_adapter_loads_onto_the_whole_model
     )
     assert len({round(loss, 4) for loss in losses}) == 3, "nothing was learned that could differ"
     assert sum(layer.count for layer in adapted_layers(model)) == TEXT_LAYERS.get(name, 4 * 7)
-    [line] = [line for line in lines if "where text never comes" in line]
+    [line] = [line for line in lines if "never sees text" in line]
     assert line.startswith("without adapter: ") and "vis" in line
     save_adapter(model, tmp_path, is_main=True, must_have_moved=True)
     base = AutoModelForMultimodalLM.from_pretrained(root / name, dtype=torch.float32)
@@ -155,7 +155,7 @@ def test_excludes_and_lists_of_targets_work_beside_what_is_left_out(root: Path) 
 
 def test_a_name_that_is_only_beyond_the_language_model_is_refused(root: Path) -> None:
     model = empty_model(load_model_config(str(root / "llama4"), ModelSection()), ModelSection())
-    with pytest.raises(UserError, match=r"lora.target_modules=fc1: is beyond the language model"):
+    with pytest.raises(UserError, match=r"lora.target_modules=fc1: is outside the language model"):
         check_targets(model, LoraSection(target_modules=("q_proj", "fc1")))
     with pytest.raises(UserError, match=r"lora.exclude_modules=mlp: matches no module"):
         check_targets(model, LoraSection(exclude_modules=("mlp",)))  # of text it is called feed_forward

@@ -142,17 +142,17 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is in none of its",)),
     "cut": (
         tensors(lambda stored: stored.update({f"{GATE_UP}_blocks": stored[f"{GATE_UP}_blocks"][:, :, :, :8].clone()})),
-        ("which are no blocks of 32",),
+        ("which are not blocks of 32",),
     ),
     "an expert less": (
         tensors(lambda stored: stored.update({n: v[:3].clone() for n, v in stored.items() if n.startswith(GATE_UP)})),
         (f"do not fit config.json (first: {GATE_UP} has shape (3, 64, 192), config.json says (4, 64, 192))",),
     ),
-    "not announced": (not_announced, ("is stored in MXFP4 and config.json does not say so", "same model")),
-    "announced only": (tensors(none_packed), ("config.json says mxfp4 and no stored tensor is", "remove")),
+    "not announced": (not_announced, ("is stored in MXFP4, but config.json does not say so", "same model")),
+    "announced only": (tensors(none_packed), ("config.json says mxfp4, but no tensor is stored in it", "remove")),
     "8-bit floats": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e4m3fn)})),
-        (f"{QUERY} is stored in 8 bits or less (F8_E4M3) and others are not", "full-precision"),
+        (f"{QUERY} is stored in 8 bits or less (F8_E4M3), but others are not", "full-precision"),
     ),
     "bytes": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.uint8)})),

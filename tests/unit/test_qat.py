@@ -161,7 +161,7 @@ def test_the_largest_group_that_divides_every_layer_is_taken() -> None:
     assert (group(4096, 11008), group(576, 1536), group(96)) == (128, 64, 32)
     assert form_of("int8", {"a": 100}, torch.bfloat16, setting="training.qat").group is None
     with pytest.raises(
-        UserError, match=r"training\.qat=int4: a\.b reads 100 values, .* int8, .* lora\.exclude_modules: \[b\]"
+        UserError, match=r"training\.qat=int4: .* input width 100 of a\.b; use int8, .* lora\.exclude_modules: \[b\]"
     ):
         form_of("int4", {"a.b": 100}, torch.bfloat16, setting="training.qat")
 
@@ -172,14 +172,14 @@ def test_experts_and_layers_that_are_not_linear_are_refused() -> None:
         check_rounded(mixture, LoraSection(), "int4")
     check_rounded(mixture, LoraSection(experts=False), "int4")
     with pytest.raises(
-        UserError, match=r"embed_tokens is Embedding, no plain linear layer; .*exclude_modules: \[embed_tokens\]"
+        UserError, match=r"embed_tokens is Embedding, not a plain linear layer; .*exclude_modules: \[embed_tokens\]"
     ):
         check_rounded(mixture, LoraSection(experts=False, target_modules=("q_proj", "embed_tokens")), "int8")
 
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"training\.qat=int8: rounds by torchao, .* pip install 'zerolora\[qat\]'"):
+    with pytest.raises(UserError, match=r"training\.qat=int8: needs torchao, .* pip install 'zerolora\[qat\]'"):
         check_torchao("training.qat=int8")
 
 
@@ -296,5 +296,5 @@ def test_a_merge_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.Captu
     folder = make_run(tmp_path, llama={"hidden_size": 48, "intermediate_size": 96})
     assert merge_main([str(folder), "--quantize", "int4"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert "--quantize=int4: model.layers.0" in line and "reads 48 values" in line and "int8" in line
+    assert "--quantize=int4: model.layers.0" in line and "input width 48 of" in line and "int8" in line
     assert not (folder / "merged-int4").exists()

@@ -122,10 +122,10 @@ def test_the_tokenizer_takes_any_text_and_chats() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("random:llama9", "no shape of that name; there are tiny, smollm2-135m"),
-        ("random:", "no shape of that name"),
+        ("random:llama9", "unknown shape; use one of tiny, smollm2-135m"),
+        ("random:", "unknown shape"),
         ("random:tiny,layers", "'layers' is not key=value"),
-        ("random:tiny,layers=3", "layers is no setting of a llama configuration"),
+        ("random:tiny,layers=3", "layers is not a setting of a llama configuration"),
     ],
 )
 def test_a_mistake_is_one_line(name: str, problem: str) -> None:
@@ -167,7 +167,7 @@ def test_a_model_is_known_by_its_name(name: str, shape: str | None) -> None:
         ("num_key_value_heads=3", "num_key_value_heads=3 does not divide 4 heads"),
         ("rope_theta=x", "rope_theta=x must be a number"),
         ("rope_scaling=x", "rope_parameters"),
-        ("hidden_act=foo", "hidden_act=foo is no activation; use silu"),
+        ("hidden_act=foo", "hidden_act=foo is not an activation; use silu"),
         ("dtype=foo", "foo"),
     ],
 )

@@ -121,15 +121,15 @@ def test_more_data_than_the_adapter_holds_is_a_warning(
     assert config.lora.r == 64, "the highest of the usual ones that is no wider than the layers"
     said = capsys.readouterr().out
     assert (
-        "warning: the data tells about " in said
-        and "more data than it can learn; a higher lora.r, or adapter: none" in said
+        "warning: the data has about " in said
+        and "more data than it can learn; use a higher lora.r, or adapter: none" in said
     )
-    assert "# Warning: the data tells about " in text
+    assert "# Warning: the data has about " in text
     assert validate(["mine.yaml"]) == 0
-    assert "warning: the data tells about " in capsys.readouterr().out
+    assert "warning: the data has about " in capsys.readouterr().out
     monkeypatch.setattr(capacity, "BITS_PER_TOKEN", 1.0)
     assert validate(["mine.yaml"]) == 0
-    assert "the data tells" not in capsys.readouterr().out
+    assert "Mbit of information" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

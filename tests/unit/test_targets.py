@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; there are: "),
     "a module": (
         {"target_modules": ("mlp",)},
-        r"=mlp: is no layer but holds some; name those: down_proj \(2\), gate_proj \(2\), up_proj \(2\)",
+        r"=mlp: is not a layer, but contains some; use down_proj \(2\), gate_proj \(2\), up_proj \(2\)",
     ),
     "exclude": (
         {"exclude_modules": ("k_prj",)},
@@ -180,8 +180,8 @@ def test_the_rank_of_experts_is_that_of_all_layers_a_number_or_divided_by_those_
 OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: an expert of this model is 32 wide"),
     "rank of all": ({"r": 40}, r"lora.r=40: an expert of this model is 32 wide.*r/top_k is 20 here"),
-    "dora": ({"dora": True}, r"lora.dora=true: is not computed for experts.*lora.experts: false"),
-    "init": ({"init": "pissa"}, r"lora.init=pissa: is not made for experts.*lora.experts: false"),
+    "dora": ({"dora": True}, r"lora.dora=true: not supported for experts.*lora.experts: false"),
+    "init": ({"init": "pissa"}, r"lora.init=pissa: not supported for experts.*lora.experts: false"),
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
     "named as modules and left out": (
         {"target_modules": ("experts",), "experts": False},
@@ -189,7 +189,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one of them": (
         {"target_modules": ("experts.1.w1",)},
-        r"lora.target_modules=experts.1.w1: names one expert, and those of a layer are adapted together; use "
+        r"lora.target_modules=experts.1.w1: names one expert, but all experts of a layer are adapted together; use "
         r"experts\.\*\.w1",
     ),
     "named and left out": (
@@ -233,4 +233,4 @@ def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
     }
     model = model_of("llama4_text", **text)
     assert excluded_modules(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
-    assert "without adapter: router (2): give more than a product, such as a choice of experts" in lines(model)
+    assert "without adapter: router (2): compute more than a product, such as a choice of experts" in lines(model)

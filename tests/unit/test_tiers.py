@@ -204,7 +204,7 @@ def test_a_file_of_the_user_asserts_the_limits_that_it_sets(tmp_path: Path) -> N
         ),
         (["all", "--cpu", "--base-model", "x"], "every tier has its own model; choose one tier"),
         (["quick", "--cpu", "--models", "nowhere"], "--models nowhere: no such folder"),
-        (["quick", "--cpu", "--base-model", "random:bert"], "no shape of that name"),
+        (["quick", "--cpu", "--base-model", "random:bert"], "unknown shape"),
         (["quick", "--cpu", "tier.seconds=never"], "tier.seconds=never"),
         (["nowhere.yaml", "--cpu"], "nowhere.yaml: no such file"),
         (["quick", "--cpu", "--base-model", "random:tiny", "--output", "/dev/null/x"], "--output /dev/null/x: cannot"),

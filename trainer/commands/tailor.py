@@ -35,7 +35,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import context_length, empty_model, load_model_config
-from trainer.model.capacity import holds, tells, too_small
+from trainer.model.capacity import capacity_bits, information_bits, too_small
 from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
 from trainer.setup.preflight import check_packing, prepare
 
@@ -199,10 +199,11 @@ def _rank(seen: Seen) -> tuple[Line, list[str]]:
     """Choose the lowest usual rank with enough capacity for the data; return it with a warning if none has."""
     trained = float(seen.targets.sum())
     ranks = [rank for rank in RANKS if rank <= seen.widest and seen.expert_rank(rank) <= seen.expert_width] or [8]
-    rank = next((rank for rank in ranks if holds(seen.adapter_parameters(rank)) >= tells(trained)), ranks[-1])
+    information = information_bits(trained)
+    rank = next((rank for rank in ranks if capacity_bits(seen.adapter_parameters(rank)) >= information), ranks[-1])
     parameters = seen.adapter_parameters(rank)
-    capacity, information = holds(parameters) / 1e6, tells(trained) / 1e6
-    why = f"{parameters:,} parameters hold about {capacity:,.1f} Mbit, the data about {information:,.1f}"
+    capacity = capacity_bits(parameters)
+    why = f"{parameters:,} parameters hold about {capacity / 1e6:,.1f} Mbit, the data about {information / 1e6:,.1f}"
     warning = too_small(parameters, trained, rank)
     return Line("lora.r", rank, why), [warning] if warning else []
 

@@ -1,1 +1,1 @@
-"""The base model: its configuration and weights, random or stored, 16, 8 or 4 bits, and its adapter."""
+"""The base model (configuration and weights, stored or random, in 16, 8 or 4 bits) and its adapter."""

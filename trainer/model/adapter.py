@@ -1,4 +1,4 @@
-"""PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
+"""PEFT adapters on the base model: configuration, parameter counts and a check that every layer gets a gradient."""
 
 import re
 from collections.abc import Collection
@@ -20,12 +20,12 @@ from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, traine
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 
-ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
+ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # the layer, and the rest of the name after the expert's index
 
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """One line of the table at start: layers of the same name and shape."""
+    """Adapted layers of the same name and shape: one row of the table printed at start."""
 
     name: str
     shape: str
@@ -41,10 +41,10 @@ def lora_config(
     added_token_ids: dict[str, list[int]] | None = None,
     task_type: str | None = "CAUSAL_LM",
 ) -> Any:
-    """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.model.targets.excluded_modules`.
+    """Build the peft.LoraConfig for the section `lora`.
 
-    `targets` says path by path what is adapted. PEFT refuses dropout as soon as one of them is a parameter: it is set
-    apart (`set_dropout`).
+    `excluded` is the pattern from `trainer.model.targets.excluded_modules`; `targets`, if given, lists the adapted
+    paths. PEFT refuses dropout if any target is a parameter, so dropout is then set separately (`set_dropout`).
     """
     from peft import LoraConfig
 
@@ -74,7 +74,7 @@ def lora_config(
 
 
 def changes_base_weights(lora: LoraSection) -> bool:
-    """True for initialisations that take the adapter's start out of the base weights."""
+    """Return whether the initialisation subtracts the initial adapter from the base weights."""
     return lora.init.startswith(("pissa", "olora"))
 
 
@@ -87,10 +87,10 @@ def apply_adapter(
     base_model: str = "",
     task_type: str | None = "CAUSAL_LM",
 ) -> Any:
-    """Put a new adapter, or the one at `lora.adapter_path`, onto the model; its weights are trained in `dtype`.
+    """Add a new adapter, or load the one at `lora.adapter_path`; its weights are trained in `dtype`.
 
-    Under 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. `base_model` is where LoftQ (Li et al.,
-    2023) reads the full-precision weights whose quantisation error the adapter starts with.
+    In 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. LoftQ (Li et al., 2023) reads the
+    full-precision weights from `base_model` to initialise the adapter with their quantisation error.
     """
     from peft import get_peft_model
 
@@ -127,14 +127,14 @@ def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
 
     file = Path(base_model) / "model.safetensors"
     if not file.exists():
-        raise UserError(f"lora.init=loftq: reads one file {file}, which is not there; use a local model in one file")
+        raise UserError(f"lora.init=loftq: reads one file {file}, which is missing; use a local model in one file")
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
 def token_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of the layers whose rows for new tokens are trained: embedding, and output head if it is untied.
+    """Return the paths of the layers in which rows for new tokens are trained: the embedding, and an untied head.
 
-    Those that get an adapter or are trained in full are left out. Raises UserError where PEFT cannot train rows.
+    Layers with an adapter or trained in full are omitted. Raises UserError if PEFT cannot train the rows.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -148,14 +148,14 @@ def token_layers(model: Any, lora: LoraSection) -> list[str]:
                         f"lora.modules_to_save: [{names}], or neither")  # fmt: skip
     if getattr(head, "bias", None) is not None and (tied or any(paths[path] is head for path in left)):
         raise UserError(
-            f"model.added_tokens: the output head of {kind} has a bias, which PEFT leaves out when rows are trained; "
+            f"model.added_tokens: the output head of {kind} has a bias, which PEFT drops when it trains rows; "
             f"train it in full with lora.modules_to_save: [{names}]"
         )
     return [path for path in left if paths[path] is embedding or not tied or len(left) == 1]
 
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
-    """Raise UserError where rows of new tokens cannot be trained; the model may be without weights."""
+    """Raise UserError if rows for new tokens cannot be trained; the model may be without weights."""
     layers = token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return
@@ -165,12 +165,12 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
         if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in known.items()):
             raise UserError(
                 f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no rows of {layer} for "
-                "them, and an adapter's own settings stay; add tokens in the run that makes it"
+                "them, and the settings of an adapter are fixed; add tokens in the run that creates it"
             )
 
 
 def bias_lines(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning where the adapter that training starts from has biases that merging has no place for."""
+    """Return a warning if the initial adapter has biases on layers without one, which cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -187,12 +187,12 @@ def bias_lines(model: nn.Module, adapter_path: str | None) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Trainable and total parameters; a packed weight counts as the weights it stands for."""
+    """Count trainable and all parameters; a packed weight counts with its unpacked size."""
     trainable = total = 0
     trained = {id(parameter) for _, parameter in trained_parameters(model)}
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
-            continue  # PEFT's own parameters are views of it
+            continue  # PEFT's parameters are views of it and are counted instead
         size = model_shape(parameter).numel()
         total += size
         trainable += size if id(parameter) in trained else 0
@@ -200,7 +200,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
-    """The adapted layers, grouped by name and shape, largest group first."""
+    """Return the adapted layers, grouped by name and shape, largest group first."""
     from peft.tuners.lora import LoraLayer
 
     groups: dict[tuple[str, str], list[int]] = {}
@@ -208,7 +208,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
         if isinstance(module, LoraLayer):
             shape = f"{module.in_features} -> {module.out_features}"
             size = sum(whole_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
-            # An adapter on a parameter, such as fused experts, is named by it; PEFT nests several of one module.
+            # Adapters on parameters (fused experts) are named after the parameter; PEFT nests those of one module.
             *_, name = (part for part in path.split(".") if part != "base_layer")
             parameter = getattr(module, "parameter_name", "weight")
             name += f".{parameter}" if parameter != "weight" else ""
@@ -218,7 +218,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
 
 
 def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
-    """A line where the adapter at `lora.adapter_path` has a rank of its own, or layers are narrower than the rank."""
+    """Return warnings if the adapter at `lora.adapter_path` has another rank, or layers are narrower than the rank."""
     rank, lines = lora.r, []
     if lora.adapter_path and (own := _rank_at(lora.adapter_path)) is not None and own != lora.r:
         lines.append(f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters")
@@ -231,32 +231,31 @@ def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
 
 
 def _rank_at(adapter_path: str) -> int | None:
-    """Return the rank of an adapter on this machine; None for one that is still to be downloaded."""
     return int(read_adapter_settings(Path(adapter_path))["r"]) if Path(adapter_path).is_dir() else None
 
 
 class GradientCheck:
-    """Watches the first backward pass: every trainable parameter must receive a gradient, and a finite one.
+    """Check in the first backward pass that every trainable parameter receives a finite gradient.
 
-    A gradient that never arrives is how gradient checkpointing and partitioning break LoRA without an error.
+    Gradient checkpointing and partitioning can break LoRA silently: no error, only missing gradients.
     """
 
     def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
-        """`finite=False` for fp16, whose first loss scales are meant to overflow."""
+        """Register the hooks; set `finite=False` for fp16, where the first loss scales are expected to overflow."""
         self._check_finite = finite
         self._finite: dict[str, torch.Tensor] = {}
         trained = trained_parameters(model)
         self._names = [name for name, _ in trained]
         self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()
-        # A factor in a flat buffer is no leaf: its gradient passes through the views of the coming forward passes.
+        # Factors in a flat buffer are not leaves: their gradients pass through the views of later forward passes.
         self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
             self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._watch(name))))
 
     def _watch(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # of a view in a flat buffer whose other views have one
+            if grad is None:  # a view into a flat buffer when only other views have a gradient
                 return
             finite = torch.isfinite(grad).all()
             self._finite[name] = self._finite[name] & finite if name in self._finite else finite
@@ -264,7 +263,7 @@ class GradientCheck:
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Return whether a tensor is of an expert that no token visited, or of a layer that needs longer sequences."""
+        """Return whether a tensor belongs to an unvisited expert, or to a layer used only in longer sequences."""
         expert = ONE_EXPERT.match(name)
         others = filter(None, (ONE_EXPERT.match(seen) for seen in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
@@ -273,10 +272,13 @@ class GradientCheck:
         return hasattr(self._base, "config") and path in find_reached(self._base).in_long_sequences
 
     def finish(self) -> None:
-        """Remove the hooks and check what they saw.
+        """Remove the hooks and check the gradients they recorded.
 
-        Raises RuntimeError naming the parameters that got no gradient, FloatingPointError those with one that is not
-        finite. An expert that no token visited gets none; experts in one tensor get one together.
+        An expert that no token visited may lack a gradient; fused experts share one.
+
+        Raises:
+            RuntimeError: if a parameter got no gradient.
+            FloatingPointError: if a gradient is not finite.
         """
         if self._flat is not None:
             self._flat.watch(None)
@@ -286,11 +288,11 @@ class GradientCheck:
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}; "
-                "lora.exclude_modules leaves out what the model does not use"
+                "exclude layers that the model does not use with lora.exclude_modules"
             )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:
             raise FloatingPointError(
                 f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
-                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or look at the data"
+                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or check the data"
             )

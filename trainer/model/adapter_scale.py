@@ -1,4 +1,4 @@
-"""How strongly an adapter counts: W + c s B A for a factor c."""
+"""Scaling of an adapter's update by a factor c: W + c s B A."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
-    """The PEFT model with `factor` of its adapter's update."""
+    """Scale the adapter's update by `factor` within the context."""
     trained = [(scaling, dict(scaling)) for scaling in _scalings(model)]
     scale_adapter(model, factor)
     try:
@@ -18,7 +18,7 @@ def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
 
 
 def scale_adapter(model: Any, factor: float) -> None:
-    """Let the update of every LoRA layer count `factor` times what it does."""
+    """Multiply the scaling of every LoRA layer by `factor`."""
     for scaling in _scalings(model):
         for name in scaling:
             scaling[name] *= factor

@@ -1,4 +1,4 @@
-"""Prompts in the form that training gave them, and the answer of the model in its current state."""
+"""Prompts formatted as in training, and the model's current answers to them."""
 
 from typing import Any
 
@@ -41,10 +41,10 @@ def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_n
 
 
 def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None) -> torch.Tensor:
-    """Return the token ids [1, T] of a prompt, up to where the model answers, as training wrote its prompts.
+    """Return the token ids [1, T] of a prompt, formatted as in training up to where the answer starts.
 
-    `text` is the form of prompts that are text (see records.prompt_form); a prompt is a conversation without it, or if
-    it is a list of turns. Raises UserError for an empty prompt, or one that the template refuses.
+    `text` is the format of plain-text prompts (see records.prompt_form). Without it, and for lists of turns, the
+    prompt is rendered as a conversation. Raises UserError if the prompt is empty or the template rejects it.
     """
     if isinstance(prompt, list) or text is None:
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -59,9 +59,9 @@ def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: st
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: those of the model, the tokenizer's, and the one the chat template puts after a turn.
+    """Return the tokens that end an answer: the model's, the tokenizer's and the chat template's end of turn.
 
-    A base model's end-of-text token is not what an adapter trained on conversations ends its turns with.
+    An adapter trained on conversations does not end its turns with the base model's end-of-text token.
     """
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
@@ -71,7 +71,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that ends answers in the chat template, if need be by beginning the next turn; None without."""
+    """Return the token after an answer in the chat template (which may start the next turn), or None."""
     source = chat_template_of(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closing(after_call=False).strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

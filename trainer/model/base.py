@@ -1,4 +1,4 @@
-"""The base model and its tokenizer: what there is, checked before weights; then the weights, whole or partitioned."""
+"""Loading of the base model and its tokenizer: checks before any weight is read, then whole or partitioned weights."""
 
 from typing import Any
 
@@ -20,9 +20,10 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 
 
 def load_model_config(base_model: str, section: ModelSection) -> Any:
-    """The model's configuration, from a folder, the hub's cache or the hub; UserError if it is in none of them.
+    """Load the model's configuration from a folder, the hub's cache or the hub.
 
-    `random:SHAPE` is one of trainer/model/published_shapes.py, its weights drawn when they are loaded.
+    `random:SHAPE` gives a shape from trainer/model/published_shapes.py with random weights. Raises UserError if the
+    configuration cannot be found or read.
     """
     from transformers import AutoConfig
 
@@ -35,16 +36,16 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
         config = AutoConfig.from_pretrained(
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
-    except Exception as error:  # whatever a class of transformers says to the values in a file: it cannot be read
+    except Exception as error:  # configuration classes raise many kinds of errors for bad values
         raise unreadable("base_model", base_model, error) from None
     check_settings(f"base_model={base_model}", config)
     return config
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
-    """Hold the headers of the weight files, where they are here, against the model; lines on what is left out.
+    """Check the headers of local weight files against the model; return warnings about unused tensors.
 
-    Raises UserError if a file is damaged or missing, or the weights are not those of the model.
+    Raises UserError if a file is damaged or missing, or the weights do not fit the model.
     """
     if is_random(base_model) or not is_here(base_model, section):
         return []
@@ -54,7 +55,7 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
 
 
 def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dtype) -> None:
-    """Read all stored weights, after a loss that is not finite; raise UserError if it comes from one of them."""
+    """Raise UserError if a stored weight is not finite; called after a non-finite loss."""
     if not is_random(base_model):
         check_finite(f"base_model={base_model}", SafetensorsFiles(base_model, section), dtype)
 
@@ -68,11 +69,11 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
     test="tests/unit/test_workarounds.py: test_transformers_does_not_save_legacy",
 )
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
-    """The tokenizer, with a padding token and the tokens of `model.added_tokens`."""
+    """Load the tokenizer with a padding token and the tokens of `model.added_tokens`."""
     name = section.tokenizer or base_model
     tokenizer = byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
-        # transformers does not save it, and without it puts spaces elsewhere when it reads the tokenizer back.
+        # transformers does not save it; without it the reloaded tokenizer places spaces differently.
         tokenizer.init_kwargs["legacy"] = tokenizer.legacy
     if section.added_tokens:
         tokenizer.add_tokens(list(section.added_tokens))
@@ -90,15 +91,15 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
-    except Exception as error:  # the tokenizers library raises nothing more special for a damaged file
+    except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
         raise unreadable(setting, name, error, tokenizer=True) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise no_tokenizer(setting, name)  # which transformers makes of nothing for some models
+        raise no_tokenizer(setting, name)  # for some models transformers builds an empty tokenizer without files
     return tokenizer
 
 
 def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
-    """Padding is masked by position, never by id, so any existing token will do; an unused one reads best."""
+    """Set a padding token; any will do, as padding is masked by position, but an unused one is clearest."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(
@@ -114,7 +115,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
 
 
 def context_length(model_config: Any) -> int | None:
-    """Return the longest sequence that the model allows; None if it does not say, or has no limit (XLNet's -1)."""
+    """Return the model's maximum sequence length; None if unspecified or unlimited (-1 in XLNet)."""
     length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return int(length) if length and length > 0 else None
 
@@ -131,12 +132,12 @@ def load_base_model(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """Return the base model in `dtype` on `device`, quantised if `quantization`; stored MXFP4 and FP8 weights stay so.
+    """Return the base model in `dtype` on `device`, quantised if `quantization` is set.
 
-    With `unpack`, for merging, it is dequantised and the model's configuration is kept as it is. A stage-3
-    `deepspeed_config` lets DeepSpeed partition the model, `shards` partition it per layer.
+    Stored MXFP4 and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
+    configuration unchanged. DeepSpeed partitions the model with a stage-3 `deepspeed_config`, `shards` per layer.
 
-    Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
+    Whole models in 16 or 32 bits are loaded by transformers. Quantised, partitioned and random ones are built empty and
     filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
@@ -144,13 +145,13 @@ def load_base_model(
     check_kind(base_model, config)
     config.use_cache = False
     if hasattr(config, "rescale_every") and not unpack:
-        # RWKV would divide weights in place when it evaluates, also packed ones, and leave out their adapters.
+        # In evaluation RWKV would divide weights in place, even packed ones, but not those of the adapters.
         config.rescale_every = 0
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
     if quantization is not None or in_parts or is_random(base_model) or is_stored_quantised(config):
-        from trainer.model.streamed_weights import load_streamed  # bitsandbytes has things to say when imported
+        from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         return load_streamed(
             base_model,
@@ -179,7 +180,7 @@ def load_base_model(
 
 
 def grows_vocabulary(base_model: str, section: ModelSection, tokenizer: Any) -> bool:
-    """True if the tokenizer has more tokens than the model has rows."""
+    """Return whether the tokenizer has more tokens than the model has embedding rows."""
     rows: int = load_model_config(base_model, section).get_text_config().vocab_size
     return len(tokenizer) > rows
 
@@ -197,10 +198,10 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
     from transformers.initialization import no_init_weights
 
     try:
-        # Values that nobody sees would be drawn by torch's slow references.
+        # Otherwise torch's slow reference kernels would initialise values that are never used.
         with no_init_weights(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError, AssertionError) as error:
         raise unreadable("base_model", model_config.name_or_path, error, model_config=model_config) from error
-    model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
+    model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model

@@ -1,10 +1,10 @@
-"""Linear layers held in 8 bits (FP8 e4m3, or int8), quantised while they are read, or stored so.
+"""Linear layers in 8 bits (FP8 e4m3 or int8), quantised while they are loaded or already stored in 8 bits.
 
-With one scale a row their products are 8-bit products too (ops/eight_bit.py). Where blocks have scales, or the products
-are to be exact, weights are dequantised for each product (ops/scaled.py).
+With one scale per row, products are computed in 8 bits too (ops/eight_bit.py). With scales per block, or if products
+must be exact, weights are dequantised for each product (ops/scaled.py).
 
-The values are stored as uint8 (e4m3) or int8: the 16-bit engine converts every parameter of a float type, and with it
-the bits. The scales are no parameter and no buffer for the same reason; they stay whole on every rank.
+Values are stored as uint8 (e4m3) or int8, because the 16-bit engine converts every float parameter and would destroy
+the bits. For the same reason scales are neither parameters nor buffers; every rank keeps all of them.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from trainer.config import UserError
 
 KINDS = tuple(STORAGE)
 FP8_FROM = (8, 9)
-"""Compute capability of the first cards with FP8 products."""
-ROWS_AT_ONCE = 4096  # of a weight while it is quantised: its copy in 32 bits would be four times the result
+"""Lowest compute capability with FP8 products."""
+ROWS_AT_ONCE = 4096  # quantise a weight in parts: a whole copy in 32 bits would be four times the result
 
 
 class FrozenLinear8bit(nn.Linear):
-    """A frozen linear layer (and so a Linear to PEFT): its weight is 8-bit values [O,I], with `scales` of `block`s.
+    """A frozen linear layer (an nn.Linear to PEFT) with a weight of 8-bit values [O,I] and one scale per `block`.
 
-    `exact`: products in 16 bits, of weights that are dequantised.
+    With `exact`, products are computed in 16 bits from dequantised weights.
     """
 
     def __init__(
@@ -40,7 +40,10 @@ class FrozenLinear8bit(nn.Linear):
         compute_dtype: torch.dtype,
         exact: bool,
     ) -> None:
-        """values[O,I] are uint8 (e4m3) or int8, scales[ceil(O/rows), ceil(I/columns)] float32; takes linear's bias."""
+        """Take over the bias of `linear`, and free its weight.
+
+        values[O,I] are uint8 (e4m3) or int8, scales[ceil(O/rows), ceil(I/columns)] float32.
+        """
         assert isinstance(linear, nn.Linear)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -49,12 +52,12 @@ class FrozenLinear8bit(nn.Linear):
         self.weight = nn.Parameter(values, requires_grad=False)
         self.scales = scales
         self.bias = linear.bias
-        # Others may still hold the old layer for a while; its memory goes now, or the whole model would add up.
+        # Free the weight now: the old layer may stay referenced, and memory would grow to the whole model.
         linear.weight.data = linear.weight.data.new_empty(0)
 
     @classmethod
     def quantized(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
-        """Of the values of `linear`, which loses them: a scale for each row."""
+        """Quantise `linear` with one scale per row, and free its weight."""
         assert isinstance(linear, nn.Linear)
         parts = linear.weight.data.to(compute_dtype).split(ROWS_AT_ONCE)
         values, scales = zip(*(quantize_rows(part, STORAGE[kind]) for part in parts), strict=True)
@@ -64,25 +67,25 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def row_scale(self) -> torch.Tensor:
-        """The scale of each row, where rows have one."""
+        """Scales [O], if there is one per row."""
         return self.scales.view(-1)
 
     @property
     def packed(self) -> ops.EightBitWeight:
-        """What the operators take whose products are 8-bit products."""
+        """The weight for operators that multiply in 8 bits."""
         return ops.EightBitWeight(self.weight, self.row_scale)
 
     @property
     def scaled(self) -> ops.ScaledWeight:
-        """What the operators take that dequantise it."""
+        """The weight for operators that dequantise it."""
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [O,I] that the values stand for."""
+        """Return the dequantised weight [O,I]."""
         return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y[..., O] in the type of x, computed in the layer's compute dtype."""
+        """Return y[..., O] in the type of x, computed in the layer's compute dtype."""
         own = x.to(self.compute_dtype)
         if self.exact:
             return ops.scaled_linear(own, self.scaled, self.bias).to(x.dtype)
@@ -95,17 +98,17 @@ class FrozenLinear8bit(nn.Linear):
 
 
 def exact_lines(model: nn.Module) -> list[str]:
-    """A line on the layers that are stored in 8 bits and dequantised for their products; or none."""
+    """Return a note about layers stored in 8 bits but not multiplied in 8 bits, if any."""
     blocks = [each.block for each in model.modules() if isinstance(each, FrozenLinear8bit) and each.exact]
     if not blocks:
         return []
     by_block = {f"{rows} x {cols}" for rows, cols in blocks if rows > 1}
-    shared = f"a block of {', '.join(sorted(by_block))}" if by_block else "a row"
-    return [f"base: {len(blocks)} layers in 8 bits as stored, a scale for {shared}; their products are not in 8 bits"]
+    shared = f"block of {', '.join(sorted(by_block))}" if by_block else "row"
+    return [f"base: {len(blocks)} layers in 8 bits as stored, one scale per {shared}; their products are not in 8 bits"]
 
 
 def check_card(kind: str, device: torch.device) -> None:
-    """Raise UserError for fp8 on a card that has no FP8 products; the CPU computes it by its definition."""
+    """Raise UserError for fp8 on a GPU without FP8 products; the CPU emulates them."""
     if kind != "fp8" or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -1,9 +1,9 @@
-"""The adapter of fused experts: PEFT's wrapper with factors per expert, and a forward that adds no W + B A.
+"""The adapter of fused experts: PEFT's wrapper with factors per expert and a forward that never builds W + B A.
 
-PEFT keeps A of all experts as one matrix [E R, I] and B as [O, R E], adds their products to the weights of all experts
-in every forward pass and so knows no dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens that an
-expert is sent; files hold PEFT's matrices, which `PeftModel.from_pretrained` reads. Legend: E experts, R rank, I in,
-O out.
+PEFT keeps A of all experts as one matrix [E R, I] and B as [O, R E], and adds their products to the weights of all
+experts in every forward pass, which rules out dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens
+routed to each expert. Files hold PEFT's matrices, so `PeftModel.from_pretrained` can read them.
+Legend: E experts, R rank, I in, O out.
 """
 
 from collections.abc import Iterator
@@ -31,10 +31,13 @@ from trainer.model.older_names import names_as_they_are
     test="tests/unit/test_workarounds.py: test_peft_refuses_dropout_on_experts",
 )
 class ParamWrapper(lora.ParamWrapper):
-    """PEFT's adapter of one tensor of experts, by whose name it knows its own; of several the outermost computes."""
+    """PEFT's adapter of one tensor of experts; of several nested on one module the outermost computes.
+
+    The class keeps PEFT's name, by which PEFT recognises it.
+    """
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """PEFT's, which draws the first values; then the factors take their own shapes."""
+        """Let PEFT initialise the factors, then reshape them per expert."""
         super().update_layer(adapter_name, *args, **kwargs)
         for factors, down in ((self.lora_A, True), (self.lora_B, False)):
             weight = factors[adapter_name].weight.detach()
@@ -42,20 +45,19 @@ class ParamWrapper(lora.ParamWrapper):
         self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
-        """PEFT's, of the shape that packed experts stand for."""
         experts = self.get_base_layer()
         self.num_experts, first, second = expert_shape(experts, self.parameter_name)
         self._param_ndim = 3
         return first, second
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """s B A of all experts, in the layout and the number format of the weight."""
+        """Return s B A of all experts, in the layout and dtype of the weight."""
         a_ERI, b_EOR = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         delta = (b_EOR @ a_ERI) * self.scaling[adapter_name]
         return (delta if self._did_swap_in_out_features else delta.mT).to(self.get_param().dtype)
 
     def adapter(self) -> Adapter | None:
-        """What the forward needs of it; None while it is disabled or merged into the weight."""
+        """Return the active adapter; None while it is disabled or merged into the weight."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not names:
             return None
@@ -65,7 +67,7 @@ class ParamWrapper(lora.ParamWrapper):
         return Adapter(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], rate)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts' forward with the adapters of this wrapper and of those within it."""
+        """Run the experts with the adapters of this wrapper and of those nested in it."""
         adapters: dict[str, Adapter] = {}
         layer: Any = self
         while isinstance(layer, ParamWrapper):
@@ -75,7 +77,7 @@ class ParamWrapper(lora.ParamWrapper):
         if not adapters:
             plain: Tensor = layer(x, *args, **kwargs)
             return plain
-        # Called as a module, for the hooks that gather what stage 3 has partitioned.
+        # Call it as a module: hooks gather what ZeRO-3 has partitioned.
         own, before = vars(layer), vars(layer).get("forward")
         own["forward"] = partial(adapted_forward, layer, adapters)
         try:
@@ -89,7 +91,7 @@ class ParamWrapper(lora.ParamWrapper):
 
 @contextmanager
 def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
-    """Take names as `names_as_they_are` does, and give experts our wrapper instead of PEFT's."""
+    """Make PEFT use our wrapper for experts, and take target names literally (`names_as_they_are`)."""
     found = expert_modules(model).values()
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in found})
     with names_as_they_are():
@@ -97,7 +99,7 @@ def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:
-    """Drop inputs of all adapters alike, which PEFT refuses as soon as one of them is on a parameter."""
+    """Set the dropout of all adapters, which PEFT refuses if one of them is on a parameter."""
     for layer in adapted.modules():
         computed_by_peft = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
         if rate and isinstance(layer, lora.LoraLayer) and not computed_by_peft:

@@ -1,8 +1,8 @@
 """The forward of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` computes it where it knows the activation, which is seen by trying; other experts are
-computed one after the other in plain torch, with the code that the model has between the products.
-Legend: T tokens, K experts a token visits, S = T K visits sorted by expert, E experts, H hidden, I in, O out, R rank.
+The operator `ops.experts_mlp` computes it if it supports the activation, which is detected by trying. Other experts
+are computed one by one in plain torch, with the model's own code between the products.
+Legend: T tokens, K experts per token, S = T K visits sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 @dataclass(frozen=True)
 class Adapter:
-    """A [E, R, I], B [E, O, R], the scale of B A, and the probability of dropping an element of the input."""
+    """An adapter of one tensor of experts: A [E, R, I], B [E, O, R], the scale of B A and the input dropout."""
 
     a_ERI: Tensor
     b_EOR: Tensor
@@ -35,7 +35,7 @@ class Adapter:
 def adapted_forward(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
 ) -> Tensor:
-    """Return what the module `experts` gives with an adapter on some of its tensors (by name), called as it is."""
+    """Call the module `experts` with its usual arguments and with adapters on some of its tensors, by name."""
     compute: Callable[..., Tensor] = _each_on_all_tokens
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
@@ -46,7 +46,7 @@ def adapted_forward(
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
         compute, tensors = _in_plain_torch, (hidden, index, weights)
     if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
-        # What is dequantised or gathered is not kept until the backward pass, which does it again.
+        # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
         return result
     return compute(experts, adapters, *tensors)
@@ -66,9 +66,9 @@ def _for_operator(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
 
 
 def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
-    """The frozen part as the operator takes it; None where it cannot compute these experts here."""
+    """Return the frozen weights for the operator; None if it does not support these experts."""
     if hidden.is_cuda and ops.loaded() is None:
-        return None  # no training: nothing has asked for the operators
+        return None  # the operators are only loaded for training
     activation = activation_of(experts)
     gate_up, down = (_matrix(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
     if activation is None or gate_up is None or down is None:
@@ -86,7 +86,6 @@ def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
 
 
 def _packing(weight: Any) -> Any | None:
-    """How a tensor of experts is packed (trainer/model/packed_experts.py); None of any other."""
     return getattr(weight, "packing", None)
 
 
@@ -95,7 +94,7 @@ def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     layout = _packing(weight)
     if layout is None:
         return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
-    from trainer.model.packed_experts import NESTED_BLOCK  # here: it brings bitsandbytes
+    from trainer.model.packed_experts import NESTED_BLOCK  # imports bitsandbytes
 
     if layout.dtype != hidden.dtype:
         return None
@@ -121,7 +120,7 @@ def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
 
 @dataclass(frozen=True)
 class Gate:
-    """What experts compute between their two products, as the operator calls it."""
+    """The activation between the two products of experts, as named by the operator."""
 
     name: Activation
     interleaved: bool = False
@@ -133,7 +132,7 @@ _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
 
 
 def activation_of(experts: Any) -> Gate | None:
-    """Which of the operator's activations these experts have, found by trying them; None if it is another."""
+    """Return which of the operator's activations these experts use, found by trying; None if it is another."""
     if experts not in _KNOWN:
         _KNOWN[experts] = _find_activation(experts)
     return _KNOWN[experts]
@@ -170,7 +169,6 @@ def _find_activation(experts: Any) -> Gate | None:
 def _in_plain_torch(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Expert by expert over the tokens that are sent to it; those that get none take no part."""
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
     activation = experts._apply_gate if first == GATE_UP else experts.act_fn
     expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
@@ -196,7 +194,7 @@ class _Products:
         self.weight, self.transposed = getattr(experts, name), is_transposed(experts)
         self._bias = getattr(experts, f"{name}_bias", None)
         self.adapter = adapter
-        # All at once: the gradient of each row alone would be a tensor as large as all.
+        # Unbind once: indexing each expert would create a gradient as large as the whole tensor.
         self.factors = (adapter.a_ERI.unbind(0), adapter.b_EOR.unbind(0)) if adapter is not None else None
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
@@ -213,7 +211,7 @@ class _Products:
 
 
 def _each_on_all_tokens(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
-    """Llama 4: rows [E T, H], all tokens for each expert; PEFT has A on the side of the outputs, B on the inputs'."""
+    """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT has A at the outputs, B at the inputs."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
     y_ETH = _batched(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))

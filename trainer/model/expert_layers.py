@@ -1,7 +1,7 @@
-"""The experts of a mixture as transformers keeps them: one module a layer, each matrix of all experts one tensor.
+"""The experts of MoE models as transformers keeps them: one module per layer, each matrix of all experts one tensor.
 
-`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them the other way round, or without a gate as
-`up_proj`. Legend: E experts, H hidden, I width of an expert.
+`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have `up_proj` and no gate.
+Legend: E experts, H hidden, I width of an expert.
 """
 
 import inspect
@@ -16,18 +16,18 @@ from trainer.parallel.engine.partitioned import whole_shape
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
-"""What checkpoints, and people, call the parts of each tensor."""
+"""Names of the parts of each tensor in checkpoints and in settings."""
 VISITED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k", "top_k")
-"""How configurations call the number of experts that a token visits."""
+"""Names of the number of experts per token in configurations."""
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold fused experts, by path; the model may be without weights, or adapted."""
+    """Return the modules that hold fused experts, by path; the model may be without weights, or adapted."""
     return {path: module for path, module in model.named_modules() if holds_experts(module)}
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module holds fused experts and computes them in a way that our forward knows."""
+    """Return whether a module holds fused experts that our forward can compute."""
     names = expert_names(module)
     if DOWN not in names or len(names) < 2 or _unknown_parts(module):
         return False
@@ -38,7 +38,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def _unknown_parts(experts: nn.Module) -> set[str]:
-    """Return names of the tensors in a module of experts that our forward would leave out."""
+    """Return the names of tensors in a module of experts that our forward would ignore."""
     own = {name for name, _ in experts.named_parameters(recurse=False)}
     within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
     known = {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
@@ -47,62 +47,62 @@ def _unknown_parts(experts: nn.Module) -> set[str]:
 
 
 def unknown_experts(model: nn.Module) -> str:
-    """Return the class of a module whose experts get no adapter; empty if there is none."""
+    """Return the class name of a module with unsupported experts; empty if all are supported."""
     return next(
         (type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)), ""
     )
 
 
 def expert_names(module: nn.Module) -> list[str]:
-    """Which of a module's own tensors are those of experts, first to last."""
+    """Return the names of a module's expert tensors, in the order of computation."""
     own = dict(module.named_parameters(recurse=False))
     return [name for name in (GATE_UP, UP, DOWN) if name in own and len(expert_shape(module, name)) == 3]
 
 
 def expert_shape(module: Any, name: str) -> tuple[int, ...]:
-    """Of a tensor of experts as the model has it, whole and not packed: [E, out, in], or [E, in, out]."""
+    """Return the unpacked, unpartitioned shape of a tensor of experts: [E, out, in], or [E, in, out]."""
     parameter = getattr(module, name)
     packing = getattr(parameter, "packing", None)
     return tuple(whole_shape(parameter)) if packing is None else tuple(packing.shape)
 
 
 def takes_all_tokens(module: Any) -> bool:
-    """Llama 4: each expert is given all tokens, weighted by zero where they are not its own; stored [E, in, out]."""
+    """Return whether each expert gets all tokens, as in Llama 4: zeros for those not routed to it; [E, in, out]."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
 def is_transposed(module: Any) -> bool:
-    """Whether the matrices are stored [E, in, out]."""
+    """Return whether the matrices are stored [E, in, out]."""
     return bool(getattr(module, "is_transposed", False)) or takes_all_tokens(module)
 
 
 def expert_width(module: Any) -> int:
-    """I, which no adapter of an expert can learn more directions than."""
+    """Return I, the largest useful rank of an expert's adapter."""
     shape = expert_shape(module, DOWN)
     return shape[1] if is_transposed(module) else shape[2]
 
 
 def visited_experts(config: Any) -> int:
-    """How many experts a token visits; 1 where the configuration does not say."""
+    """Return the number of experts per token; 1 if the configuration does not define it."""
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in VISITED)
     return next((number for number in found if isinstance(number, int) and number > 0), 1)
 
 
 def expert_elements(module: nn.Module) -> int:
-    """Weights of all experts in a module."""
+    """Return the number of weights of all experts in a module."""
     return sum(torch.Size(expert_shape(module, name)).numel() for name in expert_names(module))
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights that choose experts, by name: those with a row for each expert, in the module of the experts.
+    """Return the router weights by name: those with a row per expert, next to the experts.
 
-    Those of a small network of several layers are known by the name `router`.
+    Routers that are small networks are recognised by the name `router`.
     """
     found: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         for experts in list(find_expert_weights(module).values())[:1]:
-            parent = path.replace(".base_layer", "").rpartition(".")[0]  # of a model with an adapter, too
+            parent = path.replace(".base_layer", "").rpartition(".")[0]  # adapted models have base layers
             for name, each in model.get_submodule(parent).named_parameters(prefix=parent):
                 if each.dim() == 2 and (len(each) == len(experts) or re.search(r"\.router(_\w+)?\.", name)):
                     found[name] = each

@@ -1,7 +1,7 @@
-"""Which tensors of fused experts get an adapter, by the names that people use for them, and which rank they get.
+"""The tensors of fused experts that get an adapter, matched by their usual names, and the rank of their adapters.
 
-PEFT names them in `target_parameters`. Its own translation of older names (peft#3711) is not asked: it takes gate_proj,
-up_proj and down_proj of dense layers and of shared experts for those of the experts, and so leaves these out.
+PEFT lists them in `target_parameters`. PEFT's own translation of older names (peft#3711) is not used: it mistakes
+gate_proj, up_proj and down_proj of dense layers and shared experts for those of the routed experts, and drops them.
 """
 
 import re
@@ -28,11 +28,11 @@ from trainer.parallel.engine.partitioned import whole_shape
 NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
 BALANCE = "load_balancing_loss_func"
-"""transformers' name, in its modeling files, of the load-balancing loss."""
+"""Function of the load-balancing loss in transformers' modeling files."""
 
 
 def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = None) -> list[str]:
-    """Paths of the experts' tensors that get an adapter; `beyond` matches what text never reaches."""
+    """Return the paths of the experts' tensors that get an adapter; `beyond` matches paths that text never reaches."""
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(below(name) for name in lora.exclude_modules), beyond]))
@@ -49,7 +49,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
 
 
 def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
-    """Paths of what `lora.target_parameters` names beside experts, and of routers named as targets: their weights."""
+    """Return the paths of parameters other than experts in `lora.target_parameters`, and of targeted router weights."""
     experts = set(expert_modules(model))
     found = []
     for path, parameter in model.named_parameters():
@@ -64,38 +64,38 @@ def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module chooses experts with a matrix of its own and is no plain linear layer."""
+    """Return whether a module routes with its own matrix and is not a plain linear layer."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def aliases(path: str, name: str) -> list[str]:
-    """All that a tensor of experts may be called: its own path, its parts, those of one expert (`*`), its module."""
+    """Return the names of a tensor of experts: its module, its path, its parts, and those of one expert (`*`)."""
     parts = [name, *USUAL_NAMES[name]]
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 
 
 def names_of_experts(model: nn.Module) -> list[str]:
-    """Every name that a tensor of fused experts goes by."""
+    """Return all names of all tensors of fused experts."""
     layers = expert_modules(model).items()
     return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
 
 
 def names_experts(target: str, known: list[str]) -> bool:
-    """Whether a name of the settings stands for a tensor with these aliases."""
+    """Return whether a name in the settings matches a tensor with these aliases."""
     return any(is_named(target, alias) for alias in known)
 
 
 def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> None:
-    """Raise UserError for what cannot be done with the experts that these settings adapt."""
+    """Raise UserError for settings that adapted experts do not support."""
     _check_parameters(model, lora)
     targets = expert_targets(model, lora, beyond)
     if not targets:
         return
     leave_out = "or leave the experts out with lora.experts: false"
     if lora.dora:
-        raise UserError(f"lora.dora=true: is not computed for experts; turn it off, {leave_out}")
+        raise UserError(f"lora.dora=true: not supported for experts; turn it off, {leave_out}")
     if lora.init in NO_START:
-        raise UserError(f"lora.init={lora.init}: is not made for experts; use default or gaussian, {leave_out}")
+        raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {leave_out}")
     rank = expert_rank(model, lora)
     width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
     if rank > width:
@@ -107,10 +107,9 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    """Every name in `lora.target_parameters` must be that of a matrix, or of experts."""
     experts, known = expert_modules(model), names_of_experts(model)
     unknown = unknown_experts(model)
-    none = f"{unknown} computes experts in a way that no adapter here knows" if unknown else "this model has no experts"
+    none = f"adapters do not support the experts of {unknown}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     for name in lora.target_parameters:
         if names_experts(name, known):
@@ -135,13 +134,13 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
         if one := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             every = name[: one.start(1)] + "*" + name[one.end(1) :]
             raise UserError(
-                f"lora.target_modules={name}: names one expert, and those of a layer are adapted together; use "
+                f"lora.target_modules={name}: names one expert, but all experts of a layer are adapted together; use "
                 f"{every if names_experts(every, known) else 'experts'}"
             )
 
 
 def check_visited(base_model: str, model: Any) -> None:
-    """Raise UserError where config.json sends a token to more experts than there are; the model may be empty."""
+    """Raise UserError if config.json routes a token to more experts than exist; the model may be empty."""
     text, modules = model.config.get_text_config(), expert_modules(model).values()
     name = next((each for each in VISITED if isinstance(getattr(text, each, None), int)), None)
     experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
@@ -153,7 +152,7 @@ def check_visited(base_model: str, model: Any) -> None:
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
-    """Raise UserError where the load-balancing loss is asked for and nothing would follow it; `lora` None: all do."""
+    """Raise UserError if the load-balancing loss is set but no router is trained (`lora` None: all weights are)."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return
@@ -164,13 +163,13 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
     if lora is not None and not any(_ends(path, name.removesuffix(".weight")) for path in routers for name in named):
         name = _last(routers[0]) if routers else "gate"
         raise UserError(
-            f"{setting}: the router is not trained, so that nothing follows it; add {name} to lora.modules_to_save or "
+            f"{setting}: the router is not trained, so this loss has no effect; add {name} to lora.modules_to_save or "
             "to the names in lora.target_modules, or set it to 0"
         )
 
 
 def expert_rank(model: Any, lora: LoraSection) -> int:
-    """The rank of each expert's adapter."""
+    """Return the rank of each expert's adapter."""
     if lora.expert_rank == "r":
         return lora.r
     if lora.expert_rank == "r/top_k":
@@ -179,13 +178,13 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
 
 
 def below(name: str) -> str:
-    """Return a pattern of every path that has `name` in it, as whole words, and all that is below."""
+    """Return a pattern of all paths that contain `name` as whole path components, and of all paths below them."""
     own = f"(?:{name})" if is_pattern(name) else rf"(?:.*\.)?{re.escape(name)}"
     return rf"{own}(?:\..*)?"
 
 
 def is_named(name: str, path: str) -> bool:
-    """Return whether `name` is how the path ends, or a regular expression that matches all of it."""
+    """Return whether the path ends in `name`, or matches it as a regular expression."""
     return _ends(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
 
 

@@ -1,8 +1,8 @@
 """4-bit linear layers (bitsandbytes NF4 or FP4) that ZeRO-3 may free and gather between forward and backward.
 
-bitsandbytes' own autograd Function keeps a view of the packed weight: under ZeRO-3 that view pins the gathered weight
-of every layer until the backward pass, so nothing is saved by partitioning. Here the Parameter itself is saved; what it
-points to is freed with the partition and gathered again before it is read. The dequantised weight is never saved.
+The autograd Function of bitsandbytes keeps a view of the packed weight: under ZeRO-3 that view pins the gathered weight
+of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved; its data is
+freed with the partition and gathered again before it is read. The dequantised weight is never saved.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from trainer.contract.replacements import replaces
 from trainer.parallel.engine.linear_layers import is_linear
 
 READ_DIRECTLY = ("dt_proj",)
-"""The time step of Mamba-1 (Jamba): its weight is multiplied without calling the layer."""
+"""The time-step projection of Mamba-1 (Jamba): the model multiplies by its weight without calling the layer."""
 
 
 class _FrozenLinear4bit(torch.autograd.Function):
@@ -47,10 +47,10 @@ class _FrozenLinear4bit(torch.autograd.Function):
     test="tests/unit/test_workarounds.py: test_bitsandbytes_takes_wrong_scales_on_a_cpu",
 )
 def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [O,I] that packed 4-bit values stand for, in `dtype`.
+    """Dequantise a packed 4-bit weight to [O,I] in `dtype`.
 
-    On a CPU bitsandbytes 0.50.2 takes the wrong scales where a row does not hold a whole number of blocks (10 to 16 %
-    error for rows of 64 in blocks of 128): there the code book is read here.
+    On a CPU bitsandbytes 0.50.2 uses the wrong scales if a row is not a whole number of blocks (10 to 16 % error for
+    rows of 64 in blocks of 128), so such weights are dequantised with the code book here.
     """
     rows_hold_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or rows_hold_whole_blocks:
@@ -66,22 +66,22 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
 
 
 class Params4bit(bnb.nn.Params4bit):
-    """bitsandbytes' packed weight, under the name that PEFT looks for, staying itself when moved to where it is.
+    """The packed weight of bitsandbytes, which `to` returns itself if the device does not change.
 
-    PEFT's DoRA moves the weight "back to the CPU" after reading it; a new Parameter would be unknown to DeepSpeed.
+    The class keeps the name that PEFT checks for. PEFT's DoRA moves the weight "back to the CPU" after reading it, and
+    DeepSpeed would not know a new Parameter.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch.Tensor.to, but without a copy when nothing changes."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         return self if device is None or device == self.device else super().to(*args, **kwargs)
 
 
 class FrozenLinear4bit(bnb.nn.Linear4bit):
-    """bitsandbytes' 4-bit layer (and so a Linear4bit to PEFT) with the forward above."""
+    """The 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward above."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y[T,O] = x[T,I] W^T + b in the layer's compute dtype, returned in that of x."""
+        """Return y[T,O] = x[T,I] W^T + b in the type of x, computed in the layer's compute dtype."""
         y = _FrozenLinear4bit.apply(x.to(self.compute_dtype), self.weight, self.quant_state)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
@@ -89,7 +89,7 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
 
 
 def should_quantize(path: str, module: nn.Module) -> bool:
-    """Every linear layer is quantised but those of which a model reads the weight itself; the caller keeps the head."""
+    """Return whether the module is a linear layer, except those with weights that the model reads directly."""
     return is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY
 
 
@@ -105,9 +105,9 @@ def should_quantize(path: str, module: nn.Module) -> bool:
     upstream="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034 (the kept weight)",
 )
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
-    """A bitsandbytes Linear4bit with the weights of `linear`, which loses them; it works under every ZeRO stage.
+    """Quantise `linear` to a bitsandbytes Linear4bit that works under every ZeRO stage, and free its weight.
 
-    The packed storage is uint8: with a float storage type the 16-bit engine would convert, and so destroy, the bits.
+    The storage type is uint8: the 16-bit engine would convert a float type, and destroy the bits.
     """
     assert isinstance(linear, nn.Linear)
     device = linear.weight.device
@@ -141,6 +141,6 @@ def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dt
     )
     layer.quant_state = state
     layer.bias = linear.bias
-    # Others may still hold the old layer for a while; its memory goes now, or the whole model would add up.
+    # Free the weight now: the old layer may stay referenced, and memory would grow to the whole model.
     linear.weight.data = linear.weight.data.new_empty(0)
     return layer

@@ -1,7 +1,7 @@
-"""The forward of packed experts without an adapter: their own code on weights that are dequantised for it.
+"""The forward of packed experts without an adapter: the model's own code on dequantised weights.
 
-Nothing of the weights is kept for the backward pass, which dequantises them again and computes the experts once more.
-One buffer for each kind of tensor serves all layers: only the experts that compute have their weights in 16 bits.
+No weights are kept for the backward pass, which dequantises them again and recomputes the experts. All layers share
+one buffer per kind of tensor, so only the layer being computed has 16-bit weights.
 """
 
 import weakref
@@ -24,17 +24,17 @@ from trainer.model.packed_experts import PackedExperts
     test="tests/unit/test_packed_experts.py: test_packed_experts_compute_what_bitsandbytes_makes_of_each",
 )
 def compute_dequantized(module: nn.Module) -> None:
-    """Let a module whose experts are packed compute with dequantised ones."""
+    """Replace the forward of a module with packed experts by one on dequantised weights."""
     module.forward = partial(forget_weights, module, module.forward)
 
 
 def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
-    """The packed parameters that a module holds itself, by name."""
+    """Return a module's own packed parameters by name."""
     return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
 
 
 def forget_weights(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """A module's `forward` for frozen weights, computed again in the backward pass."""
+    """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
         return _computed(module, forward, args, kwargs)
@@ -70,7 +70,6 @@ class _FrozenExperts(torch.autograd.Function):
 
 
 def _computed(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The module's own forward, which finds dequantised tensors under the names of the packed ones."""
     own = vars(module)
     packed = packed_tensors(module)
     own.update({name: _BUFFERS.filled(name, parameter) for name, parameter in packed.items()})
@@ -82,7 +81,7 @@ def _computed(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]
 
 
 class _Buffers:
-    """One buffer for each name, type and device, with the tensor that it was last filled with."""
+    """One buffer per name, type and device, and the tensor that each currently holds."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}

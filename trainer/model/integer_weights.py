@@ -1,12 +1,12 @@
-"""Whole numbers of 8 or 4 bits for weights, as servers hold them: which scales there are, and torchao's rounding.
+"""8- and 4-bit integer weights as inference servers hold them: their scales, and rounding by torchao.
 
-int8   one scale for each row of a weight
-int4   one for each 128 neighbours of a row, or 64, or 32: the most that divide every weight of the model
+int8   one scale per row of a weight
+int4   one scale per group of 128, 64 or 32 weights of a row: the largest group that divides every weight of the model
 
-Weights alone are rounded, symmetrically to values from -128 to 127 (-8 to 7), with the least scale that cuts none off:
-the larger of max(w) / 127 and -min(w) / 128. torchao's fake quantisers divide the largest magnitude by 127.5 instead,
-which puts it on the edge between two values in half of the groups: the last bit of a sum then decides between them.
-The scale is rounded to the number format of the model first, for it is stored in that, and servers multiply in that.
+Only weights are rounded, symmetrically to values from -128 to 127 (-8 to 7), with the smallest scale that clips none:
+the larger of max(w) / 127 and -min(w) / 128. The fake quantisers of torchao divide the largest magnitude by 127.5,
+which puts it halfway between two values in half of the groups, where rounding depends on the last bit of a sum.
+The scale is first rounded to the model's dtype, in which it is stored and in which servers multiply.
 """
 
 import importlib.util
@@ -25,13 +25,13 @@ from trainer.parallel.engine.linear_layers import is_linear
 Integers = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)
-"""Weights that share a scale, of those that vLLM's and SGLang's kernels take; fewer are nearer to the weights."""
+"""Group sizes that the kernels of vLLM and SGLang support; smaller groups are more accurate."""
 INSTALL = "pip install 'zerolora[qat]'"
 
 
 @dataclass(frozen=True)
 class IntegerForm:
-    """How a weight is rounded: its bits, the neighbours that share a scale (None: a whole row), the scales' type."""
+    """How a weight is rounded: its bits, weights per scale (`group`; None: a whole row) and the type of the scales."""
 
     kind: Integers
     group: int | None
@@ -39,20 +39,20 @@ class IntegerForm:
 
     @property
     def bits(self) -> int:
-        """Of a value."""
+        """Bits per value."""
         return BITS[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind}, a scale for each {f'{self.group} weights' if self.group else 'row'}"
 
     def quantise(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [O,I] in int8 and scales [O,G] in 32 bits, of weights in 32 bits; a NaN makes its scale NaN."""
+        """Quantise float32 weights to int8 values [O,I] and float32 scales [O,G]; a NaN makes its scale NaN."""
         from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
         block = (1, self.group or weight_OI.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
         mapping = MappingType.SYMMETRIC_NO_CLIPPING_ERR
-        # torchao's own least scale is that of the type: 2^-7 in bf16, more than most weights.
+        # By default torchao limits scales to the epsilon of the type: 2^-7 in bf16, more than most weights.
         least = torch.finfo(torch.float32).eps
         found, zero = choose_qparams_affine(
             weight_OI, mapping, block, torch.int8, low, high, least, torch.float32, torch.int32
@@ -63,9 +63,9 @@ class IntegerForm:
 
 
 def form_of(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
-    """The form for layers of these widths (what each reads) in a model of that type.
+    """Choose the form for layers with these input widths in a model of this type.
 
-    Raises UserError, naming `setting`, where no group divides a layer's width.
+    Raises UserError, naming `setting`, if no group size divides a layer's width.
     """
     if kind == "int8":
         return IntegerForm(kind, None, dtype)
@@ -75,13 +75,13 @@ def form_of(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, se
     name, width = next((name, width) for name, width in widths.items() if width % GROUPS[-1])
     last = name.rpartition(".")[2]
     raise UserError(
-        f"{setting}=int4: {name} reads {width} values, and groups of {GROUPS[-1]} or more do not divide them; use "
-        f"int8, or leave it out with lora.exclude_modules: [{last}]"
+        f"{setting}=int4: groups of {GROUPS[-1]} or more do not divide the input width {width} of {name}; use int8, or "
+        f"leave it out with lora.exclude_modules: [{last}]"
     )
 
 
 def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
-    """Raise UserError, before a weight is loaded, where what `lora` adapts has no integer form; the model is empty."""
+    """Raise UserError if layers adapted by `lora` have no integer form; the model is still without weights."""
     setting = f"training.qat={kind}"
     targets = targets_of(model, lora)
     if targets is not None and targets.experts:
@@ -96,7 +96,7 @@ def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
     layers = {path: modules[path] for path in layers_to_adapt(model, lora)}
     if odd := next((path for path, module in layers.items() if not is_linear(module)), None):
         raise UserError(
-            f"{setting}: {odd} is {type(layers[odd]).__name__}, no plain linear layer; leave it out with "
+            f"{setting}: {odd} is {type(layers[odd]).__name__}, not a plain linear layer; leave it out with "
             f"lora.exclude_modules: [{odd.rpartition('.')[2]}]"
         )
     form_of(
@@ -105,7 +105,7 @@ def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
 
 
 def adapted_linears(model: nn.Module) -> dict[str, Any]:
-    """PEFT's layers on plain linear layers, by their paths."""
+    """Return PEFT's layers on plain linear layers, by path."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -116,10 +116,10 @@ def adapted_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def why_not_rounded(layer: Any) -> str | None:
-    """Why an adapted layer's merged weight cannot be W + s B A in whole numbers, or None if it can."""
+    """Return why an adapted layer's merged weight W + s B A cannot be rounded to integers, or None if it can."""
     names = layer.active_adapters
     if not is_linear(layer.base_layer):
-        return f"{type(layer.base_layer).__name__} is no plain linear layer"
+        return f"{type(layer.base_layer).__name__} is not a plain linear layer"
     if len(names) != 1 or names[0] not in layer.lora_A:
         return f"{len(names)} active adapters, not one"
     if layer.lora_variant.get(names[0]) is not None:
@@ -128,6 +128,6 @@ def why_not_rounded(layer: Any) -> str | None:
 
 
 def check_torchao(setting: str) -> None:
-    """Raise UserError where torchao, which rounds, is not installed."""
+    """Raise UserError if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{setting}: rounds by torchao, which is not installed; {INSTALL}")
+        raise UserError(f"{setting}: needs torchao, which is not installed; {INSTALL}")

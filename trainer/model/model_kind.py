@@ -1,4 +1,4 @@
-"""Which class of transformers a model is loaded as; which are not trained, which not with sdpa: by config.json."""
+"""What config.json decides: a model's class in transformers, whether it can be trained, and with sdpa."""
 
 import inspect
 from typing import Any
@@ -8,7 +8,7 @@ from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
 from trainer.model.stored_fp8 import fp8_form, quantization_settings
 
-# Ends of class names in config.json that stand for another output than the next token.
+# Suffixes of class names in config.json of models that do not predict the next token.
 OTHER_HEADS = (
     "ForMaskedLM",
     "ForPreTraining",
@@ -22,11 +22,10 @@ OTHER_HEADS = (
 
 
 def auto_class(model_config: Any) -> Any:
-    """AutoModelForMultimodalLM for a model of text and images or sound, AutoModelForCausalLM for all others.
+    """Return AutoModelForMultimodalLM for a model of text and images or audio, AutoModelForCausalLM for all others.
 
-    AutoModelForCausalLM takes some multimodal configurations for the text part alone (Qwen3.5, Llama 4), and others not
-    at all (Qwen3-VL, Mistral 3). An adapter is to fit the model that the checkpoint names: the whole one, whose
-    parameters have other paths.
+    AutoModelForCausalLM loads only the text part of some multimodal models (Qwen3.5, Llama 4) and rejects others
+    (Qwen3-VL, Mistral 3). An adapter must fit the whole model of the checkpoint, where parameters have other paths.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -37,16 +36,16 @@ def auto_class(model_config: Any) -> Any:
 
 
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False) -> None:
-    """Raise UserError for what is quantised already, or by config.json no causal language model.
+    """Raise UserError if the model is already quantised, or not a causal language model according to config.json.
 
-    Weights in MXFP4 or FP8 can be the base of an adapter, but not be trained themselves (`all_trained`).
+    Weights in MXFP4 or FP8 can be the base of an adapter, but cannot be trained themselves (`all_trained`).
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
         raise UserError(f"{setting}: an encoder-decoder model ({kind}); only causal language models are trained")
     try:
         method = quantization_method(model_config)
-    except ValueError:  # transformers, of a configuration with several texts
+    except ValueError:  # raised by get_text_config if there are several text parts
         raise UserError(
             f"{setting}: has several text parts ({kind}); only causal language models are trained"
         ) from None
@@ -80,7 +79,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
                 f"{setting}: transformers has no causal language model of model_type {kind}; name another model"
             )
         return
-    # BERT and its relatives are causal if config.json says so; their classes ask for it.
+    # BERT and similar models are causal only if config.json sets is_decoder, which their classes check.
     model_class = auto._model_mapping[type(model_config)]
     asks = "is_decoder" in inspect.getsource(model_class.__init__)
     if asks and not getattr(model_config, "is_decoder", True):
@@ -91,30 +90,30 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
 
 
 def caps_scores(model_config: Any) -> bool:
-    """Whether attention scores are bent by a hyperbolic tangent, as Gemma 2's."""
+    """Return whether attention scores are soft-capped by tanh, as in Gemma 2."""
     return getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def takes_sdpa(model: Any) -> bool:
-    """Whether torch's attention gives what the model's own code gives.
+    """Return whether torch's attention gives the same result as the model's own code.
 
-    It caps no scores. transformers 5.17 says that Gemma 2 takes it, and silently leaves the cap out.
+    It has no soft cap: transformers 5.17 claims that Gemma 2 supports it, and silently drops the cap.
     """
     return bool(require(model, "_supports_sdpa", "transformers")) and not caps_scores(model.config)
 
 
 def is_mxfp4(model_config: Any) -> bool:
-    """Whether config.json says that the experts are stored in MXFP4."""
+    """Return whether the experts are stored in MXFP4 according to config.json."""
     return quantization_method(model_config) == MXFP4
 
 
 def is_stored_quantised(model_config: Any) -> bool:
-    """Whether weights are stored in a form of 4 or 8 bits that stays as it is."""
+    """Return whether weights are stored in 4 or 8 bits and can stay so."""
     return is_mxfp4(model_config) or fp8_form(model_config) is not None
 
 
 def quantization_method(model_config: Any) -> str | None:
-    """`bitsandbytes`, `gptq`, `awq`, `fp8`, ...: how the stored weights are quantised, or None."""
+    """Return how the stored weights are quantised (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
     settings = quantization_settings(model_config)
     if settings is None:
         return None
@@ -122,7 +121,6 @@ def quantization_method(model_config: Any) -> str | None:
 
 
 def _of_method(model_config: Any, method: str) -> str:
-    """The method, and which of its forms."""
     settings = quantization_settings(model_config) or {}
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "LLM.int8 of bitsandbytes"

@@ -1,4 +1,4 @@
-"""Why a model or a tokenizer could not be read from where its setting points: one true line for each case."""
+"""Errors for models and tokenizers that cannot be read from where their setting points, one message per cause."""
 
 import os
 import re
@@ -20,14 +20,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True)
 class Group:
-    """How compressed-tensors stores some of the layers."""
+    """A group of layers in a compressed-tensors configuration."""
 
     weights: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is read of `quantization_config`, from whichever library."""
+    """The keys of `quantization_config` used here, of all libraries."""
 
     format: str | None = None
     weight_block_size: tuple[int, int] | None = None
@@ -40,7 +40,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Config:
-    """What is read of config.json here; the rest is read by transformers."""
+    """The keys of config.json used here; transformers reads the rest."""
 
     model_type: str | None = None
     architectures: list[str] | None = None
@@ -50,14 +50,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Generation:
-    """What is read of generation_config.json."""
+    """The keys of generation_config.json used here."""
 
     eos_token_id: int | list[int] | None = None
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What is read of tokenizer_config.json."""
+    """The keys of tokenizer_config.json used here."""
 
     tokenizer_class: str | None = None
     chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
@@ -67,15 +67,15 @@ ON_THE_HUB = "it is OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
 def check_source(setting: str, name: str) -> None:
-    """Raise UserError where a model's or tokenizer's name can be neither a folder that is there nor one of the hub."""
+    """Raise UserError unless a model's or tokenizer's name is an existing folder or a valid name on the hub."""
     said = f"{setting}={name}"
     if "://" in name:
         words = [word for word in urlparse(name).path.split("/") if word]
         advice = f"write {setting}: {'/'.join(words[:2])}" if len(words) >= 2 else ON_THE_HUB
-        raise UserError(f"{said}: is an address; {advice}")
+        raise UserError(f"{said}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > LONGEST_NAME:
-        raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes, where {LONGEST_NAME} are the most")
+        raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes; at most {LONGEST_NAME} are allowed")
     path = Path(name)
     try:
         if path.is_file():
@@ -84,16 +84,16 @@ def check_source(setting: str, name: str) -> None:
             os.listdir(path)
             return
     except PermissionError:
-        raise UserError(f"{said}: no permission to read that folder; give it to this user, or copy the model") from None
+        raise UserError(f"{said}: no permission to read that folder; fix its permissions, or copy the model") from None
     except (OSError, ValueError) as error:  # such as a null byte
         raise UserError(f"{said}: cannot be read ({error}); {ON_THE_HUB}") from None
     if not HUB_NAME.fullmatch(name):
         there = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise UserError(f"{said}: no such folder (there is {there}); check the name: {ON_THE_HUB}")
+        raise UserError(f"{said}: no such folder ({there} exists); check the name: {ON_THE_HUB}")
 
 
 def check_config_file(base_model: str) -> None:
-    """Raise UserError where a folder has no config.json that transformers could read."""
+    """Raise UserError if a folder has no config.json that transformers can read."""
     folder, said = Path(base_model), f"base_model={base_model}"
     if not folder.is_dir():
         return
@@ -102,7 +102,7 @@ def check_config_file(base_model: str) -> None:
         raise UserError(f"{said}: {_instead_of_config(folder)}")
     if (folder / FILE).exists():
         raise UserError(
-            f"{said}: holds an adapter as well, and transformers would load that with its base and not these weights; "
+            f"{said}: also holds an adapter, and transformers would load that with its base instead of these weights; "
             f"move {FILE} to a folder of its own"
         )
     settings = read_settings(said, file, Config)
@@ -124,7 +124,7 @@ def check_config_file(base_model: str) -> None:
 
 
 def read_settings(said: str, file: Path, shape: Any) -> Any:
-    """Return the settings in a file of a model. Raises UserError, beginning with `said`, where it cannot be used."""
+    """Return the settings in a model's file. Raises UserError, beginning with `said`, if it is invalid."""
     try:
         return read_json(file, shape)
     except UnreadableFile as fault:
@@ -132,7 +132,7 @@ def read_settings(said: str, file: Path, shape: Any) -> Any:
 
 
 def check_settings(said: str, model_config: Any) -> None:
-    """Raise UserError where what transformers has read, here or from the hub, has other types than are relied on."""
+    """Raise UserError if values in a loaded configuration have unexpected types."""
     found = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
     if not isinstance(found["quantization_config"], dict | None):
         found["quantization_config"] = found["quantization_config"].to_dict()
@@ -143,25 +143,25 @@ def check_settings(said: str, model_config: Any) -> None:
 
 
 def _instead_of_config(folder: Path) -> str:
-    """What is in a folder without config.json, and the fix."""
+    """Describe a folder without config.json, and the fix."""
     if (folder / FILE).exists():
         base = None
         with suppress(UserError):
             base = read_adapter_settings(folder).get("base_model_name_or_path")
         base = base or "its base"
-        return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to go on from it"
+        return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
     if inner:
-        return f"the folder has no config.json, {inner[0]} in it has; name {folder / inner[0]}"
+        return f"the folder has no config.json, but its subfolder {inner[0]} does; use {folder / inner[0]}"
     return "the folder has no config.json; name the folder of a saved model"
 
 
 def unreadable(
     setting: str, name: str, error: Exception, *, tokenizer: bool = False, model_config: Any = None
 ) -> UserError:
-    """Return the error for a configuration, or a tokenizer, that transformers could not read from a folder or the hub.
+    """Return the error for a configuration or tokenizer that transformers failed to read from a folder or the hub.
 
-    `model_config` was read, and makes no model.
+    With `model_config`, the configuration was read but no model could be built from it.
     """
     said, reason = f"{setting}={name}", _first_line(error)
     if isinstance(error, KeyError) and model_config is not None:
@@ -173,7 +173,7 @@ def unreadable(
     if not folder.is_dir() and model_config is None:
         return UserError(f"{said}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
     if not tokenizer:
-        return UserError(f"{said}: config.json makes no model ({reason}); copy it again from the model")
+        return UserError(f"{said}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return no_tokenizer(setting, name)
     return UserError(f"{said}: {_tokenizer_fault(folder, reason)}")
@@ -185,7 +185,6 @@ def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def no_tokenizer(setting: str, name: str) -> UserError:
-    """The line for a place without the files of a tokenizer."""
     place = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
     return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
@@ -202,11 +201,11 @@ def _tokenizer_fault(folder: Path, reason: str) -> str:
 
 
 def _why_not_from_hub(name: str, error: Exception) -> str:
-    """Read off the exceptions of the hub's library, which transformers wraps into others."""
+    """Describe why the hub did not provide a model, from the hub's exceptions that transformers wraps in its own."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    elsewhere = f"run `zerolora download {name}` where there is a network, and set it to the folder"
+    elsewhere = f"run `zerolora download {name}` on a machine with network access, and set it to the folder"
     if constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set; {elsewhere}"
     causes = _causes(error)
@@ -216,7 +215,7 @@ def _why_not_from_hub(name: str, error: Exception) -> str:
         return "the hub has no such revision of it; check model.revision"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return "not on the hub, or private; check the name, or run `hf auth login`"
-    return f"the hub did not give it ({_first_line(error)}); check the name, or {elsewhere}"
+    return f"the download from the hub failed ({_first_line(error)}); check the name, or {elsewhere}"
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -228,8 +227,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _first_line(error: Any) -> str:
-    """What an exception says, on one line of at most 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # The first of pydantic's or huggingface_hub's lines names the field, the second says why.
+    # Errors of pydantic and huggingface_hub name the field in the first line and the reason in the second.
     text = " ".join(lines[:2])
     return text if len(text) <= 200 else f"{text[:197]}..."

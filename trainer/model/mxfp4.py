@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are stored in MXFP4 (gpt-oss): what is in them, what it stands for, and writing it again.
+"""Checkpoints with experts in MXFP4 (gpt-oss): checking, dequantising and quantising them.
 
 MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 values of 4 bits with one exponent of 8 bits. A tensor X of a model,
 [experts, in, out], is stored as X_blocks [experts, out, in / 32, 16] and X_scales [experts, out, in / 32].
@@ -26,9 +26,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def dequantized(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """v 2^(e - 127) in blocks of 32, [blocks, 32]; the first of two codes in a byte is in its low bits.
+    """Return v 2^(e - 127) as [blocks, 32]; the low bits of a byte hold the first of two codes.
 
-    codes and exponents [blocks] are uint8, of any shape with 16 bytes to an exponent.
+    codes and exponents are uint8, of any shape with 16 bytes of codes per exponent.
     """
     values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
     pairs = codes.reshape(-1)
@@ -37,10 +37,10 @@ def dequantized(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [..., n / 32, 16] and scales [..., n / 32] of values [..., n]; what was MXFP4 comes back to the bit.
+    """Quantise [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; exact for dequantised MXFP4.
 
-    The exponent is that of the block's largest value less that of FP4's (section 6.3 there), or one more where the
-    largest would be cut off by more than half a step; values are rounded to the nearest, ties to the even code.
+    The exponent is that of the block's largest value minus that of FP4's largest (section 6.3 of the specification),
+    plus one if the largest value would be clipped by more than half a step. Rounds to nearest, ties to the even code.
     """
     in_blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
     largest = in_blocks.abs().amax(-1)
@@ -49,7 +49,7 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.where(largest > 0, exponent, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(in_blocks, -exponent[..., None])
     magnitude = scaled.abs()
-    # Between neighbours: a tie goes to the one whose mantissa bit is 0.
+    # Ties between neighbours go to the value with mantissa bit 0.
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, (low, high) in enumerate(pairwise(VALUES[:8])):
         middle = (low + high) / 2
@@ -60,7 +60,7 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def full_precision(model_config: Any) -> Any:
-    """The configuration of the same model with nothing quantised."""
+    """Return a copy of the configuration without quantization."""
     plain = copy.deepcopy(model_config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -69,19 +69,20 @@ def full_precision(model_config: Any) -> Any:
 
 
 def unpacked_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shapes:
-    """Shapes by name as they would be in full precision; `announced`: config.json says that experts are in MXFP4.
+    """Return full-precision shapes by name; `announced` if config.json says that experts are in MXFP4.
 
-    Raises UserError where some experts are stored in another way, or half of a tensor is missing.
+    Raises UserError if experts are stored in different ways, or blocks or scales are missing.
     """
     packed = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
     packed |= {name.removesuffix(SCALES) for name in stored if name.endswith(SCALES) and announced}
     if not packed and announced:
         raise UserError(
-            f"{setting}: config.json says mxfp4 and no stored tensor is; remove quantization_config from config.json"
+            f"{setting}: config.json says mxfp4, but no tensor is stored in it; remove quantization_config from "
+            "config.json"
         )
     if packed and not announced:
         raise UserError(
-            f"{setting}: {min(packed)} is stored in MXFP4 and config.json does not say so; take config.json from the "
+            f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not say so; take config.json from the "
             "same model"
         )
     found = {name: shape for name, shape in stored.items() if not name.endswith((BLOCKS, SCALES))}
@@ -95,10 +96,10 @@ def unpacked_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shapes:
             lost = name + (SCALES if scales is None else BLOCKS)
             raise UserError(f"{setting}: {lost} is in none of its files; download it again")
         if "expert" not in name or len(blocks) != 4:
-            raise UserError(f"{setting}: {name} is stored in MXFP4 and is no expert's; {ALIKE}")
+            raise UserError(f"{setting}: {name} is stored in MXFP4, but is not an expert; {ALIKE}")
         if blocks[3] * 2 != BLOCK or blocks[:3] != scales:
             raise UserError(
-                f"{setting}: {name}{BLOCKS} has shape {blocks} and {name}{SCALES} {scales}, which are no blocks of "
+                f"{setting}: {name}{BLOCKS} has shape {blocks} and {name}{SCALES} {scales}, which are not blocks of "
                 f"{BLOCK}; download it again"
             )
         found[name] = (blocks[0], blocks[2] * BLOCK, blocks[1])

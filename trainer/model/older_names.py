@@ -1,8 +1,8 @@
-"""PEFT's translation of the names that layers of MoE models had in transformers 4, which mistakes some (peft#3711).
+"""Workarounds for PEFT's translation of layer names of MoE models from transformers 4 (peft#3711).
 
-transformers 5 holds experts as parameters where each was a module before. PEFT translates gate_proj, up_proj and
-down_proj (w1, w2, w3) into `target_parameters` of these, and drops the dense layers and shared experts of that name.
-It also applies the renamings of a model's checkpoint to the tensors of an adapter that it loads.
+In transformers 5 experts are parameters instead of modules. PEFT translates the targets gate_proj, up_proj and
+down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared experts with these names.
+It also applies the renamings of the model's checkpoint to the tensors of an adapter that it loads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ from trainer.contract.replacements import replaces
 )
 @contextmanager
 def names_as_they_are() -> Iterator[None]:
-    """While PEFT puts an adapter on a model: without the translation."""
+    """Disable the translation while PEFT adds an adapter to a model."""
     import peft.utils.transformers_weight_conversion as conversion
 
     translate = require(conversion, "convert_peft_config_for_transformers", "peft")
@@ -39,7 +39,7 @@ def names_as_they_are() -> Iterator[None]:
 
 
 def taken_for_experts(model: Any, names: set[str]) -> set[str]:
-    """Those of these names of linear layers that PEFT, when it loads an adapter, would take for experts' parts."""
+    """Return the names of linear layers that PEFT would mistake for parts of experts when it loads an adapter."""
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig
 
@@ -49,7 +49,7 @@ def taken_for_experts(model: Any, names: set[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             translate(config, model, None)
-        except ValueError:  # one of two names that it fuses into one
+        except ValueError:  # PEFT fuses two names into one and misses the other
             taken.add(name)
             continue
         if name not in set(config.target_modules or ()):
@@ -58,7 +58,7 @@ def taken_for_experts(model: Any, names: set[str]) -> set[str]:
 
 
 def refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
-    """Return those of these names of layers on which PEFT puts no LoRA, as in some Mamba models, with the reason."""
+    """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
 
@@ -73,9 +73,9 @@ def refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
 
 
 def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map names of tensors in an adapter's file to the names under which PEFT looks for them in the model.
+    """Map tensor names in an adapter's file to the names under which PEFT looks for them in the model.
 
-    Left out are tensors that PEFT would combine into others. The model may be adapted or not, and without weights.
+    Tensors that PEFT would combine are omitted. The model may be adapted or not, and without weights.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig
@@ -88,10 +88,10 @@ def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map the names of an adapter's tensors in the model to those under which PEFT alone finds them again.
+    """Map an adapter's tensor names in the model to those under which plain PEFT can load them.
 
-    Nearly all are the same. Where a renaming matches its own result, as Laguna's `shared_expert.` does, PEFT finds
-    only the checkpoint's name. Raises UserError if there is no such name.
+    Most are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, PEFT finds only the
+    checkpoint's name. Raises UserError if no name works.
     """
     from transformers import core_model_loading
 
@@ -108,7 +108,7 @@ def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     missing = [name for name in lost if name not in of_checkpoint]
     if missing:
         raise UserError(
-            f"lora.target_modules: PEFT could not load {len(missing)} of {len(own)} tensors of this adapter again, "
+            f"lora.target_modules: PEFT could not reload {len(missing)} of {len(own)} tensors of this adapter, "
             f"first {missing[0]}; leave their layers out with lora.exclude_modules"
         )
     return {name: of_checkpoint.get(name, name) for name in own}

@@ -1,13 +1,13 @@
-"""The experts of one tensor in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as gpt-oss has it) or in 8 (FP8, int8).
+"""Tensors of experts in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
 
-Codes and scales of all experts lie in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload, the
-gather of a layer) moves all of a tensor at once. The sections, each with its experts one after the other:
+Codes and scales of all experts are in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload,
+per-layer all-gather) moves a whole tensor at once. The sections, each with one expert after the other:
 
-    codes     half a byte a value, or a byte, experts' matrices quantised one by one
-    scales    NF4: one of 32 bits a block, or of 8 bits with double quantisation; MXFP4: an exponent for 32 values;
-              8 bits: one of 32 bits for each row, or for each block of rows and columns
-    nested    with double quantisation: scales of 256 scales, and the mean that was taken off them, 32 bits
-    books     the 16 values of a code and the 256 of a scale, 32 bits
+    codes     half a byte or a byte per value; each expert's matrix is quantised separately
+    scales    NF4: 32 bits per block, or 8 bits with double quantisation; MXFP4: an exponent per 32 values;
+              8 bits: 32 bits per row, or per block of rows and columns
+    nested    double quantisation: scales of groups of 256 scales, and the mean subtracted from them, 32 bits
+    books     the 16 values of codes and the 256 of scales, 32 bits
 """
 
 from dataclasses import dataclass
@@ -40,36 +40,36 @@ class ExpertsLayout:
     rows: int
     cols: int
     dtype: torch.dtype
-    """What they are computed in."""
+    """Type of the dequantised values."""
     transposed: bool = False
-    """The model's own tensor is [experts, cols, rows]."""
+    """Whether the model's own tensor is [experts, cols, rows]."""
     block: int = mxfp4.BLOCK
     double_quant: bool = False
     cell: tuple[int, int] = (0, 0)
-    """8 bits: rows and columns that share a scale."""
+    """Rows and columns that share a scale, in 8 bits."""
 
     @property
     def eight_bit(self) -> bool:
-        """Whether a value has 8 bits."""
+        """Whether values have 8 bits."""
         return self.kind in STORAGE
 
     @property
     def grid(self) -> tuple[int, int]:
-        """8 bits: scales of one expert."""
+        """Shape of one expert's scales, in 8 bits."""
         return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the model's own tensor."""
+        """Shape of the model's own tensor."""
         return (self.experts, self.cols, self.rows) if self.transposed else (self.experts, self.rows, self.cols)
 
     @property
     def blocks(self) -> int:
-        """Blocks of one expert."""
+        """Number of blocks per expert."""
         return -(-self.rows * self.cols // self.block)
 
     def sections(self) -> Sections:
-        """Shape and type of each section, in their order."""
+        """Return the shape and type of each section, in order."""
         if self.eight_bit:
             values = ((self.experts, self.rows, self.cols), STORAGE[self.kind])
             return {"codes": values, "scales": ((self.experts, *self.grid), torch.float32)}
@@ -89,7 +89,7 @@ class ExpertsLayout:
         }
 
     def offsets(self) -> tuple[dict[str, int], int]:
-        """Where each section begins, and how many bytes there are."""
+        """Return the start of each section in bytes, and the total size."""
         begins, end = {}, 0
         for name, (shape, dtype) in self.sections().items():
             begins[name] = end
@@ -98,28 +98,27 @@ class ExpertsLayout:
 
 
 class PackedExperts(nn.Parameter):
-    """All experts of one tensor in one Parameter of bytes, under the name of the tensor that it stands for."""
+    """All experts of one tensor as one Parameter of bytes, under the name of the tensor it replaces."""
 
     packing: ExpertsLayout
 
     def __new__(cls, data: Tensor, layout: ExpertsLayout) -> "PackedExperts":
-        """`data` holds the bytes of all sections."""
+        """Wrap `data`, the bytes of all sections."""
         packed = torch.Tensor._make_subclass(cls, data, False)
         packed.packing = layout
         return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedExperts":
-        """With its layout."""
         memo[id(self)] = copied = PackedExperts(self.data.clone(), self.packing)
         return copied
 
     @staticmethod
     def empty(layout: ExpertsLayout, device: torch.device) -> "PackedExperts":
-        """Room for the experts."""
+        """Allocate memory for packed experts."""
         return PackedExperts(torch.zeros(layout.offsets()[1], dtype=torch.uint8, device=device), layout)
 
     def sections(self) -> dict[str, Tensor]:
-        """Views of the sections; under ZeRO-3 while the parameter is gathered."""
+        """Return views of the sections; under ZeRO-3 the parameter must be gathered."""
         begins, size = self.packing.offsets()
         assert self.numel() == size, f"{self.numel()} bytes of {size}: the parameter is not gathered"
         return {
@@ -128,7 +127,7 @@ class PackedExperts(nn.Parameter):
         }
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Pack one expert's matrix, as the model's own tensor has it: by rows to 8 bits, or by bitsandbytes to 4."""
+        """Pack one expert's matrix in the model's orientation: by rows to 8 bits, or by bitsandbytes to 4."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
@@ -153,13 +152,13 @@ class PackedExperts(nn.Parameter):
             sections["nested_book"].copy_(inner.code)
 
     def put_expert(self, index: int, codes: Tensor, scales: Tensor) -> None:
-        """One expert's 8-bit values [rows, cols] and their scales."""
+        """Store one expert's 8-bit values [rows, cols] and their scales."""
         sections = self.sections()
         sections["codes"][index] = codes
         sections["scales"][index] = scales
 
     def dequantized(self, out: Tensor | None = None) -> Tensor:
-        """The model's own tensor, in `out` if given."""
+        """Dequantise to the model's own tensor, into `out` if given."""
         layout = self.packing
         if out is None:
             out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
@@ -178,7 +177,7 @@ class PackedExperts(nn.Parameter):
         return out
 
     def expert(self, index: int) -> Tensor:
-        """One expert's matrix [rows, cols]."""
+        """Return one expert's dequantised matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
         if layout.eight_bit:
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
@@ -189,7 +188,7 @@ class PackedExperts(nn.Parameter):
 
 
 def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
-    """As `dequantize_4bit` of bitsandbytes for this expert's matrix alone."""
+    """Dequantise one expert's matrix as `dequantize_4bit` of bitsandbytes would."""
     own = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
     scales = _scales_in_32_bits(sections | own, layout).view(-1)
     count = layout.rows * layout.cols
@@ -203,7 +202,6 @@ def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout)
 
 
 def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:
-    """The scale of each block [experts, blocks]."""
     if not layout.double_quant:
         return sections["scales"]
     nested = sections["nested"].repeat_interleave(NESTED_BLOCK, dim=1)[:, : layout.blocks]
@@ -211,7 +209,7 @@ def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """In one row: on a CPU bitsandbytes 0.50.2 takes wrong scales where a row holds no whole number of blocks."""
+    """Dequantise as a single row: on a CPU bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -224,7 +222,7 @@ def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayo
 def nf4_layout(
     shape: torch.Size, section: QuantizationSection, dtype: torch.dtype, *, transposed: bool = False
 ) -> ExpertsLayout:
-    """The layout of a model's tensor [experts, a, b] that is quantised to 4 bits."""
+    """Return the layout of a model's tensor [experts, a, b] quantised to 4 bits by bitsandbytes."""
     experts, rows, cols = shape
     if transposed:
         rows, cols = cols, rows
@@ -236,7 +234,7 @@ def nf4_layout(
 def eight_bit_layout(
     shape: torch.Size, kind: str, dtype: torch.dtype, *, transposed: bool = False, cell: tuple[int, int] | None = None
 ) -> ExpertsLayout:
-    """The layout of a model's tensor [experts, a, b] in 8 bits; without `cell` each row has its scale."""
+    """Return the layout of a model's tensor [experts, a, b] in 8 bits, with one scale per `cell` or else per row."""
     experts, rows, cols = shape
     if transposed:
         rows, cols = cols, rows
@@ -244,6 +242,6 @@ def eight_bit_layout(
 
 
 def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:
-    """The layout of a model's tensor [experts, in, out] of which [experts, out, in] is stored in MXFP4."""
+    """Return the layout of a model's tensor [experts, in, out] stored transposed in MXFP4."""
     experts, cols, rows = shape
     return ExpertsLayout(MXFP4, experts, rows, cols, dtype, transposed=True)

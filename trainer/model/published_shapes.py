@@ -1,7 +1,7 @@
-"""Published shapes of models, for `base_model: random:SHAPE`: the true architecture, weights drawn instead of read.
+"""Published shapes of models, for `base_model: random:SHAPE`: the real architecture with random weights.
 
-Sources: the config.json of each model (and of Granite its model card). `random:SHAPE,key=value,...` changes settings of
-the configuration: `random:llama3.1-8b,num_hidden_layers=4`.
+Sources: the config.json of each model (for Granite also its model card). `random:SHAPE,key=value,...` overrides
+settings of the configuration: `random:llama3.1-8b,num_hidden_layers=4`.
 """
 
 from typing import Any
@@ -227,15 +227,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def is_random(base_model: str) -> bool:
-    """True for `random:SHAPE`."""
+    """Return whether the name has the form `random:SHAPE`."""
     return base_model.startswith(PREFIX)
 
 
 def shape_settings(base_model: str) -> dict[str, Any]:
-    """The settings of the configuration that `random:SHAPE[,key=value...]` names; UserError for an unknown shape."""
+    """Return the configuration settings of `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
     name, *changes = base_model.removeprefix(PREFIX).split(",")
     if name not in SHAPES:
-        raise UserError(f"base_model={base_model}: no shape of that name; there are {', '.join(SHAPES)}")
+        raise UserError(f"base_model={base_model}: unknown shape; use one of {', '.join(SHAPES)}")
     settings = dict(SHAPES[name])
     for change in changes:
         key, equals, value = change.partition("=")
@@ -246,7 +246,7 @@ def shape_settings(base_model: str) -> dict[str, Any]:
 
 
 def shape_of(base_model: str) -> str | None:
-    """The shape that a model's name begins with, in whatever way it is spelt: `meta-llama/Llama-3.1-8B-Instruct`."""
+    """Return the shape that a model's name begins with, ignoring case and punctuation, or None."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)
     name = _letters(base_model.rstrip("/").rpartition("/")[2])

@@ -1,7 +1,7 @@
-"""`base_model: random:SHAPE`: a model of a published shape whose weights are drawn where they will lie.
+"""`base_model: random:SHAPE`: a model of a published shape with random weights, created directly on their device.
 
-For measuring speed and memory, which do not depend on what the weights are, without a download or 16 GB on a disk. The
-same name always gives the same weights on the same kind of device.
+Speed and memory do not depend on the values, so they can be measured without a download or 16 GB on disk. The same name
+always gives the same weights on the same kind of device.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from trainer.parallel.engine.linear_layers import find_expert_weights
 
 STANDARD_DEVIATION = 0.02
 ROUTER, SKEWED = "router", "skewed"
-SKEW = 20.0  # by how much favoured experts lead, or trail, where a token's hidden values have a mean square of one
-UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models whose configurations have no default for them
+SKEW = 20.0  # added to or subtracted from the logits of favoured experts if hidden values have a mean square of one
+UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models although configurations do not declare them
 MXFP4_EXPONENT = 120  # 2^-7 x 2.9, the root mean square of the 16 values
-MOST, MOST_LAYERS = 10_000_000, 1000  # what a setting of a shape may be
+MOST, MOST_LAYERS = 10_000_000, 1000  # upper limits of a shape's settings
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def random_config(base_model: str) -> Any:
-    """Return transformers' configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
+    """Return the configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -43,17 +43,17 @@ def random_config(base_model: str) -> Any:
     others = {*UNDECLARED, *published}
     unknown = [key for key in settings if not hasattr(known, key) and key not in others]
     if unknown:
-        raise UserError(f"base_model={base_model}: {unknown[0]} is no setting of a {model_type} configuration")
+        raise UserError(f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration")
     for key, value in settings.items():
         if key not in published or published[key] != value:
             settings[key] = _of_its_kind(base_model, key, value, known)
     _resize_layer_lists(settings, published)
-    # The tokenizer's own ids: a published model's would lie outside of its 259 tokens.
+    # Ids of the byte tokenizer: those of the published model may be beyond its 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     try:
         config = AutoConfig.for_model(model_type, **(settings | ids))
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, StrictDataclassError) as error:
-        # A strict data class says in the last line what is wrong.
+        # Strict dataclasses put the reason into the last line.
         reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
         raise UserError(f"base_model={base_model}: {reason}; change that setting") from None
     heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
@@ -67,7 +67,7 @@ def random_config(base_model: str) -> Any:
 
 
 def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> None:
-    """Fit per-layer lists, such as `layer_types`, to the number of layers if only that was given."""
+    """Resize per-layer lists, such as `layer_types`, if only the number of layers was changed."""
     before, layers = published.get("num_hidden_layers"), settings.get("num_hidden_layers")
     for key, value in published.items():
         if isinstance(value, list) and len(value) == before != layers and settings[key] == value:
@@ -75,13 +75,13 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
 
 
 def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
-    """The value of a setting, a whole float as the integer that it is. Raises UserError for one of another kind."""
+    """Return a setting's value, whole floats as integers. Raises UserError if it has the wrong type or range."""
     from transformers.activations import ACT2CLS
 
-    usual = getattr(known, key, 1e4)  # those that no configuration has are of the rotary embedding
+    usual = getattr(known, key, 1e4)  # undeclared settings belong to the rotary embedding
     if isinstance(usual, bool) or not isinstance(usual, (int, float)):
         if key == "hidden_act" and value not in ACT2CLS:
-            raise UserError(f"base_model={base_model}: {key}={value} is no activation; use {usual}")
+            raise UserError(f"base_model={base_model}: {key}={value} is not an activation; use {usual}")
         return value
     if key == "rope_scaling":
         return value
@@ -96,15 +96,15 @@ def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
 
 
 def is_skewed(base_model: str) -> bool:
-    """Whether the routers of `random:SHAPE` are to favour some experts."""
+    """Return whether the routers of `random:SHAPE` should favour some experts."""
     return f"{ROUTER}={SKEWED}" in base_model.split(",")
 
 
 @torch.no_grad()
 def skew(weight: torch.Tensor) -> None:
-    """Let an eighth of the experts lead by far for one half of all tokens, and trail for the other.
+    """Bias the router so that 1/8 of the experts lead for half of the tokens, and trail for the other half.
 
-    Their rows of the router's weight [E, H] share a direction, and half of all hidden values lie on each side of it.
+    A common direction is added to their rows of the router's weight [E, H]; half of the tokens are on each side of it.
     """
     experts, hidden = weight.shape
     draw = torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def skew(weight: torch.Tensor) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of 259 tokens, one for each byte and three marks of turns, with a ChatML template; no download."""
+    """Build a tokenizer of 259 tokens (256 bytes and three special tokens) with a ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -130,16 +130,16 @@ def byte_tokenizer() -> Any:
 
 
 class RandomTensors:
-    """Stands where the tensors of a checkpoint would: every parameter of `model` by name, drawn when it is asked for.
+    """A replacement for the tensors of a checkpoint: each parameter of `model`, drawn at random when it is read.
 
-    Matrices from N(0, 0.02^2), as the architectures' own initialisations are; the weights of norms are one, biases
-    zero. Each tensor, of experts each one's, is seeded by its name, so that the order of reading does not matter.
+    Matrices are drawn from N(0, 0.02^2), as in the architectures' own initialisation; norm weights are one, biases
+    zero. Each tensor (each expert's for experts) is seeded by its name, so the order of reading does not matter.
     """
 
     def __init__(
         self, base_model: str, model: torch.nn.Module, device: torch.device, *, in_mxfp4: bool = False
     ) -> None:
-        """`in_mxfp4`: experts are drawn as blocks and scales, as gpt-oss stores them."""
+        """Set `in_mxfp4` to draw experts as blocks and scales, as gpt-oss stores them."""
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
@@ -153,11 +153,11 @@ class RandomTensors:
                 self._packed[f"{path}.{name}{SCALES}"] = (count, out, wide // MXFP4_BLOCK)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
+        """Return the shapes of all tensors."""
         return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """One tensor, on the device; with `index` that part of its first dimension, which stays, of length one."""
+        """Return a tensor on the device; with `index`, that slice of its first dimension (kept, of length one)."""
         if name in self._packed:
             count, *shape = self._packed[name]
             return torch.cat([self._packed_of(name, each, shape) for each in _chosen(count, index)])
@@ -174,7 +174,7 @@ class RandomTensors:
         return whole if index is None else whole[index : index + 1]
 
     def _packed_of(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
-        """Any codes, of which with this exponent the standard deviation is about that of the others."""
+        """Draw random codes; with this exponent their standard deviation is close to that of the other weights."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
         generator = self._generator(f"{name} {expert}")

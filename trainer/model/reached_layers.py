@@ -1,9 +1,9 @@
-"""Which linear layers an adapter can learn on: those that are called as modules and pass a gradient on to the loss.
+"""Detection of the linear layers that an adapter can train: those called as modules that get a gradient of the loss.
 
-Attention indexers choose tokens without a gradient, some layers have their weight read directly, and a decoder without
+Attention indexers choose tokens without a gradient, the weights of some layers are read directly, and a decoder without
 an encoder never calls its cross-attention. This is observed rather than listed: the model's own code runs once on the
-CPU, on a copy without weights in which linear layers and experts only pass their input on. Layers that differ in
-nothing but their number are run once.
+CPU, on a copy without weights in which linear layers and experts only pass on their input. Of layers that differ only
+in their index, one is run.
 """
 
 import copy
@@ -24,21 +24,21 @@ from trainer.parallel.engine.linear_layers import is_linear
 NOT_CALLED = "never called as layers in a pass over text"
 NO_GRADIENT = "no gradient of the loss reaches them"
 FEW_TOKENS, MANY_TOKENS = 16, 256
-"""Some layers take part only in longer sequences, such as those that compress 128 tokens into one."""
+"""Some layers are used only in longer sequences, such as those that compress 128 tokens into one."""
 SMALL = 1_000_000
-"""Parameters of more elements are one number in memory: nothing writes to these."""
+"""Larger parameters are expanded from one number in memory, as nothing writes to them."""
 ONE_EXPERT = re.compile(r"(.*experts\.)\d+(\..*)")
 _KNOWN: dict[tuple[type, str], "Reached"] = {}
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What a pass over text showed of the linear layers of a model, by path."""
+    """The paths of linear layers that get no gradient, or only in long sequences."""
 
     unreached: dict[str, str]
-    """Those that an adapter cannot learn on, with the reason."""
+    """Layers that an adapter cannot train, with the reason."""
     in_long_sequences: frozenset[str] = frozenset()
-    """Those that get a gradient only from sequences of more than a few tokens."""
+    """Layers that get a gradient only from sequences of more than a few tokens."""
 
 
 @replaces(
@@ -50,14 +50,14 @@ class Reached:
     test="tests/unit/test_reached_layers.py",
 )
 def find_reached(model: Any) -> Reached:
-    """Return what was observed on a copy of the model, which may be loaded, quantised or empty; nothing if it fails."""
+    """Return the result of a pass over a copy of the model (loaded, quantised or empty); empty if the pass fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):
             if "layerdrop" in name:
                 setattr(part, name, 0.0)
             elif name.endswith("chunk_size") and isinstance(getattr(part, name), int):
-                setattr(part, name, 8)  # of recurrent layers in plain torch, which fill up a chunk
+                setattr(part, name, 8)  # recurrent layers in plain torch pad to whole chunks
     config.use_cache, config._attn_implementation = False, "eager"
     vars(config).pop("quantization_config", None)
     key = type(model), config.to_json_string(use_diff=False)
@@ -71,7 +71,7 @@ def find_reached(model: Any) -> Reached:
 def _observe(model_class: Any, config: Any) -> Reached:
     try:
         few, once = _Pass(model_class, config, FEW_TOKENS), True
-    except Exception:  # whatever a model raises that needs all of its layers
+    except Exception:  # models that need all of their layers raise many kinds of errors
         few, once = _Pass(model_class, config, FEW_TOKENS, once=False), False
     late: set[str] = set()
     if few.called - few.reached:
@@ -82,10 +82,10 @@ def _observe(model_class: Any, config: Any) -> Reached:
 
 
 class _Pass:
-    """The linear layers of a model but its head, those that a pass calls, and those that its logits depend on."""
+    """The linear layers of a model without its head, those that a pass calls, and those that affect the logits."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """`once` runs one of the layers that differ in their number alone."""
+        """Run the pass; with `once`, only one of the layers that differ only in their index."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -114,7 +114,7 @@ class _Pass:
         self.called = set(alike(self.called))
 
     def _pass_on(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the shape that the layer makes of `x`, depending on `x` and on the layer's probe."""
+        """Return a tensor of the layer's output shape that depends on `x` and on the layer's probe."""
         self.called.add(path)
         width = getattr(module, "out_features", None) or module.nf
         return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
@@ -128,13 +128,13 @@ def _give_values(module: nn.Module) -> None:
 
 
 def _add_up(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-    """Return what depends on the hidden states and routing weights that experts are given."""
+    """Return a tensor that depends on the hidden states and routing weights passed to experts."""
     floats = [each for each in (*others, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
     return hidden + sum(each.sum() for each in floats)
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind; return a function that adds the paths of those that were dropped."""
+    """Keep one decoder layer of each kind; return a function that adds the paths of the dropped ones."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         return lambda paths: paths
@@ -145,7 +145,7 @@ def _drop_repeated_layers(model: Any) -> Any:
     firsts = {same[0]: same for same in numbers.values()}
     parent, _, name = path.rpartition(".")
     kept = {str(number): layers[number] for number in firsts}
-    layers._modules = kept  # under their own numbers
+    layers._modules = kept  # under their original indices
     setattr(model.get_submodule(parent), name, layers)
 
     def with_dropped(paths: Any) -> Iterator[str]:
@@ -157,10 +157,10 @@ def _drop_repeated_layers(model: Any) -> Any:
 
 
 def _kind_of(layer: nn.Module) -> Any:
-    """Return what tells a layer from others but its number: its modules, their switches and their weights' shapes."""
+    """Return a key that is equal for layers that differ only in their index: modules, flags and weight shapes."""
     lists = (path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList))
     if any(not path.endswith("experts") for path in lists):
-        return id(layer)  # its number may choose from the list, as in Zamba 2
+        return id(layer)  # its index may select from the list, as in Zamba 2
     return tuple(
         (
             path,
@@ -173,7 +173,7 @@ def _kind_of(layer: nn.Module) -> Any:
 
 
 def _leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that autograd would give a gradient of `result`."""
+    """Yield the leaf tensors that would get a gradient of `result`."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node: Any = waiting.pop()

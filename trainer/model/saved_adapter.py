@@ -1,4 +1,4 @@
-"""Adapters as files: settings by which PEFT alone finds the same layers, and how those of others are read."""
+"""Adapters as files: settings with which plain PEFT finds the same layers, and loading of any PEFT adapter."""
 
 import copy
 import re
@@ -24,17 +24,17 @@ def load_adapter(
     dropout: float = 0.0,
     in_32_bits: bool = False,
 ) -> Any:
-    """Return the model with the adapter of a folder, or of the hub, on it; experts as ours compute them.
+    """Return the model with an adapter from a folder or the hub, with our forward for adapted experts.
 
-    Where experts are adapted PEFT's settings cannot hold a dropout, and `dropout` is that of the coming training. With
-    `in_32_bits` a 16-bit adapter is widened.
+    PEFT's settings cannot hold a dropout if experts are adapted: `dropout` sets it for training. With `in_32_bits` a
+    16-bit adapter is converted to 32 bits.
 
     Raises:
         UserError: beginning with `misfit`, unless every tensor of the file and of the adapted model is loaded.
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 
-    from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout  # brings bitsandbytes
+    from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout  # imports bitsandbytes
 
     if Path(folder).is_dir():
         read_adapter_settings(Path(folder))
@@ -64,7 +64,7 @@ def load_adapter(
         _load_tensors(adapted, folder)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # PEFT and torch raise many kinds for values that do not fit a model
+    except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         what = misfit or f"{folder}: does not fit this base model"
         raise UserError(f"{what}: {'; '.join(reason.strip().splitlines()[:2])}") from error
@@ -72,7 +72,7 @@ def load_adapter(
 
 
 def _load_tensors(adapted: Any, folder: str) -> None:
-    """Load an adapter's file. Raises ValueError unless all its tensors, and all of the adapted model's, are taken."""
+    """Load an adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
     from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
@@ -83,7 +83,7 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
     result = set_peft_model_state_dict(adapted, state)
     named = dict(adapted.named_parameters(remove_duplicate=False))
-    # Tied layers share a parameter, which the file holds once.
+    # The file holds a parameter shared by tied layers once.
     loaded = {id(parameter) for name, parameter in named.items() if name not in set(result.missing_keys)}
     missing = [
         name
@@ -91,7 +91,7 @@ def _load_tensors(adapted: Any, folder: str) -> None:
         if re.search(r"\.default(\.|$)", name) and id(named.get(name)) not in loaded
     ]
     for names, problem in (
-        (result.unexpected_keys, f"of the {len(weights)} tensors of the adapter find no layer"),
+        (result.unexpected_keys, f"of the {len(weights)} tensors of the adapter match no layer"),
         (missing, "tensors of the adapted model are not in the file"),
     ):
         if names:
@@ -99,16 +99,15 @@ def _load_tensors(adapted: Any, folder: str) -> None:
 
 
 def _is_linear(model: nn.Module, parameter: str) -> bool:
-    """Whether what a name means is the weight of linear layers."""
     layer = parameter.removesuffix(".weight")
     found = [module for path, module in model.named_modules() if path == layer or path.endswith(f".{layer}")]
     return bool(found) and all(isinstance(module, nn.Linear) for module in found)
 
 
 def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None:
-    """Put into the saved settings of the adapter what lets PEFT alone find the same layers and parameters.
+    """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
-    Layers whose names PEFT keeps for experts (peft#3711) are named by their weight, which it takes to be the same.
+    Layers with names that PEFT reserves for experts (peft#3711) are given by their weight, which PEFT treats alike.
     """
     config, base = adapted.peft_config["default"], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
@@ -124,10 +123,10 @@ def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None
 
 
 def check_found_again(adapted: Any) -> None:
-    """Raise UserError unless PEFT alone, given what is saved of this adapter, would load every tensor of it.
+    """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
 
-    By PEFT's own rules for names, without a second model: its saved settings must mean the adapted layers and no
-    others, and each tensor must have a name that PEFT finds in them.
+    Applies PEFT's own rules for names, without a second model: the saved settings must match exactly the adapted
+    layers, and each tensor must have a name that PEFT finds in them.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import get_peft_model_state_dict
@@ -150,14 +149,14 @@ def check_found_again(adapted: Any) -> None:
                 found.add(f"{plain}.weight")
     if found != layers:
         raise UserError(
-            f"lora.target_modules: PEFT would not find these {len(layers)} layers again when it loads the adapter, "
+            f"lora.target_modules: PEFT could not find these {len(layers)} layers when it loads the adapter, "
             f"first {min(found ^ layers)}; leave it out with lora.exclude_modules"
         )
     names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
 
 
 def _shortest(paths: list[str], among: list[str], *, parts: int) -> list[str]:
-    """Names of that many parts instead of whole paths, where they mean no other path."""
+    """Shorten paths to their last `parts` components where these match no other path."""
     wanted = set(paths)
     others = {tail(path, parts) for path in among if path not in wanted}
     return list(dict.fromkeys(path if tail(path, parts) in others else tail(path, parts) for path in paths))

@@ -1,6 +1,6 @@
-"""Adapted layers that a server would load and not apply, so that its answers are not those of the trained model.
+"""Adapted layers that an inference server loads but ignores, so that its answers differ from the trained model's.
 
-Found by running vLLM 0.32 (tests/servers/test_vllm.py) and in SGLang's list of layers.
+Found by running vLLM 0.32 (tests/servers/test_vllm.py), and in SGLang's list of layers.
 """
 
 from collections.abc import Iterable
@@ -13,17 +13,17 @@ from trainer.model.targets import layers_to_adapt
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
 ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
-"""Model types for which vLLM calls the router. For others its MoE runner multiplies by the weight without adapter."""
+"""Model types for which vLLM calls the router; otherwise its MoE runner uses the weight without the adapter."""
 SGLANG_APPLIES = frozenset(
     "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
     "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
     "lm_head".split()
 )
-"""Layers whose adapters SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
+"""Layers with adapters that SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
 
 
 def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
-    """Return the last parts of the names of `layers` that the server does not apply."""
+    """Return the last name components of the layers with adapters that the server ignores."""
     own = {layer.rpartition(".")[2] for layer in layers}
     if server == "sglang":
         return sorted(own - SGLANG_APPLIES)
@@ -32,16 +32,16 @@ def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> lis
 
 
 def train_without(name: str) -> str:
-    """Return how to train without adapters of that name: routers have one only where they are named."""
+    """Return the advice for training without adapters on layers of this name."""
     if name in ("gate", "router"):
         return f"take {name} out of lora.target_modules and lora.target_parameters"
     return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
 
 
 def serving_notes(config: RunConfig, model: Any) -> list[str]:
-    """Return what `export.target` would not apply of the adapter that will be trained; the model may be empty.
+    """Return a warning for each part of the adapter that `export.target` would ignore; the model may be empty.
 
-    Ollama is sent the merged model, of which it applies everything.
+    Ollama gets the merged model, so nothing is ignored.
     """
     target, lora = config.export.target, config.lora
     if target in (None, "ollama") or config.adapter == "none":

@@ -1,13 +1,13 @@
-"""Checkpoints whose weights are stored in FP8 (e4m3): what config.json and headers say, codes and scales as they are.
+"""Checkpoints with weights in FP8 (e4m3): their format in config.json and headers, and reading of values and scales.
 
-W = scale q in each of the forms, which differ in what shares a scale and in its name beside that of the weight X:
+W = scale q in all formats, which differ in the weights per scale and in the name of the scales of a weight X:
 
-    fp8                 X_scale_inv: blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
-    compressed-tensors  X_scale: one number a row, [O, 1], one for the tensor, or blocks
+    fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
+    compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
 
-Scales of inputs (`activation_scale`, `input_scale`, where config.json says static) are for serving and are not read:
-inputs stay in 16 bits, or have a scale for each token. What config.json leaves out of FP8 is stored in 16 bits and
-stays so: files decide tensor by tensor.
+Scales of inputs (`activation_scale`, `input_scale`, for static activation schemes) are for serving and are not read:
+inputs stay in 16 bits, or get a scale per token. Tensors that are not in FP8 stay in 16 bits; the files decide for each
+tensor.
 """
 
 import re
@@ -28,29 +28,29 @@ from trainer.parallel.engine.linear_layers import is_linear
 
 E4M3 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
-BESIDE = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "weight_zero_point")
-"""Last parts of names of tensors that serve other programs: scales of inputs, of outputs and of the cache."""
+FOR_SERVING = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "weight_zero_point")
+"""Suffixes of tensors that are only for serving: scales of inputs, outputs and the KV cache."""
 DEFAULT_BLOCK = (128, 128)
 CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
-"""Of transformers', those that do to a grid of scales what they do to the values."""
+"""Conversions of transformers that apply to a grid of scales in the same way as to the values."""
 SAME_MODEL = "take config.json and weights from the same model"
 Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Fp8Form:
-    """What config.json says of a checkpoint in FP8; `block` None: a scale for each row, or tensor."""
+    """The FP8 format declared in config.json; without `block`, scales are per row or tensor."""
 
     block: Block | None
     left_out: tuple[str, ...]
 
     def holds(self, path: str) -> bool:
-        """Whether the linear layer at `path` is not among those that config.json leaves out."""
+        """Return whether the linear layer at `path` is in FP8 according to config.json."""
         return not any(_matches(each, path) for each in self.left_out)
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """compressed-tensors marks expressions by `re:`; to transformers each entry is one, or the end of a name."""
+    # compressed-tensors marks regular expressions by `re:`; for transformers each entry is one, or the end of a name.
     expression, whole = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
     if path == pattern or path.endswith(f".{pattern}"):
         return True
@@ -61,7 +61,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def fp8_form(model_config: Any) -> Fp8Form | None:
-    """The form of a checkpoint in FP8; None for any other, or a form that is not read."""
+    """Return the FP8 format of a checkpoint; None if it is not in FP8, or in an unsupported format."""
     settings = quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
@@ -78,7 +78,7 @@ def fp8_form(model_config: Any) -> Fp8Form | None:
 
 
 def quantization_settings(model_config: Any) -> dict[str, Any] | None:
-    """What config.json says of how the weights are quantised; None if nothing."""
+    """Return `quantization_config` of config.json as a dict, or None."""
     for part in (model_config, model_config.get_text_config()):
         section = getattr(part, "quantization_config", None)
         if section is not None:
@@ -87,14 +87,13 @@ def quantization_settings(model_config: Any) -> dict[str, Any] | None:
 
 
 def _pair(block: Any) -> Block | None:
-    """Return rows and columns of a block; None where config.json names none."""
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(each, int) for each in block):
         return None
     return block[0], block[1]
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:
-    """Raise UserError for settings that want other weights than those of a base in FP8."""
+    """Raise UserError for settings that a base in FP8 does not support."""
     if fp8_form(model_config) is None:
         return
     base, lora = config.base_model, config.lora
@@ -122,7 +121,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
 
 
 def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
-    """Raise UserError where lora.modules_to_save names a layer whose weight is held in 4 or 8 bits."""
+    """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
     form, head = fp8_form(model_config), empty.get_output_embeddings()
     for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
         held = is_linear(module) and module is not head and (form is None or form.holds(path))
@@ -130,27 +129,27 @@ def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> Non
             if f".{name}." in f".{path}.":
                 how = "is stored in FP8" if form else f"is held in {config.quantization.quant_type}"
                 raise UserError(
-                    f"lora.modules_to_save={name}: trains all of {path}, whose weight {how}; remove it, or name the "
-                    f"16-bit model{'' if form else ' with adapter: lora'}"
+                    f"lora.modules_to_save={name}: the weight of {path} {how} and cannot be trained; remove it, or use "
+                    f"the 16-bit model{'' if form else ' with adapter: lora'}"
                 )
 
 
 class Fp8Files:
-    """The tensors of a checkpoint in FP8: `read` gives what they stand for, `codes` and `scales` what is stored."""
+    """The tensors of a checkpoint in FP8: `read` dequantises them, `codes` and `scales` give what is stored."""
 
     def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
-        """`files` have passed `plain_shapes`."""
+        """Wrap `files`, already checked by `plain_shapes`."""
         self._files, self._block = files, form.block or DEFAULT_BLOCK
         self._shapes = files.shapes()
         self._scale_of = scales_by_weight(files)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors but scales."""
+        """Return the shapes of all tensors except scales."""
         scales = set(self._scale_of.values())
-        return {name: shape for name, shape in self._shapes.items() if name not in scales and not _is_beside(name)}
+        return {name: shape for name, shape in self._shapes.items() if name not in scales and not _is_for_serving(name)}
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """One tensor, of FP8 its values in 32 bits; with `index` that part of its first dimension, of length one."""
+        """Return a tensor, FP8 as float32; with `index`, that slice of its first dimension (kept, of length one)."""
         if name not in self._scale_of:
             return self._files.read(name, index)
         block = self._own_block(name)
@@ -158,9 +157,9 @@ class Fp8Files:
         return dequantize_blocks(codes, scales, block, torch.float32)
 
     def block(self, stored: Stored, dimensions: int) -> Block | None:
-        """(rows, columns) that share a scale in the parameter that is made of `stored`; None: it is to be dequantised.
+        """Return the rows and columns per scale in the parameter built from `stored`; None if it must be dequantised.
 
-        Where parts are put together whose rows are not whole blocks, blocks are cut until they are.
+        If concatenated parts do not have whole blocks of rows, smaller blocks are used.
         """
         names = [name for each in stored.names.values() for name in each]
         if not all(name in self._scale_of for name in names):
@@ -182,18 +181,18 @@ class Fp8Files:
         return (rows, cols) if "Transpose" not in kinds or rows == cols else None
 
     def codes(self, stored: Stored, index: int | None = None) -> Tensor:
-        """The stored values, uint8, put together as the parameter is."""
+        """Return the stored values (uint8), converted to the layout of the parameter."""
         return stored.read(_View(self.shapes, self._codes), index)
 
     def scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
-        """A scale for each `block`, float32, put together as the parameter is."""
+        """Return a float32 scale per `block`, converted to the layout of the parameter."""
         return stored.read(_View(self.shapes, partial(self._scales, block)), index)
 
     def _codes(self, name: str, index: int | None = None) -> Tensor:
         return self._files.read(name, index).view(torch.uint8)
 
     def _own_block(self, name: str) -> Block:
-        """What shares a scale as it is stored; one for a whole tensor is one for each of its rows."""
+        """Return the stored rows and columns per scale; a single scale of a tensor counts as one per row."""
         shape = self._shapes[name]
         by_row = _is_by_row(shape, self._shapes[self._scale_of[name]])
         return (1, shape[-1]) if by_row else self._block
@@ -213,62 +212,63 @@ class Fp8Files:
 
 @dataclass(frozen=True)
 class _View:
-    """A reader in the form in which `Stored` asks for one."""
+    """A `StoredTensors` made from two functions."""
 
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     read: Callable[..., Tensor]
 
 
 def scales_by_weight(files: SafetensorsFiles) -> dict[str, str]:
-    """The name of the scales of each tensor in FP8 that has some."""
+    """Return the name of the scales for each FP8 tensor that has scales."""
     types = files.types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
     return {name: found[0] for name, found in names.items() if found}
 
 
 def plain_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
-    """Shapes by name as they would be in full precision.
+    """Return full-precision shapes by name.
 
-    Raises UserError where a tensor has no scales or others than its shape wants, or no tensor is in FP8.
+    Raises UserError if scales are missing or do not fit their tensor, or no tensor is in FP8.
     """
     shapes, types, scales = files.shapes(), files.types(), scales_by_weight(files)
     if not scales and E4M3 not in types.values():
         raise UserError(
-            f"{setting}: config.json says FP8 and no stored tensor is; remove quantization_config from config.json"
+            f"{setting}: config.json says FP8, but no tensor is stored in it; remove quantization_config from "
+            "config.json"
         )
     for name in sorted(name for name, kind in types.items() if kind.startswith("F8") or kind in ("I8", "U8")):
         if types[name] == "F8_E8M0" and name in scales.values():
             continue
         if types[name] != E4M3:
             raise UserError(
-                f"{setting}: {name} is stored as {types[name]}, and of 8 bits only e4m3 is read; name the 16-bit model"
+                f"{setting}: {name} is stored as {types[name]}, and of 8 bits only e4m3 is read; use the 16-bit model"
             )
         if name not in scales:
             raise UserError(
-                f"{setting}: {name} is stored in FP8, and {name}{SCALES[0]} is in none of its files; download it again"
+                f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is in none of its files; download it again"
             )
         _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], form.block or DEFAULT_BLOCK)
-    beside = set(scales.values())
-    return {name: shape for name, shape in shapes.items() if name not in beside and not _is_beside(name)}
+    scale_names = set(scales.values())
+    return {name: shape for name, shape in shapes.items() if name not in scale_names and not _is_for_serving(name)}
 
 
 def _check_grid(
     setting: str, name: str, shape: tuple[int, ...], scale: str, found: tuple[int, ...], block: Block
 ) -> None:
     if len(shape) < 2:
-        raise UserError(f"{setting}: {name} of shape {shape} is stored in FP8 and is no matrix; name the 16-bit model")
+        raise UserError(f"{setting}: {name} of shape {shape} is stored in FP8, but not a matrix; use the 16-bit model")
     if _is_by_row(shape, found):
         return
     grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     if found != grid:
         raise UserError(
-            f"{setting}: {name} has shape {shape} and {scale} {found}, which are no blocks of {block[0]} x {block[1]} "
-            f"(those would be {grid}); {SAME_MODEL}"
+            f"{setting}: {name} has shape {shape} and {scale} {found}, but blocks of {block[0]} x {block[1]} need "
+            f"{grid}; {SAME_MODEL}"
         )
 
 
 def _is_by_row(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    """Whether there is a scale for each row, or one for each matrix, and not one for each block."""
+    """Return whether scales are per row or per matrix, not per block."""
     matrices, rows = 1, shape[-2]
     for each in shape[:-2]:
         matrices *= each
@@ -279,5 +279,6 @@ def _is_by_row(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
     return count == matrices or (count == matrices * rows and ends_in_one)
 
 
-def _is_beside(name: str) -> bool:
-    return name.endswith(tuple(f".{each}" for each in BESIDE)) or name.endswith(("_activation_scale", "_input_scale"))
+def _is_for_serving(name: str) -> bool:
+    ends = (*(f".{each}" for each in FOR_SERVING), "_activation_scale", "_input_scale")
+    return name.endswith(ends)

@@ -1,8 +1,8 @@
-"""Where each parameter of a model lies in the files of its checkpoint, and what makes it of the tensors stored there.
+"""The stored tensors of each parameter of a model, and the conversion that builds the parameter from them.
 
-Checkpoints of mixtures of experts store one tensor for each expert, or one for all of them, under names of their own.
-transformers' mapping says which make what; its conversions run here on the tensors of one parameter, and where they
-leave the experts apart on those of one expert, so that no more than that is in memory.
+Checkpoints of MoE models store one tensor per expert, or one for all, under names of their own. The mapping of
+transformers says which tensors make which parameter. Its conversions run here on the tensors of one parameter, or of
+one expert if they treat experts separately, so that no more than that is in memory.
 """
 
 from copy import deepcopy
@@ -15,32 +15,32 @@ from torch import Tensor
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 
-BLOCKS, SCALES = "_blocks", "_scales"  # how the names of a tensor stored in MXFP4 end
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of a tensor in MXFP4
 
 
 class StoredTensors(Protocol):
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name, each read on demand."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
+        """Return the shapes of all tensors."""
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """One tensor; with `index` that part of its first dimension, which stays, of length one."""
+        """Return a tensor; with `index`, that slice of its first dimension (kept, of length one)."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What one parameter is made of."""
+    """The stored tensors of one parameter, and their conversion."""
 
     target: str
     names: dict[str, tuple[str, ...]]
-    """The stored tensors by transformers' pattern for them; `_blocks` and `_scales` for MXFP4."""
+    """The stored tensors by their pattern in transformers; `_blocks` and `_scales` for MXFP4."""
     converter: Any = None
-    """transformers' conversion; None where the parameter is stored as it is."""
+    """The conversion of transformers; None if the parameter is stored unchanged."""
     key: str = ""
-    """The name that transformers gives to the conversion: its first target."""
+    """The name of the conversion in transformers: its first target."""
     like: Any = None
-    """What a conversion may ask of the model: the shapes of its parameters."""
+    """A substitute for the model, from which conversions read the shapes of parameters."""
     config: Any = None
 
     @property
@@ -50,7 +50,7 @@ class Stored:
 
     @property
     def by_expert(self) -> bool:
-        """Whether a part of the first dimension can be made without the rest."""
+        """Whether one entry of the first dimension can be built without the rest."""
         if self.converter is None:
             return True
         operations = list(self.converter.operations)
@@ -60,7 +60,7 @@ class Stored:
         return counts == {1} and all(map(_leaves_first_dimension, operations))
 
     def read(self, files: StoredTensors, expert: int | None = None) -> Tensor:
-        """The parameter's values, or those of one expert (the first dimension is then of length one)."""
+        """Return the parameter's values, or those of one expert (the first dimension is then of length one)."""
         assert not self.is_mxfp4, self.target
         if self.converter is None:
             return files.read(self.names[self.target][0], expert)
@@ -74,7 +74,7 @@ class Stored:
         return self._converted(parts)[self.target]
 
     def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-        """The parameters that the conversion makes: several where one tensor is split."""
+        """Return the parameters built by the conversion: several if one tensor is split."""
         empty = {
             pattern: [torch.empty(shapes[name], device="meta") for name in names]
             for pattern, names in self.names.items()
@@ -92,7 +92,7 @@ class Stored:
 
 
 class _Shapes:
-    """Stands for the model in a conversion that asks for the shape of a parameter; the model itself is half filled."""
+    """The shapes of a model's parameters, for conversions that read them while the model is being filled."""
 
     def __init__(self, model: Any) -> None:
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -102,9 +102,9 @@ class _Shapes:
 
 
 def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
-    """For every parameter and stored buffer of an empty model, tied ones under each of their names, what makes it.
+    """Map every parameter and stored buffer of an empty model, tied ones under all their names, to its stored tensors.
 
-    Raises UserError if nothing does.
+    Raises UserError if a parameter has none.
     """
     shapes = files.shapes()
     found = _mxfp4(model, shapes)
@@ -120,7 +120,7 @@ def _rest(stored: Stored) -> tuple[Any, ...]:
 
 
 def _by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
-    """As transformers collects them in `convert_and_load_state_dict_in_model`."""
+    """Collect the stored tensors as `convert_and_load_state_dict_in_model` of transformers does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -147,7 +147,7 @@ def _by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
 
 
 def _mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
-    """Parameters of which blocks and scales are stored under their own name, with or without the model's prefix."""
+    """Find the parameters with stored blocks and scales, with or without the model's prefix."""
     prefix, found = f"{model.base_model_prefix}.", {}
     for target, _ in model.named_parameters():
         for name in (target, target.removeprefix(prefix), prefix + target):
@@ -170,7 +170,7 @@ def _with_tied(model: Any, found: dict[str, Stored], base_model: str) -> dict[st
 
 
 def _leaves_first_dimension(operation: Any) -> bool:
-    """Whether one of transformers' operations treats every entry of the first dimension alike and apart."""
+    """Return whether an operation of transformers treats entries of the first dimension separately and alike."""
     kind = type(operation).__name__
     if kind == "Transpose":
         return not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

@@ -1,9 +1,9 @@
-"""Weights read from safetensors module by module: quantised, or kept as stored, partitioned under ZeRO-3, never whole.
+"""Loading of weights module by module: quantised or kept as stored, and partitioned under ZeRO-3.
 
-transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and, for others, reads
-the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors, all ranks receive them, each
-quantises alike (the same input gives the same bits), and DeepSpeed keeps this rank's share before the next is read.
-Peak memory of a rank: its share of the model and one module in full precision.
+transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and otherwise reads
+the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors and broadcasts them, every rank
+quantises them (the same input gives the same bits), and DeepSpeed keeps this rank's shard before the next is read.
+Peak memory of a rank: its shard of the model and one module in full precision.
 """
 
 import copy
@@ -61,13 +61,13 @@ def load_streamed(
 ) -> Any:
     """Build the model without memory, then fill, quantise and partition it one module at a time.
 
-    With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole. What is
-    stored in MXFP4 or FP8 stays so unless `unpack`; of FP8 `quantization` says that its products take 8-bit inputs.
+    DeepSpeed partitions each module with `deepspeed_config`; with `shards` each layer is sharded once it is complete.
+    MXFP4 and FP8 weights stay as stored unless `unpack`; `quantization` makes products of FP8 layers take 8-bit inputs.
     """
     if quantization is not None and quantization.eight_bit:
         check_card(quantization.quant_type, device)
         if device.type == "cuda":
-            ops.load("auto")  # the layers' own forward is an operator: whichever has been loaded before, or can be
+            ops.load("auto")  # the layers' forward needs an operator: one already loaded, or any available
     model = _build_empty(full_precision(config), section, dtype, attention)
     files: Tensors
     if is_random(base_model):
@@ -91,7 +91,7 @@ def load_streamed(
         shards=shards,
         unpack=unpack,
     )
-    # PEFT asks for it.
+    # PEFT reads it.
     model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
     if quantization is not None and not quantization.eight_bit:
         model.config.quantization_config = _quantization_record(quantization, dtype)
@@ -101,7 +101,7 @@ def load_streamed(
 
 
 def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attention: str | None) -> Any:
-    """Return the model without memory for its weights, with types and buffers as `from_pretrained` gives them."""
+    """Return the model without memory for its weights, with the dtypes and buffers of `from_pretrained`."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -114,7 +114,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     innermost = {module: part for part in parts for module in part.modules()}
     for module, part in innermost.items():
         if require(module, "_non_persistent_buffers_set", "torch"):
-            # Built within the type of the weights, tables of positions would be computed in 16 bits.
+            # `from_config` computes position tables in the 16-bit dtype of the weights; initialise them again.
             require(part, "_init_weights", "transformers")(module)
     return model
 
@@ -131,9 +131,9 @@ def fill(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> None:
-    """Give an empty model its weights, one module at a time: read by one rank, quantised, partitioned or cut.
+    """Fill an empty model one module at a time: weights are read by one rank, then quantised, partitioned or sharded.
 
-    A model of transformers has the type of each of its weights, any other gets all of them in `dtype`.
+    Models of transformers keep the dtype of each parameter; others get all weights in `dtype`.
     """
     is_typed = isinstance(model, PreTrainedModel)
     output_head = model.get_output_embeddings()
@@ -144,7 +144,7 @@ def fill(
     for path, module in list(model.named_modules()):
         weight = id(getattr(module, "weight", None))
         is_layer = should_quantize(path, module) and module is not output_head
-        is_layer = is_layer and (module.weight.dtype == dtype or not is_typed)  # not what is kept in 32 bits
+        is_layer = is_layer and (module.weight.dtype == dtype or not is_typed)  # not layers kept in 32 bits
         kept = fp8.block(layout[_join(path, "weight")], 2) if fp8 is not None and is_layer else None
         to_pack = _to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -177,7 +177,7 @@ def fill(
 
 
 def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
-    """Return the layer in 8 or 4 bits; one whose weight is `tied` to a layer that was quantised before shares that."""
+    """Return the layer in 8 or 4 bits; if `tied` to a layer already quantised, it shares the weight of that."""
     if tied is not None:
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
@@ -196,7 +196,7 @@ def _to_pack(
     unpack: bool,
     fp8: Fp8Files | None,
 ) -> dict[str, ExpertsLayout]:
-    """The experts that a module holds and that will not stay in 16 or 32 bits, and how they will be packed."""
+    """Return the layouts of a module's expert tensors that will be packed, by name."""
     found, transposed = {}, is_transposed(module)
     for name, experts in find_expert_weights(module).items():
         if layout[_join(path, name)].is_mxfp4:
@@ -214,7 +214,7 @@ def _to_pack(
 
 
 def _cell(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
-    """What shares a scale in all tensors of these experts, (1, 0) for rows; None where one of them is dequantised."""
+    """Return the block per scale common to all tensors of these experts, (1, 0) for rows; None to dequantise them."""
     shapes = {name: experts.shape for name, experts in find_expert_weights(module).items()}
     found = {name: fp8.block(layout[_join(path, name)], 3) for name in shapes}
     cells = [cell for cell in found.values() if cell is not None]
@@ -229,7 +229,7 @@ def _cell(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]
 def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
     import deepspeed
 
-    own = nn.Module()  # only this module's own parameters: its children come in their turn
+    own = nn.Module()  # only this module's own parameters: children are partitioned separately
     for name, parameter in module.named_parameters(recurse=False):
         own.register_parameter(name, parameter)
     if any(True for _ in own.parameters()):
@@ -237,7 +237,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
 
 
 def _broadcast(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """The tensor on every rank; one rank per run reads the disk."""
+    """Return the tensor on every rank; only rank 0 reads it from disk."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _read(files, stored, parameter, device)
     if dist.get_rank() == 0:
@@ -249,7 +249,6 @@ def _broadcast(files: StoredTensors, stored: Stored, parameter: nn.Parameter, de
 
 
 def _read(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """The values as the model has them; those of experts one expert at a time."""
     if stored.is_mxfp4:
         return _packed(files, stored, mxfp4_layout(parameter.shape, parameter.dtype), device).dequantized()
     if parameter.dim() < 3 or not stored.by_expert:
@@ -263,7 +262,7 @@ def _read(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device:
 def _broadcast_fp8(
     files: Fp8Files, stored: Stored, linear: nn.Module, block: Block, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a linear layer on every rank, as one of them has read them."""
+    """Return codes and scales of a linear layer on every rank; only rank 0 reads them from disk."""
     assert isinstance(linear, nn.Linear)
     shape = linear.weight.shape
     grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
@@ -281,7 +280,7 @@ def _broadcast_fp8(
 
 
 def _packed(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
-    """The experts in 4 or 8 bits, one at a time: quantised, or MXFP4 or FP8 as it is stored."""
+    """Pack experts one at a time: quantised, or MXFP4 or FP8 as stored."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
         _put_fp8(files, stored, packed)
@@ -312,7 +311,7 @@ def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
 def _broadcast_packed(
     files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device
 ) -> PackedExperts:
-    """Packed by one rank, on every rank."""
+    """Return the packed experts on every rank; only rank 0 reads and packs them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _packed(files, stored, layout, device)
     first = dist.get_rank() == 0

@@ -1,7 +1,8 @@
-"""Which layers of a model get an adapter, which do not, and why: the names of lora.target_modules, exclude_modules.
+"""Selection of the layers that get an adapter, from lora.target_modules and lora.exclude_modules.
 
-PEFT takes a name for every module whose path ends in it, and a regular expression for those whose path it matches. An
-excluded name also excludes what is below it (`mlp`, `vision_tower`). Layers that cannot learn are left out.
+As in PEFT, a name matches every module with a path that ends in it, and a regular expression those with a path that it
+matches. An excluded name also excludes everything below it (`mlp`, `vision_tower`), and layers that cannot learn are
+left out.
 """
 
 import re
@@ -39,7 +40,7 @@ CHOOSES_EXPERTS = "choose experts; lora.target_modules can name them"
 
 @dataclass(frozen=True)
 class Targets:
-    """Whole paths of the layers and of the single parameters that get an adapter, and the rank of those of experts."""
+    """Full paths of the layers and parameters that get an adapter, and the rank of the experts' adapters."""
 
     modules: tuple[str, ...]
     experts: tuple[str, ...]
@@ -48,12 +49,12 @@ class Targets:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All that PEFT calls target_parameters."""
+        """PEFT's target_parameters."""
         return (*self.experts, *self.others)
 
 
 def targets_of(model: Any, lora: LoraSection) -> Targets | None:
-    """Return what gets an adapter, path by path, where names do not say it: with experts and regular expressions."""
+    """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), or None."""
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
@@ -69,7 +70,7 @@ def targets_of(model: Any, lora: LoraSection) -> Targets | None:
 
 
 def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
-    """Paths of the layers, not the experts or single parameters, that `lora` names; the model may be empty."""
+    """Yield the paths of the layers adapted by `lora`, without experts and parameters; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), expert_modules(model)
@@ -87,7 +88,7 @@ def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
 
 
 def check_targets(model: Any, lora: LoraSection) -> None:
-    """Raise UserError, with the nearest name, if one matches nothing; the model may be without weights."""
+    """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be without weights."""
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
     towers = beyond_text(model)
@@ -100,15 +101,15 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         found = {path for path in paths if is_named(name, path)}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
         if found and not within:
-            raise UserError(f"lora.target_modules={shown(name)}: is beyond the language model, where text never comes")
+            raise UserError(f"lora.target_modules={shown(name)}: is outside the language model and never sees text")
         if not found & linear:
             inner = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
-            advice = f"is no layer but holds some; name those: {inner}" if inner else _nothing(name, linear, "layer")
+            advice = f"is not a layer, but contains some; use {inner}" if inner else _nothing(name, linear, "layer")
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
         if within & linear <= set(cannot):
             reason = cannot[min(within & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); name other layers")
-    # A tower may be named, though it is left out anyway; what is only in one would leave out nothing.
+    # A tower may be named although it is always excluded; names that occur only inside one would have no effect.
     known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {*of_experts}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(below(name), path) for path in known):
@@ -133,10 +134,10 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 
 
 def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
-    """Return PEFT's `exclude_modules`: a pattern of the whole paths that get no adapter; or None."""
+    """Return PEFT's `exclude_modules`, a pattern of full paths that get no adapter, or None."""
     patterns = [below(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
-        patterns.append(below("experts"))  # where each is a module of its own
+        patterns.append(below("experts"))  # each expert is a module
     patterns += filter(None, [_pattern_of(beyond_text(model))])
     never_read: Any = getattr(model, "never_read", list)
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
@@ -149,7 +150,7 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
 
 
 def layers_that_cannot_learn(model: Any) -> dict[str, str]:
-    """Return the paths of the linear layers on which no adapter would be trained, with the reason."""
+    """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
     beyond, found = _pattern_of(beyond_text(model)), dict(find_reached(model).unreached)
@@ -160,15 +161,15 @@ def layers_that_cannot_learn(model: Any) -> dict[str, str]:
 
 
 def _not_by_default(model: Any) -> dict[str, str]:
-    """Return the paths of linear layers that `all-linear` does not stand for, with the reason."""
+    """Return the paths of linear layers that `all-linear` does not include, with the reason."""
     routers = {name.removesuffix(".weight") for name in router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = dict.fromkeys(_no_plain_linear(model), "give more than a product, such as a choice of experts")
+    found = dict.fromkeys(_custom_linears(model), "compute more than a product, such as a choice of experts")
     return found | dict.fromkeys(sorted(routers & linear - set(found)), CHOOSES_EXPERTS)
 
 
 def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
-    """Return a line for each reason why linear layers that were asked for have no adapter."""
+    """Return a message for each reason why targeted linear layers have no adapter."""
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
@@ -181,7 +182,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
         if module is base.get_output_embeddings():
             reasons["the output head"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
-            reasons["beyond the language model, where text never comes"].append(tower)
+            reasons["outside the language model, never sees text"].append(tower)
         elif excluded and re.fullmatch(excluded, path):
             reasons["lora.exclude_modules"].append(path)
         elif hasattr(base, "usual_targets"):
@@ -191,17 +192,17 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
         elif not lora.experts and "experts" in path.split("."):
             reasons["lora.experts: false"].append(path)
         else:
-            reasons["PEFT knows no adapter for them"].append(path)
+            reasons["PEFT has no adapter for them"].append(path)
     return [f"without adapter: {_names_of(paths)}: {reason}" for reason, paths in reasons.items()]
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Linear layers, embeddings, convolutions, routers and experts: PEFT says of which of them it adapts."""
+    """Return whether a module has a matrix: a linear layer, embedding, convolution, router or experts."""
     return any(len(whole_shape(own)) > 1 for own in module.parameters(recurse=False))
 
 
 def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers of a model that are neither adapted nor trained, in full or rows of them."""
+    """Yield the linear layers that have no adapter and are not trained, in full or in part."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
     from transformers.pytorch_utils import Conv1D
@@ -211,7 +212,7 @@ def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(path.startswith(f"{parent}.") for parent in taken):
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            # An adapter on experts wraps the module that holds them, with all else that is in it.
+            # An adapter on experts wraps their module, with everything else in it.
             is_layer = isinstance(getattr(module, "base_layer", nn.Linear), nn.Linear | Conv1D | nn.Embedding)
             whole = is_layer or isinstance(module, AuxiliaryTrainingWrapper)
             taken += [path] if whole else [f"{path}.lora_A", f"{path}.lora_B"]
@@ -220,7 +221,7 @@ def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def beyond_text(model: Any) -> list[str]:
-    """Paths of the towers and projectors for images and sound: what is not in the module that embeds the tokens."""
+    """Return the paths of image and audio towers and projectors: modules outside the one that embeds the tokens."""
     if model.config.get_text_config() is model.config:
         return []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -234,15 +235,15 @@ def beyond_text(model: Any) -> list[str]:
     return outer
 
 
-def _no_plain_linear(model: nn.Module) -> list[str]:
-    """Subclasses of nn.Linear, such as routers, that do not compute x W^T + b."""
+def _custom_linears(model: nn.Module) -> list[str]:
+    """Return the paths of nn.Linear subclasses, such as routers, that do not compute x W^T + b."""
     linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
     quantised = {path for path, each in linear if packed_state(each.weight) is not None or is_eight_bit(each.weight)}
     return [path for path, module in linear if path not in quantised and not is_linear(module)]
 
 
 def _pattern_of(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Return a regular expression for these paths and all below them, for every layer number unless `others` match."""
+    """Return a regular expression for these paths and all below, for every layer index unless `others` would match."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)
@@ -259,7 +260,7 @@ def _is_target(path: str, lora: LoraSection) -> bool:
 
 
 def _nothing(name: str, paths: set[str], what: str) -> str:
-    """That a name matches nothing, and what was meant or what there is."""
+    """Describe that a name matches nothing, with a suggestion and the existing names."""
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
@@ -268,7 +269,7 @@ def _nothing(name: str, paths: set[str], what: str) -> str:
 
 
 def _names_of(paths: Any) -> str:
-    """`k_proj (32), q_proj (32)`: last names and how many; numbers of a list are not names."""
+    """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
     counts = Counter(_last_name(path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")

@@ -1,6 +1,6 @@
-"""The safetensors files of a model or an adapter: what is in them by their headers, and what is wrong with one.
+"""The safetensors files of a model or an adapter, and errors for invalid ones.
 
-Names and shapes come from the headers, a few kilobytes; a tensor is read when it is asked for.
+Names and shapes come from the headers, a few kilobytes; tensors are read on demand.
 """
 
 from pathlib import Path
@@ -15,27 +15,27 @@ from trainer.config.files import UnreadableFile, read_json, read_safetensors_hea
 STEM = "model"
 WEIGHTS = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
-# First bytes of what people have under a name that ends with .safetensors.
+# First bytes of other formats found in files named *.safetensors.
 OTHER_FORMATS = (
-    (b"version https://git-lfs", "is a pointer of git-lfs and not the weights; run `git lfs pull` there"),
-    (b"GGUF", "is a GGUF file; name the model that it was converted from"),
-    (b"PK\x03\x04", "is a pickled file under that name; only safetensors are loaded, convert it first"),
-    (b"\x80\x02", "is a pickled file under that name; only safetensors are loaded, convert it first"),
-    (b"<", "is a web page and not the weights; download it again"),
+    (b"version https://git-lfs", "is a git-lfs pointer, not the weights; run `git lfs pull` there"),
+    (b"GGUF", "is a GGUF file; use the model that it was converted from"),
+    (b"PK\x03\x04", "is a pickle file; only safetensors are loaded, convert it first"),
+    (b"\x80\x02", "is a pickle file; only safetensors are loaded, convert it first"),
+    (b"<", "is a web page, not the weights; download it again"),
 )
 
 
 class Index(BaseModel):
-    """`model.safetensors.index.json`: which file holds each tensor."""
+    """The contents of `model.safetensors.index.json`: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 class SafetensorsFiles:
-    """All tensors of a model's safetensors files by name, each read when asked for."""
+    """All tensors of a model's safetensors files by name, each read on demand."""
 
     def __init__(self, base_model: str, section: ModelSection, *, stem: str = STEM) -> None:
-        """`stem` is what the names of the files begin with. Raises UserError if there are none or one is damaged."""
+        """Read the headers of files that begin with `stem`. Raises UserError if there are none or one is damaged."""
         self._setting = f"base_model={base_model}"
         folder = _checkpoint_folder(base_model, section)
         self._file_of: dict[str, Path] = {}
@@ -46,19 +46,19 @@ class SafetensorsFiles:
             self._file_of |= dict.fromkeys(headers, file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
+        """Return the shapes of all tensors."""
         return {name: shape for name, (shape, _) in self._headers.items()}
 
     def types(self) -> dict[str, str]:
-        """Number formats of all tensors, as safetensors names them (`BF16`, `F8_E4M3`, `U8`)."""
+        """Return the dtypes of all tensors, as safetensors names them (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
 
     def file_of(self, name: str) -> Path:
-        """The file that a tensor is in."""
+        """Return the file that contains a tensor."""
         return self._file_of[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """One tensor, on the CPU; with `index` that part of its first dimension, which stays, of length one."""
+        """Return a tensor on the CPU; with `index`, that slice of its first dimension (kept, of length one)."""
         with safe_open(str(self._file_of[name]), framework="pt") as handle:
             if index is None:
                 return torch.as_tensor(handle.get_tensor(name))
@@ -66,7 +66,7 @@ class SafetensorsFiles:
 
 
 def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> None:
-    """Raise UserError naming the first stored tensor with a value that is not finite, or not in `dtype`."""
+    """Raise UserError for the first stored tensor with values that are not finite, stored or in `dtype`."""
     for name, kind in files.types().items():
         if not kind.startswith(("F", "BF")):
             continue
@@ -80,9 +80,9 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
 
 
 def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
-    """The files that transformers or diffusers loads a model from: one, or those that the index names.
+    """Return the files from which transformers or diffusers loads a model: one, or those in the index.
 
-    Raises UserError, beginning with `setting`, if they are not all there.
+    Raises UserError, beginning with `setting`, if files are missing.
     """
     weights = f"{stem}.safetensors"
     if (folder / weights).exists():
@@ -93,13 +93,13 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
         if not others:
             raise UserError(f"{setting}: no .safetensors file; only safetensors are loaded, convert it first")
         raise UserError(
-            f"{setting}: neither {weights} nor {index.name} (there is {others[0]}); copy what is missing from the model"
+            f"{setting}: has {others[0]}, but neither {weights} nor {index.name}; copy what is missing from the model"
         )
     named = _named_in(index, setting)
     missing = [name for name in named if not (folder / name).exists()]
     if missing:
         raise UserError(
-            f"{setting}: {missing[0]} is not there, which {index.name} names ({len(missing)} of {len(named)} files are "
+            f"{setting}: {missing[0]}, listed in {index.name}, is missing ({len(missing)} of {len(named)} files are "
             "missing); download or copy the model again"
         )
     return [folder / name for name in named]
@@ -111,12 +111,12 @@ def _named_in(index: Path, setting: str) -> list[str]:
     except UnreadableFile as error:
         raise UserError(f"{setting}: {index.name} {error.problem}; download or copy it again") from None
     if outside := next((name for name in named if Path(name).is_absolute() or ".." in Path(name).parts), None):
-        raise UserError(f"{setting}: {index.name} names {outside}, outside of its folder; copy the file into it")
+        raise UserError(f"{setting}: {index.name} lists {outside}, outside of its folder; copy the file into it")
     return named
 
 
 def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a file's tensors by name. Raises UserError, beginning with `setting`, if it is no whole safetensors."""
+    """Return the shapes of a file's tensors. Raises UserError, beginning with `setting`, if the file is invalid."""
     return {name: shape for name, (shape, _) in _headers(file, setting).items()}
 
 
@@ -129,7 +129,6 @@ def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]
 
 
 def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
-    """Return what a file that is no whole safetensors file holds instead, and the fix."""
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)
@@ -140,7 +139,7 @@ def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
 
 
 def is_here(base_model: str, section: ModelSection) -> bool:
-    """Whether the weights are in a folder or in the hub's cache: headers can be read without a download."""
+    """Return whether the weights are in a folder or the hub's cache, so that headers can be read without a download."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(base_model).is_dir():
@@ -149,7 +148,7 @@ def is_here(base_model: str, section: ModelSection) -> bool:
     index = try_to_load_from_cache(base_model, INDEX, revision=revision)
     if not isinstance(index, str):
         return isinstance(try_to_load_from_cache(base_model, WEIGHTS, revision=revision), str)
-    # What is missing of it is downloaded when it is loaded.
+    # Missing files are downloaded when the model is loaded.
     return all((Path(index).parent / name).exists() for name in _named_in(Path(index), f"base_model={base_model}"))
 
 
@@ -158,7 +157,7 @@ def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
         return Path(base_model)
     from huggingface_hub import snapshot_download
 
-    # Other .safetensors, as in Mistral's repositories, hold the same weights again.
+    # Other .safetensors files, as in Mistral's repositories, duplicate the weights.
     patterns = ["model*.safetensors", INDEX, "config.json"]
     found = snapshot_download(base_model, revision=section.revision, allow_patterns=patterns, ignore_patterns=["*/*"])
     return Path(found)

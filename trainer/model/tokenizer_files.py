@@ -1,7 +1,7 @@
-"""The files of a tokenizer as bytes, which are written with every checkpoint and never change.
+"""The files of a tokenizer as bytes, which are written unchanged with every checkpoint.
 
-An unchanged tokenizer keeps the files of its base, byte for byte. What transformers 5 saves of it can name the class
-`TokenizersBackend` and list special tokens in a form that transformers 4, and servers with it, cannot load.
+An unmodified tokenizer keeps the files of its base, byte for byte: transformers 5 may save the class name
+`TokenizersBackend` and a list of special tokens, which transformers 4 and servers that use it cannot load.
 """
 
 import json
@@ -24,22 +24,22 @@ NAMES = (
     "chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
     "merges.txt",
 )  # fmt: skip
-"""Files that a tokenizer can be loaded from."""
+"""Files from which a tokenizer can be loaded."""
 OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
 """Settings in which transformers records where it loaded a tokenizer from."""
 
 
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: those it was loaded from where they still describe it.
+    """Return the files of a tokenizer by name: those it was loaded from, if they still describe it.
 
-    `revision` is that of its repository on the hub.
+    `revision` is the revision of its repository on the hub.
     """
     try:
         own = _portable(_source_files(tokenizer.name_or_path, revision))
         if own and _identity(_loaded(own)) == _identity(tokenizer):
             return own
     except UserError:
-        pass  # files that load only with code of their own, or from more than is copied
+        pass  # files that need custom code, or more files than are copied
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         root = Path(folder)
@@ -47,14 +47,13 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write them into a folder."""
+    """Write the files into a folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
-    """Read the files of a folder, or of a repository in the hub's cache."""
     found: dict[str, bytes] = {}
     for name in NAMES if source else ():
         path: Any = Path(source, name)
@@ -68,7 +67,7 @@ def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
 
 
 def _loaded(files: Mapping[str, bytes]) -> Any:
-    """Load the files as a run does: from a folder without the model's config.json."""
+    """Load the tokenizer as a run does: from a folder without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
         return load_tokenizer(folder, ModelSection())
@@ -82,7 +81,7 @@ def _identity(tokenizer: Any) -> tuple[Any, ...]:
 
 
 def _portable(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Rewrite what only transformers 5 can load, and drop paths of this machine."""
+    """Rewrite settings that only transformers 5 can load, and drop local paths."""
     settings: dict[str, Any] = parse_json(files[SETTINGS], Path(SETTINGS)) if SETTINGS in files else {}
     kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
     if kept.get("tokenizer_class") == "TokenizersBackend":

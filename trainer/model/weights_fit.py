@@ -1,7 +1,7 @@
-"""The stored weights against the model that config.json describes: all there, of the right shape, and none left over.
+"""Check that the stored weights fit the model in config.json: none missing, misshapen or left over.
 
-transformers draws at random what it does not find and says so in a log. Here its own loading, with its renamings, fused
-experts, tied weights and ignored names, is run on tensors that have shapes and no memory, before anything is loaded.
+transformers initialises missing weights at random and only logs it. Here its own loading, with its renamings, fused
+experts, tied weights and ignored names, runs on meta tensors before anything is loaded.
 """
 
 import re
@@ -24,10 +24,10 @@ SAME_MODEL = "take config.json and weights from the same model"
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
-    """Lines on stored tensors that the model leaves out, by the headers of the files.
+    """Check the headers of the files against the model; return warnings about unused tensors.
 
-    Raises UserError, beginning with `setting`, if weights are missing, of another shape or quantised in a way that
-    config.json does not tell, or whole layers left over.
+    Raises UserError, beginning with `setting`, if weights are missing, have another shape, are quantised in a way
+    not declared in config.json, or whole layers are unused.
     """
     form = fp8_form(model_config)
     if form is not None:
@@ -48,7 +48,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except RuntimeError:  # tensors that are stored one by one and do not make the one that the model has
+        except RuntimeError:  # tensors of single experts that cannot be merged
             raise UserError(f"{setting}: {_incomplete(files)}; {SAME_MODEL}, or download it again") from None
     of_experts = any("expert" in name for name, *_ in found["mismatched_keys"])
     if of_experts and (lost := _lost_expert(files)):
@@ -57,14 +57,14 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 
 def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
-    """As `check_weights_fit`, from what transformers tells of a loading (`output_loading_info`)."""
+    """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
     name, asked = type(model).__name__, len(model.state_dict())
     extra = _whole_layers(model, found["unexpected_keys"])
     if found["missing_keys"]:
         first, count = min(found["missing_keys"], key=_natural), len(found["missing_keys"])
         raise UserError(
             f"{setting}: {count} of the {asked} weights of {name} as config.json describes it are in none of its files "
-            f"(first: {first}) and would be drawn at random; {SAME_MODEL}, or download it again"
+            f"(first: {first}) and would be random; {SAME_MODEL}, or download it again"
         )
     if found["mismatched_keys"]:
         wrong = sorted(found["mismatched_keys"], key=lambda each: _natural(each[0]))
@@ -76,13 +76,13 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     if extra:
         raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL}")
     left = sorted(found["unexpected_keys"], key=_natural)
-    return [f"{len(left)} stored tensors are no part of {name} and are left out (first: {left[0]})"] if left else []
+    return [f"{len(left)} stored tensors are not part of {name} and are ignored (first: {left[0]})"] if left else []
 
 
 def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
-    """`2 layers in model.layers, and the files have 3`, where more are stored than the model has; or nothing.
+    """Describe surplus stored layers (`2 layers in model.layers, and the files have 3`); empty if there are none.
 
-    A model that was trained to predict several tokens stores layers for the others behind its own.
+    Models trained with multi-token prediction store extra layers after their own, which are allowed.
     """
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     allowed = int(getattr(text, "num_nextn_predict_layers", 0) or 0)
@@ -101,27 +101,26 @@ def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
 
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
-    """Raise UserError if there are weights of 8 bits, which would be taken for values without their scales."""
+    """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
     if scales := scales_by_weight(files):
         raise UserError(
-            f"{setting}: {min(scales, key=_natural)} is stored in FP8 and config.json does not say so; {SAME_MODEL}"
+            f"{setting}: {min(scales, key=_natural)} is stored in FP8, but config.json does not say so; {SAME_MODEL}"
         )
     for name, kind in sorted(files.types().items(), key=lambda each: _natural(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
             raise UserError(
-                f"{setting}: {name} is stored in 8 bits or less ({kind}) and others are not; name the full-precision "
+                f"{setting}: {name} is stored in 8 bits or less ({kind}), but others are not; use the full-precision "
                 "model that it was made from"
             )
 
 
 def _incomplete(files: SafetensorsFiles) -> str:
-    """Which tensor is missing among those that are stored expert by expert."""
-    return _lost_expert(files) or "its stored tensors do not make those that config.json describes"
+    return _lost_expert(files) or "its stored tensors do not match those that config.json describes"
 
 
 def _lost_expert(files: SafetensorsFiles) -> str | None:
-    """`model.layers.1.mlp.experts.2.w1.weight is missing from FILE`, where other experts, or other layers, have one."""
+    """Describe the first missing tensor of an expert that other experts or layers have, or return None."""
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in files.shapes():
         if match := re.search(r"^(.*experts)\.(\d+)\.(.+)$", name):
@@ -136,7 +135,7 @@ def _lost_expert(files: SafetensorsFiles) -> str | None:
 
 
 def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
-    """Where a tensor of an expert should be: the file that has the rest of the expert, or of the layer."""
+    """Describe where a tensor of an expert should be: the file with the rest of the expert, or of the layer."""
     names = sorted(files.shapes(), key=_natural)
     near = [name for name in names if name.startswith(f"{layer}.{index}.")]
     near += [name for name in names if name.startswith(f"{layer}.")]
@@ -144,13 +143,12 @@ def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' table of what it did not find, and its bar, are not for the user: one line comes of them."""
+    """Suppress the loading report and progress bar of transformers; our messages replace them."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
