@@ -150,7 +150,7 @@ def reference_rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: fl
 
 
 def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
-    """dx = rstd (g - n mean(g n)) with g = grad (offset + w), n = x rstd."""
+    """Compute dx = rstd (g - n mean(g n)) with g = grad (offset + w), n = x rstd."""
     rstd = rstd.view(*x.shape[:-1], 1)
     normal, g = _wide(x) * rstd, _wide(grad) * (offset + _wide(weight))
     return (rstd * (g - normal * (g * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()

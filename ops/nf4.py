@@ -52,7 +52,7 @@ class Nf4Weight:
     nested_block: int
 
     def layout(self) -> tuple[int, int, int]:
-        """What the weights of one call must share."""
+        """Return the properties that all weights of one call must share."""
         return self.block, self.nested_block, len(self.state)
 
     @staticmethod

@@ -36,7 +36,7 @@ def tries(examples: int) -> settings:
 
 
 def or_refused(run: Callable[[], Result]) -> Result | None:
-    """What `run` returns, None for a mistake that is told as one should be; everything else is an error of the test."""
+    """Return what `run` returns; None for a mistake reported properly. Everything else fails the test."""
     try:
         return run()
     except UserErrors as error:

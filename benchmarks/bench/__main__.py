@@ -253,9 +253,7 @@ class Bench:
         ]
 
     def _call(self, title: str, command: Sequence[str], log: Path, packages: str | None = None) -> str:
-        """Run a command and log its output. Return an empty string on success, else the reason after showing the end of
-        the log.
-        """
+        """Run a command and log its output; return an empty string, or after a failure the reason."""
         started = time.monotonic()
         print(f"{title} ...", end="", file=sys.stderr, flush=True)
         paths = os.pathsep.join(path for path in (str(ROOT), packages, os.environ.get("PYTHONPATH")) if path)

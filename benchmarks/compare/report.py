@@ -130,9 +130,7 @@ def write_results(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _questions(comparison: Comparison) -> Iterator[tuple[Setting, Setting, str, str]]:
-    """Yield the pairs: PI and the best fixed lambda against no regulariser, its remedies, and all others; delta,
-    factors.
-    """
+    """Yield the pairs to compare: PI and the best fixed lambda with no regularizer, its remedies and all others."""
     nothing = comparison.find("none")
     for moment in ("final", "best"):
         for pi in comparison.find("pi"):

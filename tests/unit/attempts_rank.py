@@ -19,8 +19,8 @@ def main() -> int:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     number = len(read_restarts(folder))
     start = json.loads((folder / "starts.json").read_text())[number]
-    told = {"gpu": os.environ["CUDA_VISIBLE_DEVICES"].split(",")[int(os.environ["LOCAL_RANK"])], "words": sys.argv}
-    (folder / f"start-{number}-{rank}.json").write_text(json.dumps(told))
+    reported = {"gpu": os.environ["CUDA_VISIBLE_DEVICES"].split(",")[int(os.environ["LOCAL_RANK"])], "words": sys.argv}
+    (folder / f"start-{number}-{rank}.json").write_text(json.dumps(reported))
     begun, step = start["begun"], start["step"]
     beat = Heartbeat(
         rank=rank, host=socket.gethostname(), pid=os.getpid(), step=step, phase="", collective=None, place=None,

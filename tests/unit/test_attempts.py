@@ -100,9 +100,9 @@ def test_all_start_again_where_all_are_there(machine: Machine, elastic: bool) ->
 def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     """Of the five that are left four divide the 12 samples; the fifth is named."""
     assert machine.train(fails(5, 1, 7, 2), ends(6), elastic=True) == 0
-    told = capfd.readouterr().err
-    assert "the driver no longer shows GPU 2" in told
-    assert "continuing with 4 of 6 ranks; idle: GPU 5, 5 ranks do not divide the 12 samples of a step;" in told
+    reported = capfd.readouterr().err
+    assert "the driver no longer shows GPU 2" in reported
+    assert "continuing with 4 of 6 ranks; idle: GPU 5, 5 ranks do not divide the 12 samples of a step;" in reported
     # What comes after it has another number now.
     assert machine.gpus(1) == list("0123") and machine.settings(1) == RESUMES | SAME_BATCH
     assert [restart.ranks for restart in read_restarts(machine.folder)] == [6]
@@ -110,8 +110,8 @@ def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.Capt
 
 def test_without_elastic_a_gpu_that_is_gone_ends_the_run(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     assert machine.train(fails(0, 1, 7, 2), elastic=False) == 1
-    told = capfd.readouterr().err
-    assert "5 of 6 ranks can be started now; repair the others, or set training.elastic=true to continue" in told
+    reported = capfd.readouterr().err
+    assert "5 of 6 ranks can be started now; repair the others, or set training.elastic=true to continue" in reported
 
 
 def test_a_gpu_on_which_no_step_is_made_again_is_left_out(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:

@@ -121,8 +121,8 @@ def test_equal_documents_before_others_are_computed_apart(monkeypatch: pytest.Mo
     """The dense kernels take those of one length, flash attention the rest; nothing else changes."""
     lengths = [128, 128, 40, 7]
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    told = equal_documents_first(MicroBatch(bounds, bounds, 0, cu_seqlens=bounds, max_seqlen=128))
-    assert told == {"equal_documents": 2, "others_seqlen": 40}
+    reported = equal_documents_first(MicroBatch(bounds, bounds, 0, cu_seqlens=bounds, max_seqlen=128))
+    assert reported == {"equal_documents": 2, "others_seqlen": 40}
     seen: list[int] = []
 
     def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, *rest: Any) -> Any:
@@ -136,7 +136,7 @@ def test_equal_documents_before_others_are_computed_apart(monkeypatch: pytest.Mo
     shape: dict[str, Any] = {"cu_seqlens": bounds, "max_seqlen": 128}
     query, key, value = leaves
     together, _ = varlen_attention(module, query, key, value, None, **shape)
-    apart, _ = varlen_attention(module, query, key, value, None, **(shape | told))
+    apart, _ = varlen_attention(module, query, key, value, None, **(shape | reported))
     assert seen == [303, 47]
     torch.testing.assert_close(apart, together)
     grad = torch.randn(together.shape, generator=generator)

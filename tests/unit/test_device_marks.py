@@ -8,7 +8,7 @@ from trainer.parallel.ranks.progress import Progress
 
 
 class Card:
-    """A card that comes to what is recorded while it is free, and fails where it is told to."""
+    """A card that comes to what is recorded while it is free, and fails where the test says."""
 
     def __init__(self) -> None:
         self.device, self.is_free, self.fails, self.capturing = 1, True, False, False

@@ -48,7 +48,7 @@ def test_size_and_crop_are_those_of_sdxls_own_pipeline(tmp_path: Path) -> None:
         picture = Image.open(entry.name)
         seen: Any = fit(*picture.size, [(entry.width, entry.height)]).apply(picture)
         left, top, _ = seen.getpixel((0, 0))
-        assert max(left, top) == 2, "nothing was cut off that could be told wrongly"
+        assert max(left, top) == 2, "nothing was cut off that could be reported wrongly"
         given = ((picture.height, picture.width), (top, left), (seen.height, seen.width))
         expected += pipeline._get_add_time_ids(*given, torch.float32, width_of_text)
         assert torch.equal(size_conditions(entry), expected[-1])
@@ -84,7 +84,7 @@ def test_uniform_times_are_drawn_as_diffusers_draws_them(
 
 
 def levels(objective: Objective, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of noise in what the model sees, and the times that it is told."""
+    """Share of noise in the input of the model, and the time steps that it is given."""
     count = len(times)
     noised = objective.noised(torch.zeros(count, 1, 1, 1), torch.ones(count, 1, 1, 1), times)
     return noised.noisy.flatten(), noised.times

@@ -51,11 +51,11 @@ def test_other_versions_are_one_line_that_says_what_is_unproven(monkeypatch: pyt
     assert line.startswith("not tested with transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: attention of packs")
     assert "peft 0.21.3 (tested: 0.21.2; unproven: forward of adapted layers)" in line
     assert line.endswith("constraints.txt has tested versions")
-    told = [check for check in check_packages() if check.name == "known versions"]
-    assert [check.state for check in told] == ["WARN", "WARN"]
-    assert [check.found for check in told] == describe_untested() and "version of peft in constraints.txt" in told[
-        1
-    ].fix
+    reported = [check for check in check_packages() if check.name == "known versions"]
+    assert [check.state for check in reported] == ["WARN", "WARN"]
+    assert [
+        check.found for check in reported
+    ] == describe_untested() and "version of peft in constraints.txt" in reported[1].fix
 
 
 def _others(*but: str) -> dict[str, str]:
@@ -189,7 +189,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
     sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8}
     model = Mamba2Model(Mamba2Config(num_hidden_layers=1, vocab_size=16, **sizes))
 
-    def told(**modules: str) -> list[str]:
+    def reported(**modules: str) -> list[str]:
         for name, text in modules.items():
             (tmp_path / f"{name}.py").write_text(text)
             sys.modules.pop(name, None)
@@ -198,13 +198,13 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
 
     broken = "raise ImportError('undefined symbol: a, in another size')"
     try:
-        assert "the extra `mamba` has kernels" in told(mamba_ssm="")[0] and not has_scan_kernels()
-        (line,) = told(selective_scan_cuda=broken)
+        assert "the extra `mamba` has kernels" in reported(mamba_ssm="")[0] and not has_scan_kernels()
+        (line,) = reported(selective_scan_cuda=broken)
         assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
         assert not has_scan_kernels()
-        (line,) = told(selective_scan_cuda="", mamba_ssm=broken)
+        (line,) = reported(selective_scan_cuda="", mamba_ssm=broken)
         assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
-        scan, convolution = told(mamba_ssm="# in order")
+        scan, convolution = reported(mamba_ssm="# in order")
         assert has_scan_kernels() and "outside mamba-ssm's kernel" in scan
         assert "convolutions in plain torch; the extra `mamba`" in convolution
     finally:

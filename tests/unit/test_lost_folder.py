@@ -30,9 +30,11 @@ def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
     begin = time.monotonic()
     assert not FolderWatch(tmp_path / "logs").wait_until_readable([signal.SIGTERM])
     assert STOP_S <= time.monotonic() - begin < RETURN_S / 2
-    told = capsys.readouterr().err
-    assert "the run's folder cannot be read: " in told and f"waiting up to {STOP_S:.0f} s for its folder" in told
-    assert "start the run with training.resume_from_checkpoint=auto" in told
+    reported = capsys.readouterr().err
+    assert (
+        "the run's folder cannot be read: " in reported and f"waiting up to {STOP_S:.0f} s for its folder" in reported
+    )
+    assert "start the run with training.resume_from_checkpoint=auto" in reported
 
 
 def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
@@ -43,8 +45,8 @@ def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
     assert not folder.is_readable() and not folder.is_readable()
     (tmp_path / "heartbeat-0.json").touch()
     assert folder.is_readable() and folder.is_readable()
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
+    reported = capsys.readouterr().err.splitlines()
+    assert reported == [
         f"the run's folder cannot be read: nothing of this run is in {tmp_path}",
         "the run's folder can be read again",
     ]

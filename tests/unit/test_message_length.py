@@ -104,5 +104,5 @@ def test_the_beginning_and_the_end_of_a_message_stay() -> None:
 
 
 def test_more_mistakes_than_anyone_reads_are_counted() -> None:
-    told = UserErrors([f"s{at}: unknown setting" for at in range(1_000)])
-    assert len(told.messages) == MOST_LINES + 1 and told.messages[-1].startswith("and 900 more mistakes")
+    reported = UserErrors([f"s{at}: unknown setting" for at in range(1_000)])
+    assert len(reported.messages) == MOST_LINES + 1 and reported.messages[-1].startswith("and 900 more mistakes")

@@ -158,7 +158,7 @@ def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
 def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A scheduler that waits for 30 s would end the launcher before it has told why."""
+    """A scheduler that waits for 30 s would end the launcher before it has reported why."""
     monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 3.0)
     monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
     script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
@@ -192,7 +192,7 @@ def test_what_started_the_ranks_is_ended_long_after_all_of_them(
 def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pdsh passes no signal on: without a heartbeat nobody could be told, and the run would go on."""
+    """pdsh passes no signal on: without a heartbeat the ranks would never stop."""
     monkeypatch.setattr(remote, "run_on", lambda host, command: subprocess.run(["sh", "-c", command]))
     (tmp_path / "line").write_bytes(beats()[0].line().replace(b'"pid": 1,', b'"pid": PID,'))
     known = 'until [ -e go ]; do sleep 0.1; done; sed "s/PID/$$/" line > heartbeat-0.json'

@@ -1,4 +1,4 @@
-"""What a signal does to a rank: exit code, what is remembered, and what wins where ranks were told different things."""
+"""The effect of a signal on a rank: its exit code, what is remembered, and which of several signals wins."""
 
 import os
 import subprocess

@@ -15,12 +15,12 @@ def beat(rank: int, host: str, at: float, exit_code: int | None = None) -> Heart
 
 
 def test_a_host_that_falls_silent_is_named_once() -> None:
-    hosts, told = SilentHosts(), []
+    hosts, reported = SilentHosts(), []
     for now in range(200):
         lost = min(now, 20)  # n2 beats no more after 20 s; one rank of n1 hangs, the other does not
         beats = {0: beat(0, "n1", now), 1: beat(1, "n1", 5), 2: beat(2, "n2", lost), 3: beat(3, "n2", lost)}
-        told += [(now, host) for host in hosts.find_newly_silent(beats, float(now))]
-    assert told == [(81, "n2")]
+        reported += [(now, host) for host in hosts.find_newly_silent(beats, float(now))]
+    assert reported == [(81, "n2")]
 
 
 def test_nobody_is_named_where_all_are_silent_or_have_ended() -> None:
@@ -41,5 +41,5 @@ def test_slurms_own_patience_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    told = SrunReach(Allocation(1, ("n1", "n2"), 1)).describe_wait()
-    assert told == "SLURM gives a lost node up after its SlurmdTimeout (300 sec); waiting for that"
+    reported = SrunReach(Allocation(1, ("n1", "n2"), 1)).describe_wait()
+    assert reported == "SLURM gives a lost node up after its SlurmdTimeout (300 sec); waiting for that"

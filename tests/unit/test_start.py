@@ -225,7 +225,7 @@ def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
 
 
 def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp_path: Path) -> None:
-    """No UserError of another rank is told twice."""
+    """No UserError of another rank is reported twice."""
     from trainer.entry.prestart import _read_ahead
 
     assert _read_ahead(str(tmp_path / "missing.yaml"), []) is None
@@ -255,5 +255,5 @@ def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch)
 def test_what_prepares_for_other_hosts_and_is_killed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     assert run_child(killed, "the run failed before its checks were done") == 137
-    told = rf"the run failed before its checks were done: process \d+ on {re.escape(HOST)} was killed by signal 9"
-    assert re.match(told, capsys.readouterr().err)
+    reported = rf"the run failed before its checks were done: process \d+ on {re.escape(HOST)} was killed by signal 9"
+    assert re.match(reported, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""The number of steps is the same wherever it is told, and what it makes of other settings is said beforehand."""
+"""The number of steps is the same wherever it is reported, and what it makes of other settings is said beforehand."""
 
 from typing import Any
 

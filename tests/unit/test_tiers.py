@@ -229,8 +229,8 @@ def test_weights_are_real_where_they_can_be_had(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     config = TIERS["memory"].path
     (tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0").mkdir(parents=True)
-    told = find_weights(config, "tinyllama-1.1b", None, tmp_path / "models")
-    assert told.real and told.model == str(tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0")
+    reported = find_weights(config, "tinyllama-1.1b", None, tmp_path / "models")
+    assert reported.real and reported.model == str(tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0")
     random = find_weights(config, "tinyllama-1.1b", None, None)
     assert (random.model, random.real) == ("random:tinyllama-1.1b", False)
     assert "`zerolora download TinyLlama/TinyLlama-1.1B-Chat-v1.0` gets it" in random.text
@@ -282,7 +282,7 @@ def test_the_run_that_failed_is_the_one_whose_logs_are_named(tmp_path: Path, mon
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, verdicts: dict[str, bool]) -> list[str]:
-    """Runs that end as told; returns the names of those that were made."""
+    """Runs that end as the test says; returns the names of those that were made."""
     made: list[str] = []
 
     def end(self: Runner, tier: tiers.Tier) -> Outcome:

@@ -96,23 +96,23 @@ def test_a_rank_that_does_not_come_to_where_the_ranks_meet_is_behind() -> None:
 
 
 def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
-    told = describe_hang(beats(collective=None, phase="save/gather", step=411), set())
-    assert told.ranks == [1]
-    assert told.text == (
+    reported = describe_hang(beats(collective=None, phase="save/gather", step=411), set())
+    assert reported.ranks == [1]
+    assert reported.text == (
         "the run hangs: rank 1 on n1 (process 100) has made no progress for 11.0 minutes, step 411, phase save/gather, "
         "at step.py:1 train_step; 2 other ranks wait for it in all_reduce"
     )
 
 
 def test_a_gpu_that_does_not_come_to_where_the_others_wait_is_told() -> None:
-    told = describe_hang(beats(device_reached=21), set())
-    assert told.ranks == [1] and "rank 1 on n1" in told.text
-    assert "the GPU is behind" in told.text and told.text.endswith("2 other ranks wait for it in all_reduce")
+    reported = describe_hang(beats(device_reached=21), set())
+    assert reported.ranks == [1] and "rank 1 on n1" in reported.text
+    assert "the GPU is behind" in reported.text and reported.text.endswith("2 other ranks wait for it in all_reduce")
 
 
 def test_a_network_that_carries_nothing_blames_no_rank() -> None:
-    told = describe_hang(beats(), set())
-    assert told.ranks == [0, 1, 2] and "all 3 ranks are stuck" in told.text and "doctor" in told.text
+    reported = describe_hang(beats(), set())
+    assert reported.ranks == [0, 1, 2] and "all 3 ranks are stuck" in reported.text and "doctor" in reported.text
 
 
 def test_a_silent_process_of_this_host_is_looked_at() -> None:
@@ -133,9 +133,9 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
 def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
     found = {0: replace(BEAT, rank=0, step=0, phase="join/meet", collective=None)}
     nobody = found | {1: Heartbeat.missing(1, "n1"), 2: Heartbeat.missing(2, "")}
-    told = describe_hang(nobody, {1, 2})
-    assert told.ranks == [1, 2]
-    assert told.text == (
+    reported = describe_hang(nobody, {1, 2})
+    assert reported.ranks == [1, 2]
+    assert reported.text == (
         "the run hangs: rank 1 on n1 has sent no heartbeat since it was started: it is stopped, or its host is "
         "down; rank 2 has sent no heartbeat since it was started: it is stopped, or its host is down; rank 0 waits "
         "for it in join/meet"
@@ -177,10 +177,10 @@ def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit
         [sys.executable, "-c", MEETING, str(tmp_path), "True"], env=env, capture_output=True, text=True
     )
     assert done.returncode == 1, done.stderr
-    told = read_hang(tmp_path)
-    assert told is not None and told.ranks == [1 if exit_code else 0]
-    assert ("rank 1 on n1 (process 100)" in told.text) == bool(exit_code)
-    assert ("it has ended with exit code 143; rank 0 waits for it in join" in told.text) == bool(exit_code)
+    reported = read_hang(tmp_path)
+    assert reported is not None and reported.ranks == [1 if exit_code else 0]
+    assert ("rank 1 on n1 (process 100)" in reported.text) == bool(exit_code)
+    assert ("it has ended with exit code 143; rank 0 waits for it in join" in reported.text) == bool(exit_code)
 
 
 def test_which_ranks_are_on_this_host_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
     silence._allowed_s = 0.0
     assert not silence.has_timed_out(), "nobody has begun yet"
     folder.publish(BEAT)
-    assert not silence.has_timed_out(), "a sign of life since the last look"
+    assert not silence.has_timed_out(), "a heartbeat since the last check"
     assert silence.has_timed_out()
     folder.publish(replace(BEAT, exit_code=0))
     assert not silence.has_timed_out(), "it has ended, which is no silence"

@@ -70,18 +70,18 @@ def test_a_version_is_named_with_its_hosts() -> None:
     reports = world()
     reports[2] = replace(reports[2], values=FACTS | {"torch": "2.11.0"})
     reports[3] = replace(reports[3], values=FACTS | {"torch": "2.11.0"})
-    told = differences(reports)
-    assert told == ["torch differs: 2.13.0 on n1, n3; 2.11.0 on n2; install one version of torch on all hosts"]
+    reported = differences(reports)
+    assert reported == ["torch differs: 2.13.0 on n1, n3; 2.11.0 on n2; install one version of torch on all hosts"]
 
 
 def test_a_missing_package_and_other_code_and_another_configuration() -> None:
     reports = world()
     values = {name: value for name, value in FACTS.items() if name != "deepspeed"}
     reports[4] = replace(reports[4], values=values | {"code": "0.1.0+bb", "configuration": "dd"})
-    told = "\n".join(differences(reports))
-    assert "deepspeed differs: 0.19.8 on n1, n2, n3; not installed on n3" in told
-    assert "code differs: 0.1.0+aa on n1, n2; 0.1.0+bb on n3; use one checkout" in told
-    assert "configuration differs: cc on n1, n2, n3; dd on n3; give every rank the same file" in told
+    reported = "\n".join(differences(reports))
+    assert "deepspeed differs: 0.19.8 on n1, n2, n3; not installed on n3" in reported
+    assert "code differs: 0.1.0+aa on n1, n2; 0.1.0+bb on n3; use one checkout" in reported
+    assert "configuration differs: cc on n1, n2, n3; dd on n3; give every rank the same file" in reported
 
 
 def test_a_host_without_its_gpu() -> None:
@@ -155,8 +155,8 @@ def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Pa
         assert all(lines[0].startswith("world        2 ranks on n1, n2: ") for lines in shared), shared
         assert [lines[1] for lines in shared] == [f"2 {lock.token}"] * 2, "what all of them write into"
         apart = said_by_two(MEET, lock.token, folders=(here, there))
-    told = "refused: output_dir=run: n2 does not see what rank 0 on n1 writes there; use a folder on a file system"
-    assert all(lines[0].startswith(told) for lines in apart), apart
+    reported = "refused: output_dir=run: n2 does not see what rank 0 on n1 writes there; use a folder on a file system"
+    assert all(lines[0].startswith(reported) for lines in apart), apart
 
 
 def test_a_rank_that_was_started_by_hand_leaves_another_runs_folder_alone(

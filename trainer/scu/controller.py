@@ -42,8 +42,10 @@ class ScuFault(RuntimeError):
 
 @dataclass(frozen=True)
 class _Pending:
-    """A measurement being copied to the host: loss sum (nats), target tokens, Q or sum of KL (nats), and whether the
-    step counts, in fp64."""
+    """A measurement being copied to the host.
+
+    In fp64: the loss sum (nats), target tokens, Q or the sum of KL (nats), and whether the step counts.
+    """
 
     step: int
     sums: Tensor

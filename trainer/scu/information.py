@@ -226,7 +226,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """`counts`: for each gradient, whether one tensor takes all of it, else the number of tensors, one per row."""
+        """Keep the gradients; `counts` says for each if one tensor takes all of it, else how many take a row each."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]

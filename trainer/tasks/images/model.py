@@ -173,7 +173,7 @@ class DenoiserFiles:
     """The weight files of the denoiser and of trained text encoders, with tensors named as in `ImageModel`."""
 
     def __init__(self, pipeline: Pipeline, section: ModelSection, encoders: EncoderFiles) -> None:
-        """Raises UserError if a file is missing or cannot be read."""
+        """Read the settings. Raises UserError if a file is missing or cannot be read."""
         assert pipeline.folder is not None
         folder = pipeline.folder / pipeline.family.denoiser
         self._prefix = f"{pipeline.family.denoiser}."
