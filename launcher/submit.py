@@ -112,6 +112,14 @@ def parse_time_limit(time: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def _check_array(array: str | None, lines: list[str]) -> None:
+    if array is not None and not lines and not array.endswith("%1"):
+        raise UserError(
+            f"--array {array}: its tasks would train in one folder at the same time; give each its settings with "
+            f"--sweep key=value,value, or run them one after the other: --array {array}%1"
+        )
+
+
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
@@ -154,11 +162,7 @@ def submit(
         before, after = ["compare"], ["--output", str(run_dir), "--seeds", "1", *(compare or [])]
     elif compare:
         raise UserError(f"--compare={compare[0]}: needs --compare-seeds N")
-    if array is not None and not lines and not array.endswith("%1"):
-        raise UserError(
-            f"--array {array}: its tasks would train in one folder at the same time; give each its settings with "
-            f"--sweep key=value,value, or run them one after the other: --array {array}%1"
-        )
+    _check_array(array, lines)
     job = Job(
         nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
         job_name or run_dir.name, array or (f"0-{len(lines) - 1}" if lines else None), dependency, max_requeues,
@@ -170,9 +174,7 @@ def submit(
     if dry_run:
         typer.echo(script, nl=False)
         return
-    files = {logs / JOB_SCRIPT: script}
-    if lines:
-        files[logs / SWEEP_FILE] = "".join(f"{line}\n" for line in lines)
+    files = {logs / JOB_SCRIPT: script} | ({logs / SWEEP_FILE: "\n".join([*lines, ""])} if lines else {})
     number = _run_sbatch(logs / JOB_SCRIPT, files)
     say(f"job {number}: `zerolora status {number}` shows its progress")
     pattern = build_log_pattern(logs, array=job.array is not None)
