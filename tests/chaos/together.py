@@ -91,7 +91,7 @@ def _result(
         happened=when is not None,
         seconds=None if seconds is None else round(seconds, 1),
         limit=fault.limit(phase),
-        reported=seconds is not None or not fault.words(run.place),
+        told=seconds is not None or not fault.words(run.place),
         misnamed="",
         restarts=restarts,
         steps_lost=0,
