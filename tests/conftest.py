@@ -83,7 +83,7 @@ def _garbage_of_this_file_only() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _restore_linear() -> Iterator[None]:
-    """Undo DeepSpeed's replacement of `torch.nn.functional.linear`, which outlives `zero.Init` and keeps every input."""
+    """Undo what DeepSpeed's `zero.Init` leaves behind: a `torch.nn.functional.linear` that keeps every input."""
     yield
     partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     linear = partition and getattr(partition.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
