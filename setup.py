@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 class BuildWithOperators(build_py):
     """build_py, preceded by the operators' build where that is asked for; a failed build fails the installation.
 
-    A wheel carries what a checkout has beside the packages and commands read: trainer/contract/home.py finds it.
+    A wheel carries the files that commands read next to the packages of a checkout; trainer/contract/home.py finds it.
     """
 
     def run(self) -> None:

@@ -24,7 +24,7 @@ if not (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-# No package can mend these: what the machine has or has not, what its user may do, cases that the product refuses.
+# No package can fix these: what the machine lacks, what its user may do, cases that the product refuses.
 SKIPS_IN_CI = (
     "needs an NVIDIA GPU",
     r"with an? (NVIDIA driver|GPU)",

@@ -1,4 +1,4 @@
-"""Real runs of a tiny model whose ends are looked at: on two CPU ranks (cluster) and on two GPUs (gpu)."""
+"""The ends of real runs of a tiny model: on two CPU ranks (cluster) and on two GPUs (gpu)."""
 
 import json
 import os
@@ -62,7 +62,7 @@ Start = Callable[..., Run]
 
 
 def write_endless_run(folder: Path) -> Path:
-    """A model, chats and config.yaml of a run that goes on until something ends it; returns the folder."""
+    """Write model, chats and config.yaml of a run that trains until something ends it; return the folder."""
     training = {"batch_size": 2, "max_steps": 100_000, "save_steps": 0, "max_restarts": 0}
     return write_run(folder, chats=200, training=training)
 

@@ -1,4 +1,4 @@
-"""A working folder whose files have the names of zerolora's packages and of libraries, and which says if one is run."""
+"""A working folder with files named like zerolora's packages and libraries, which report if one is run."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ def make_pipeline(folder: Path, family: str, *, seed: int = 0, **changes: Any) -
 
 
 def write_images(folder: Path, count: int, *, sizes: tuple[tuple[int, int], ...] = ((64, 64),), seed: int = 0) -> Path:
-    """Coloured shapes on grey, each with a caption beside it."""
+    """Write coloured shapes on grey, each with a caption."""
     from PIL import Image, ImageDraw
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ def _round_by_torchao(model: Any, kind: str) -> None:
 
 
 def _groups(model: Any, config: RunConfig) -> list[dict[str, Any]]:
-    """The factors A and B, whose learning rate LoRA+ multiplies."""
+    """Return the factors A and B; LoRA+ multiplies the learning rate of B."""
     sides: tuple[list[Any], list[Any]] = ([], [])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -7,7 +7,7 @@ from trainer.parallel.ranks.group import Ranks, form_process_group
 
 
 def join(timeout_minutes: float) -> tuple[Path, Ranks]:
-    """The one path on the command line, beside the launcher's --local_rank, and this rank, joined to the others."""
+    """Return the only path on the command line (next to the launcher's --local_rank), and this rank, joined."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("path", type=Path)

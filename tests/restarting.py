@@ -54,7 +54,7 @@ def losses(run: Path) -> list[float]:
 
 
 def lose_one_and_come_back(workplace: Path, left_out: str, place: Local | None = None) -> None:
-    """As one whose card is gone: the other takes its part of the global batch, until both are there again."""
+    """Act as a host that lost its card: the other one takes its part of the global batch until both are back."""
     same = ["lora.dropout=0", "training.precision=fp32", "training.lr_scheduler=constant"]  # ranks draw masks
     code, seen = train(workplace, "both", "", *same, place=place)
     assert code == 0, seen

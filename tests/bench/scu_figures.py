@@ -151,7 +151,7 @@ def _by_sigma(comparison: Comparison) -> str:
 def _held(comparison: Comparison) -> str:
     """K of each run under kl on text that it was not held on, at the end and where it would have been stopped.
 
-    Beside every fixed lambda: both stopped early, the difference paired.
+    Compared with every fixed lambda: both stopped early, the difference paired.
     """
     runs = [run for run in comparison.results if run.trial.setting.measure == "kl" and run.trial.setting.target]
     if not runs:

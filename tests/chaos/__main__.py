@@ -98,7 +98,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="only cases in which `name, phase` matches this regular expression")
     parser.add_argument("--again", action="store_true", help="also those that went as they should before")
-    parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many cases of this machine at a time")
+    parser.add_argument(
+        "--parallel", type=int, default=1, metavar="N", help="concurrent cases of this machine"
+    )
     parser.add_argument("--part", action="store_true", help="8 minutes: one fault of each kind on this machine")
     parser.add_argument("--series", type=int, default=0, metavar="N", help="N kills in one run, and no other case")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
@@ -134,7 +136,7 @@ def _run_all(name: str, arguments: argparse.Namespace, folder: Path, until: floa
             well = all(result.is_well for result in found)
             cases = [case for case in cases if case not in passing]
         try_one = partial(_try, folder, place, expected, until)
-        with ThreadPoolExecutor(arguments.beside if name in HERE else 1) as pool:
+        with ThreadPoolExecutor(arguments.parallel if name in HERE else 1) as pool:
             return all([well, *pool.map(try_one, cases)])
 
 

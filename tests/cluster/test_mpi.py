@@ -14,7 +14,7 @@ from tests.foreign_files import write_foreign_files
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
-BESIDE = Path(sys.executable).parent
+SCRIPTS = Path(sys.executable).parent
 # Open MPI refuses root otherwise, and counts the cores of a small machine.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe"]
@@ -99,8 +99,8 @@ def test_mpirun_without_mpi4py_says_how_to_get_it(workplace: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("torchrun", [str(BESIDE / "torchrun"), "--nproc-per-node", "2", "-m", "trainer.train"]),
-        ("deepspeed", [str(BESIDE / "deepspeed"), "--num_gpus", "2", "--module", "trainer.train"]),
+        ("torchrun", [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "-m", "trainer.train"]),
+        ("deepspeed", [str(SCRIPTS / "deepspeed"), "--num_gpus", "2", "--module", "trainer.train"]),
     ],
 )
 def test_other_launchers_start_the_same_run(

@@ -173,7 +173,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 def test_a_rank_never_has_more_than_its_shard_and_two_layers(
     peaks: list[dict[str, dict[str, int]]], kind: str, phase: str
 ) -> None:
-    """Weights: the share and two units. Beside them the adapter, what a transport and a product copy, and noise."""
+    """Weights: the share and two units. Plus the adapter, the copies of a transport and a product, and noise."""
     for rank in peaks:
         figures = rank[kind]
         assert figures["share"] < 0.51 * figures["whole"]

@@ -1,8 +1,8 @@
 """LoRA problems on an 8-bit base: float64 truth of the quantised operands, and the error budget a result may spend.
 
 What is bounded is the arithmetic, not the quantisation: the truth is t (x_q W_q^T) v + h B^T in float64, from the same
-8-bit operands. Beside the adapter's budget (tests/numerics/cases.py) a frozen term F of depth K may spend u (|y| + |F|)
-for its roundings and, with |F| the sum of magnitudes,
+8-bit operands. In addition to the adapter's budget (tests/numerics/cases.py) a frozen term F of depth K may spend
+u (|y| + |F|) for its roundings and, with |F| the sum of magnitudes,
     fp32 sums             2 K 2^-24 |F|
     sums of an FP8 core   (K / 32) 2^-13 |F|: an instruction adds 32 products to a sum with 13 bits behind the
                           largest summand are kept

@@ -139,7 +139,7 @@ def test_a_saved_llama_tokenizer_puts_spaces_where_it_did(tmp_path: Path) -> Non
 def test_4bit_layers_compute_what_their_bits_say(
     folder: Path, quant_type: Any, block_size: Any, double_quant: bool
 ) -> None:
-    """Forward and backward against plain layers whose weights are read off code book and scales; the head stays whole.
+    """Forward and backward against plain layers with weights read from code book and scales; the head stays whole.
 
     Rows of 64 and 128 weights: some blocks are longer than a row.
     """

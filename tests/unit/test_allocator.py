@@ -1,4 +1,4 @@
-"""The allocator's setting is there before torch is, in whatever trains, and never over the user's."""
+"""The allocator is set before torch is imported, in all programs that train, and never over the user's setting."""
 
 import os
 import subprocess

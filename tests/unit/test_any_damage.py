@@ -39,7 +39,7 @@ MOST_LINES = 6
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4, and a copy of all of it to mend what is damaged from."""
+    """A run of four steps with checkpoints at 2 and 4, and a copy from which damaged files are restored."""
     folder = make_ground(tmp_path_factory.mktemp("damage") / "ground")
     train_alone(folder, dataset__evaluation={"path": str(folder / "held_out.jsonl")})
     shutil.copytree(folder, folder.parent / "whole", symlinks=True)
@@ -79,7 +79,7 @@ def damaged(ground: Path, harm: list[tuple[str, int, str]]) -> Iterator[None]:
 
 
 def ends(run: Callable[[], int]) -> tuple[int, str]:
-    """The exit code and stdout of a command in this process, whose stderr is a few lines at most."""
+    """Return exit code and stdout of a command in this process; its stderr is a few lines at most."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -259,7 +259,7 @@ def test_status_and_report_of_odd_metrics(ground: Path, lines: list[Any], end: b
 )
 @tries(12)
 def test_commands_on_records_with_an_odd_value(ground: Path, name: str, at: int, value: Any, whole: bool) -> None:
-    """Well-formed JSON whose values nobody wrote: the whole file, or one of its entries."""
+    """Replace the whole file or one of its entries by well-formed JSON with values that nobody wrote."""
     with damaged(ground, []), as_one_of_many():  # what is plotted is in none of them
         file = ground / "run" / name
         record = json.loads(file.read_text())

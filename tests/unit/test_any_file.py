@@ -87,7 +87,7 @@ OTHER_FILES = {
     "hostfile": "n1 slots=2\nn2 slots=2\n",
     ".deepspeed_env": "A=1\n",
 }
-"""Beside them: names in samples/, checkpoint-* and the list of what a run has written."""
+"""Further names: in samples/, checkpoint-* and the list of what a run has written."""
 numbers = st.one_of(
     st.integers(), st.floats(), st.sampled_from([2**70, -(2**70), 10**400, -1, 0, 1e308, -1e308, 1e-308, True])
 )

@@ -1,4 +1,4 @@
-"""What follows a run whose files were damaged: going on with it, evaluating it, and any words behind the commands.
+"""Resuming and evaluating a run with damaged files, and any words behind the commands.
 
 Going on from a checkpoint ends with the very weights of the run that was never stopped, or in a line.
 """
@@ -64,7 +64,7 @@ def test_many_resumed_runs(ground: Path, harm: Harm, checkpoint: str) -> None:
 
 
 OWN = ("run/notes.txt", "run/plots.csv", "project/adapter_utils.py", "project/plots/mine.png", "project/README.md")
-"""Files that no run has written, beside some that one has, and under names that runs give."""
+"""Files that no run has written, next to some that one has, and under names that runs use."""
 folders = st.sampled_from(["run", "project", "model", "", "run/checkpoint-2", "new"])
 
 

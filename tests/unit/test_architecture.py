@@ -1,4 +1,4 @@
-"""docs/architecture.md: its picture follows the layers contract, and whatever it points at is there."""
+"""docs/architecture.md: its picture follows the layers contract, and what it points to exists."""
 
 import ast
 import re

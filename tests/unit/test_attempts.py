@@ -42,7 +42,7 @@ class Machine:
     folder: Path
 
     def train(self, *starts: dict[str, Any], elastic: bool) -> int:
-        """The exit code of a run whose ranks fare like this."""
+        """Return the exit code of a run with these ends of its ranks."""
         (self.folder / "logs").mkdir()
         (self.folder / "gpus.json").write_text(json.dumps(GPUS))
         (self.folder / "starts.json").write_text(json.dumps(starts))

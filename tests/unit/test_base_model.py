@@ -138,7 +138,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("no model can be built from config.json (",)),
     "a text for a number": (settings(num_hidden_layers="two"), ("no model can be built from config.json (",)),
-    "adapter beside": (written("adapter_config.json", "{}"), ("also holds an adapter", "move adapter_config.json")),
+    "adapter next to it": (written("adapter_config.json", "{}"), ("also holds an adapter", "move adapter_config.json")),
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
     "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),

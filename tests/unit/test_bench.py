@@ -178,7 +178,7 @@ def test_no_step_is_the_short_last_one_of_an_epoch(tmp_path: Path) -> None:
 def test_what_is_not_installed_is_named_with_its_way_in(tmp_path: Path) -> None:
     assert missing_package("peft") is None
     assert missing_package("peft-liger") in (None, "not installed: pip install liger-kernel")
-    # It cannot be installed beside zerolora's datasets: a folder of its own is looked into.
+    # It cannot be installed next to zerolora's datasets, so it has its own folder.
     assert "--peer-packages unsloth=FOLDER" in (missing_package("unsloth") or "--peer-packages unsloth=FOLDER")
     assert "--peer-packages axolotl=FOLDER" in (missing_package("axolotl") or "--peer-packages axolotl=FOLDER")
     (tmp_path / "unsloth").mkdir()
@@ -267,7 +267,7 @@ def test_the_floor_counts_every_operation(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe", "llama4_text"])
 def test_the_floor_of_a_mixture_has_its_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two layers each the products into the experts and out of them beside the linear layers."""
+    """Count in two layers each the products into the experts and out of them, and the linear layers."""
     timed: list[tuple[Any, tuple[int, int]]] = []
 
     def time_grouped(tokens: int, layer: ExpertsShape, product: tuple[int, int], *_: Any) -> tuple[float, float]:

@@ -195,7 +195,7 @@ def test_a_real_trace(tmp_path: Path) -> None:
 
 
 class Residual(Engine):
-    """What a UNet has beside that: group norm and convolutions, forward and backward."""
+    """Run what else a UNet has: group norm and convolutions, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()

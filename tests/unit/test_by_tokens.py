@@ -13,7 +13,7 @@ from trainer.data.samples import Sample
 
 
 class Ragged:
-    """Samples of log-normal lengths, whose first token is their number."""
+    """Return samples of log-normal lengths; the first token of each is its number."""
 
     packed = False
 

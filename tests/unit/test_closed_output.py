@@ -60,7 +60,7 @@ WAYS = ["| head -1", ">&-", "> /dev/full", "2>&-", ">&- 2>&- <&-"]
 
 @pytest.mark.parametrize("how", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_training_goes_on_without_its_console(folder: Path, how: str) -> None:
-    """Also while the first rank checks, which prints by itself; the log says that the console is gone."""
+    """Also while the first rank checks, which prints by itself; the log says that the console was lost."""
     settings = {
         "base_model": str(make_model(folder / "model")),
         "output_dir": "run",

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
         {"roles": {"assistant": ("agent",)}},
         Turns([ASK, SAY]),
     ),
-    "a template for records with an input, and it is there": (
+    "a template for records with an input, which this one has": (
         {"q": "Add.", "input": "1 2", "completion": "3"},
         {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
         Text("Add. [1 2] = ", "3"),
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             ]
         ),
     ),
-    "a system prompt beside messages": (
+    "a system prompt next to messages": (
         {"messages": [ASK, SAY], "system": "S"},
         {},
         Turns([{"role": "system", "content": "S"}, ASK, SAY]),

@@ -111,7 +111,7 @@ def test_reference_text_goes_with_the_pack_where_it_can(changes: dict[str, Any],
 
 
 def test_a_pass_of_its_own_goes_back_by_itself() -> None:
-    """Kept are both; of a layer that is computed again only that of the larger pass is there at a time."""
+    """Both are kept; of a recomputed layer only the larger pass's buffer exists at a time."""
     kl: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl"}
     kl |= {"training.gradient_checkpointing": "non_reentrant"}
     llama = planner("llama", vocab_size=512)

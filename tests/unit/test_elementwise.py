@@ -107,7 +107,7 @@ def test_an_mlp_with_multipliers_computes_the_same(multipliers):
 
 
 class _OtherNorm(nn.Module):
-    """Named like a norm whose formula is another one."""
+    """Norm by name, with another formula."""
 
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from trainer.parallel.engine.flat_adapter import flatten_adapter
 
 
 def routed(monkeypatch: pytest.MonkeyPatch, chosen: tuple[int, ...]) -> Any:
-    """An adapted model of one layer of four experts, whose router sends every token to those named."""
+    """Return an adapted model of one layer of four experts; its router sends every token to those named."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     def route(self: Any, hidden: torch.Tensor) -> Any:

@@ -77,7 +77,7 @@ def saved(model: Any, folder: Path, *, moved: bool = True) -> Path:
 
 def trained(model: Any, parameters: list[Any], steps: int = STEPS) -> list[float]:
     """Losses of a few steps of AdamW; the router has its own choices."""
-    # An epsilon above the rounding of gradients, whose sign Adam would take for a direction.
+    # An epsilon above the rounding of gradients: Adam would take its sign for a direction.
     optimizer = torch.optim.AdamW(parameters, lr=RATE, eps=1e-5)
     draw = torch.Generator().manual_seed(1)
     losses = []
@@ -181,7 +181,7 @@ def test_dropout_reaches_the_experts_and_is_off_in_evaluation(tmp_path: Path) ->
     going_on = load_adapter(base_of("qwen3_moe"), str(tmp_path), trainable=True, dropout=0.5).train()
     with torch.no_grad():
         first, second = (going_on(input_ids=ids, use_cache=False).logits for _ in range(2))
-    assert not torch.equal(first, second), "an adapter that training goes on from has the dropout of the settings"
+    assert not torch.equal(first, second), "an adapter from which training continues has the dropout of the settings"
 
 
 @pytest.mark.parametrize("chosen", [(0, 1), (2, 2)])

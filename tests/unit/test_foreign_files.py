@@ -14,7 +14,7 @@ from tests.foreign_files import OURS, write_foreign_files
 from tests.tiny import make_model, write_chats
 from trainer.contract.ports import free_port
 
-BESIDE = Path(sys.executable).parent
+SCRIPTS = Path(sys.executable).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 def run(command: list[str], folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment |= {"PATH": f"{BESIDE}:{os.environ['PATH']}"} | AS_ROOT | variables
+    environment |= {"PATH": f"{SCRIPTS}:{os.environ['PATH']}"} | AS_ROOT | variables
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(folder: Path, *, quantized: bool = False, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
-    """A model whose B is not zero, so that the adapter counts."""
+    """Return a model with a nonzero B, so that the adapter counts."""
     model = load_base_model(
         str(folder),
         ModelSection(),

@@ -17,7 +17,7 @@ from trainer.monitor.metrics import Metrics
 
 
 class Driver:
-    """NVML's functions for a card whose power cannot be read, and which grows busier with every look."""
+    """NVML's functions for a card with unreadable power and with higher load at every reading."""
 
     class NVMLError(Exception):
         """What NVML raises for everything."""

@@ -1,4 +1,4 @@
-"""What tests/plain_diffusers.py takes from our own batches, beside diffusers' own code: sizes, times, noise levels."""
+"""What tests/plain_diffusers.py takes from our own batches, next to diffusers' own code: sizes, times, noise levels."""
 
 import math
 from pathlib import Path

@@ -42,7 +42,7 @@ SPLITS: dict[str, list[tuple[str, list[str]]]] = {
 
 
 def adapter(folder: Path, shape: str, *, only: tuple[str, ...] = ("",)) -> tuple[Pipeline, dict[str, Tensor]]:
-    """An adapter of random factors on every usual layer whose name ends in one of `only`; its updates by layer."""
+    """Write an adapter of random factors on the usual layers with names ending in one of `only`; return its updates."""
     pipeline = read_pipeline(f"random:{shape},{SMALL[shape]}", ModelSection())
     model = ImageModel(pipeline)
     draw = torch.Generator().manual_seed(0)

@@ -103,7 +103,7 @@ def test_all_is_installed_and_all_is_taken_back(tmp_path: Path, monkeypatch: pyt
 
     uninstall(model)
     assert base.config._attn_implementation == attention
-    # transformers leaves its own function on layers whose recomputation was turned on and off again; PEFT its settings.
+    # transformers leaves its function on layers after their recomputation was turned off; PEFT leaves its settings.
     left = {"_gradient_checkpointing_func", "gradient_checkpointing", "peft_config"}
     assert differences(before, state_of(of_base)) <= left
     assert not any(module.gradient_checkpointing for module in of_base if hasattr(module, "gradient_checkpointing"))

@@ -1,4 +1,4 @@
-"""What a start of a SLURM job goes on from, and when another one has no use: the folder, and SLURM's variables."""
+"""Where a start of a SLURM job resumes, and when another start is of no use: the folder, and SLURM's variables."""
 
 import os
 from pathlib import Path

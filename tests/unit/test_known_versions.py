@@ -1,4 +1,4 @@
-"""What is said of libraries on whose insides we rely, and that every reliance fails loudly."""
+"""Libraries on internals of which we rely: what is said of them, and that every reliance fails loudly."""
 
 import importlib
 import re

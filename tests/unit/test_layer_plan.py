@@ -54,7 +54,7 @@ def test_every_block_is_a_unit_and_so_are_embedding_and_head(model_type: str) ->
         model.get_input_embeddings(),
         model.get_output_embeddings(),
     }
-    assert len(units) == 5  # three blocks beside them
+    assert len(units) == 5  # and three blocks
     left = sum(p.numel() for p in model.parameters()) - sum(shapes(model, units))
     assert left < 5_000  # the last norm, and GPT-2's 64 positions of 64
 

@@ -1,4 +1,4 @@
-"""fp16 at stage 0, whose optimizer in DeepSpeed is one of its own: weights and norms know nothing of the loss scale."""
+"""fp16 at stage 0, where DeepSpeed has another optimizer: the loss scale must not reach weights and norms."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,10 +75,10 @@ def test_the_loss_of_stage_0_is_multiplied_once_also_by_a_deepspeed_that_does_it
     expected = {name: p.grad for name, p in exact.module.named_parameters() if p.requires_grad}
     plain: Callable[..., Any] = DeepSpeedEngine.backward
 
-    def mended(engine: Any, loss: torch.Tensor, **options: Any) -> Any:
+    def corrected(engine: Any, loss: torch.Tensor, **options: Any) -> Any:
         return plain(engine, loss * engine.optimizer.loss_scale, **options)
 
-    for kind in (plain, mended):
+    for kind in (plain, corrected):
         monkeypatch.setattr(DeepSpeedEngine, "backward", kind)
         for accumulation in (1, 3):
             found, scale = gradients(accumulation)

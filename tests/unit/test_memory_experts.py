@@ -1,4 +1,4 @@
-"""The estimate of mixtures whose experts are packed: their stored form, the buffer, what a micro-step keeps."""
+"""The estimate of mixtures with packed experts: their stored form, the buffer, what a micro-step keeps."""
 
 from pathlib import Path
 from typing import Any

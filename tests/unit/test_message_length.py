@@ -68,7 +68,7 @@ def test_a_long_value_of_any_setting(kind: str, config: Path) -> None:
 
 @pytest.mark.parametrize("kind", LONG)
 def test_a_long_value_that_the_checks_look_at(kind: str, config: Path) -> None:
-    """Those whose type allows it: the model, the data and the folders are asked."""
+    """Only settings with a type that allows it: the model, the data and the folders."""
     for name in PREPARED:
         lines = lines_of(lambda name=name: prepare(load_config(config, [f"{name}={LONG[kind]}"]).config))  # type: ignore[misc]
         assert_bounded(lines, name)

@@ -50,7 +50,7 @@ def log_steps(run_dir: Path, first: int, last: int, offset: float = 0.0, **optio
 def test_jsonl_keeps_every_bit_and_is_strict_json(tmp_path: Path) -> None:
     writer, _ = metrics(tmp_path)
     writer.log(1, {"train/loss": 0.1 + 0.2, "train/grad_norm": math.nan, "eval/perplexity": math.inf})
-    # Readable while the run goes on, not only after `close`.
+    # Readable during the run, not only after `close`.
     line = (tmp_path / "metrics.jsonl").read_text()
     writer.close()
     record = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))

@@ -1,4 +1,4 @@
-"""Which places take part after a failure: what is there, and of it the most that divides the global batch."""
+"""Which hosts take part after a failure: of those present, the most that divide the global batch."""
 
 from functools import partial
 from pathlib import Path

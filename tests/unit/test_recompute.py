@@ -25,7 +25,7 @@ ALL = LoraSection(r=4)
 def gradients(
     architecture: str, checkpointing: str, seed: int, lora: LoraSection = ALL, layers: int | None = None
 ) -> list[torch.Tensor]:
-    """Of the adapter, after one pass whose random numbers begin at `seed`."""
+    """Return the adapter's gradients after one pass with random numbers from `seed` on."""
     torch.manual_seed(0)
     model = apply_adapter(MODELS[architecture](), lora, torch.float32)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

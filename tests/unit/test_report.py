@@ -28,7 +28,7 @@ STEPS = 80
 
 
 def make_run(run_dir: Path, *, scu: bool = False, name: str = "a run", evaluate: bool = True) -> None:
-    """A run whose loss falls from 4 to 2, written by the real writers."""
+    """A run with a loss falling from 4 to 2, written by the real writers."""
     config = RunConfig.model_validate(
         {
             "base_model": "models/tiny",

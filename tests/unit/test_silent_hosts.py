@@ -1,4 +1,4 @@
-"""Hosts whose ranks fall silent while the others train on: SLURM takes minutes to say that a node is lost."""
+"""Hosts with ranks that fall silent while the others train: SLURM takes minutes to say that a node is lost."""
 
 from pathlib import Path
 

@@ -89,7 +89,7 @@ REFERENCE = [sample(9, seed=5), sample(14, seed=6), sample(12, seed=9)]
 def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_gradients(
     adapted: tuple[Any, FlatAdapter], lengths: tuple[int, ...], prompt: int, equal: int
 ) -> None:
-    """Also of a batch whose reference text is shorter, in the memory of one before: nothing of that is left."""
+    """Also for a batch with shorter reference text, in the memory of an earlier one: nothing of that is left."""
     model, flat = adapted
     loss = TokenLoss(model)
     own = collate([sample(*lengths, prompt=prompt)], 0, packed=True, flat=True)
@@ -117,7 +117,7 @@ def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_grad
 
 
 def test_what_attention_is_told_of_equal_documents_holds_for_every_batch_of_the_shape() -> None:
-    """Whose others are shorter, with padding behind them, and never seem to fill the row as documents of one length."""
+    """Documents of one length must not seem to fill a row in which others are shorter and padded."""
     generator = random.Random(0)
     for _ in range(300):
         longest, own_documents = generator.randint(2, 40), generator.randint(1, 4)

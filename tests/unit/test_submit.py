@@ -77,7 +77,7 @@ def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
     ],
 )  # fmt: skip
 def test_impossible_numbers_and_empty_names_are_refused(job: Job) -> None:
-    with pytest.raises(UserError, match="must (not )?be"):
+    with pytest.raises(UserError, match=r"must (not )?be"):
         job.options("o")
 
 

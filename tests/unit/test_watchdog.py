@@ -288,7 +288,7 @@ def test_work_is_told_from_waiting() -> None:
 
 
 def _tell_work_from_waiting() -> None:
-    """As the watchdog looks: from a thread of its own, whose own work does not count."""
+    """Look as the watchdog does: from its own thread, so that its own work does not count."""
     with ThreadPoolExecutor(max_workers=1) as watchdog:
         work = watchdog.submit(Work).result()
 
@@ -350,7 +350,7 @@ dist.init_process_group("gloo")
 assert recorded_collectives() == (None, None)
 value = torch.ones(4)
 dist.all_reduce(value)
-# The result is there before gloo's own thread has written down that the collective is over.
+# The result arrives before gloo's own thread has recorded the end of the collective.
 deadline = time.monotonic() + 300
 while (finished := recorded_collectives()) != (None, 1) and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -399,6 +399,6 @@ def test_a_note_and_a_heartbeat_cost_less_than_a_tenth_of_a_millisecond_a_step(t
     finally:
         watchdog.end(0)
     assert notes < 1e-4
-    # A beat every two seconds, beside steps of 20 ms at the least: its share of a step.
+    # A beat every two seconds, with steps of 20 ms at least: its share of a step.
     assert beat * 0.020 / 2.0 < 1e-4
     assert json.loads((tmp_path / "heartbeat-0.json").read_text().splitlines()[0])["exit_code"] == 0

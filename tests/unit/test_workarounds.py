@@ -1,4 +1,4 @@
-"""Faults of libraries that are worked around: each test fails when the fault is gone, and its workaround may go.
+"""Faults of libraries that are worked around: each test fails once the library is fixed, and its workaround may go.
 
 What is not here cannot be seen on a CPU or in one process: DeepSpeed's waits for the device (overlap_comm, timers,
 norms), its launcher's way to end (tests/cluster, tests/unit/test_launcher_run.py), copies of shared key heads in
@@ -59,7 +59,7 @@ def weight_of(engine: Any) -> torch.Tensor:
 
 
 def pass_back(engine: Any, gradient: torch.Tensor = GRADIENT) -> None:
-    """A loss whose gradient is `gradient`."""
+    """Return a loss with the gradient `gradient`."""
     engine.backward(engine(gradient.to(engine.device, engine.module.weight.dtype)).float().sum())
 
 

@@ -229,7 +229,7 @@ def _uses_operators(config: RunConfig) -> bool:
 
 
 def check_packing(model_config: Any) -> None:
-    """Raise UserError for recurrent layers, whose state would leak between the documents of a packed sequence."""
+    """Raise UserError for recurrent layers: their state would leak between the documents of a packed sequence."""
     text_config = model_config.get_text_config()
     layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
     layer_types |= {str(kind) for kind in getattr(text_config, "layers_block_type", None) or ()}

@@ -1,1 +1,1 @@
-"""Image models: pipelines of diffusers, whose denoiser gets an adapter."""
+"""Image models: pipelines of diffusers with an adapter in the denoiser."""
