@@ -98,9 +98,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="only cases in which `name, phase` matches this regular expression")
     parser.add_argument("--again", action="store_true", help="also those that went as they should before")
-    parser.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="concurrent cases of this machine"
-    )
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="concurrent cases of this machine")
     parser.add_argument("--part", action="store_true", help="8 minutes: one fault of each kind on this machine")
     parser.add_argument("--series", type=int, default=0, metavar="N", help="N kills in one run, and no other case")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
