@@ -13,7 +13,7 @@ from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation, lost_nodes, srun_command
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, installed_gpus
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
-from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
-from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
+from trainer.contract.rank_arguments import resume_command
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared, fit_max_length, samples_of, skipped_records
 from trainer.data.step_count import count_steps

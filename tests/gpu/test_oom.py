@@ -102,7 +102,8 @@ def test_the_check_before_training_names_three_changes(folder: Path, fraction: f
 
 def test_segments_grow() -> None:
     code = (
-        "import trainer.parallel.ranks.allocator, torch; x = torch.ones(9).cuda(); print(torch.cuda.memory_snapshot())"
+        "import trainer.parallel.ranks.training_process, torch; x = torch.ones(9).cuda(); "
+        "print(torch.cuda.memory_snapshot())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "'is_expandable': True" in done.stdout and "'is_expandable': False" not in done.stdout

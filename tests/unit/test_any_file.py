@@ -35,9 +35,9 @@ from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
+from trainer.contract.json_records import read_sweep
 from trainer.contract.lock_file import Lock
 from trainer.contract.restart_record import RestartNote, last_note, read_restarts
-from trainer.contract.sweep_record import read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.sample_images import find_sample_images

@@ -21,7 +21,6 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from trainer.config import ModelSection, UserError
 from trainer.data.batches import MicroBatch
 from trainer.model.base import load_base_model
-from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
 from trainer.patches import packed_attention
 from trainer.patches.packed_attention import (
     VARLEN,
@@ -34,6 +33,7 @@ from trainer.patches.packed_attention import (
     sdpa_with_own_heads,
     varlen_attention,
 )
+from trainer.setup.joining import disable_cudnn_attention
 
 WINDOW = 6
 

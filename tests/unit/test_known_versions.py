@@ -13,7 +13,7 @@ import torch
 
 from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
-from trainer.contract import versions
+from trainer.contract import known_versions
 from trainer.contract.known_versions import KNOWN, describe_untested, require, version_warning
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
@@ -30,7 +30,7 @@ def pinned() -> dict[str, str]:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **wanted: str) -> None:
     real = metadata.version
-    monkeypatch.setattr(versions, "version", lambda name: wanted.get(name.replace("-", "_")) or real(name))
+    monkeypatch.setattr(known_versions, "version", lambda name: wanted.get(name.replace("-", "_")) or real(name))
 
 
 def test_the_pinned_versions_are_the_newest_tested_ones() -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
-from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import names_in_file
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
-from trainer.config.command_parser import positive_int
+from trainer.config.command_line import positive_int
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS

@@ -15,9 +15,8 @@ from trainer.data.step_count import (
     with_looks_in_steps,
 )
 from trainer.memory.preflight import describe_cpu_memory
-from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
 from trainer.model.base import empty_model
-from trainer.model.capacity import too_small
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.targets import unadapted_layers
 from trainer.patches.mamba import unadapted_lines
@@ -43,7 +42,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
     samples = samples_of(prepared)
     if trained is not None and samples is not None:
-        small = too_small(trained, prepared.data.stats.target_tokens, config.lora.r)
+        small = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {small}"] if small else []
     resolved = with_looks_in_steps(with_global_batch(config, samples, ranks), samples, ranks)
     lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_on_more(config)}")

@@ -6,11 +6,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainer.config.checks import unusual_settings
+from trainer.config.command_line import parse_override
 from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
 from trainer.config.mistakes import replace_mistakes
-from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
 

@@ -173,3 +173,28 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
 def _mapped(file: Path) -> pyarrow.Table:
     """Return a memory-mapped table written by the datasets library."""
     return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
+
+
+def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
+    """Return the reference text at `path`, read and cached as `dataset.path` but with a loss on all tokens.
+
+    The adapted model should predict it as its base does. `setting` names it in errors.
+    Raises UserError if there are none, or if one is longer than `dataset.max_length`: its cut part would be missing.
+    """
+    alone = DatasetSection(
+        path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir
+    )
+    try:
+        prepared = prepare_data(
+            alone, tokenizer, seed=seed, cache_dir=Path(section.cache_dir).expanduser(), max_length_of_model=None
+        )
+    except UserError as error:
+        raise UserError(str(error).replace("dataset.path=", f"{setting}=").replace("dataset:", f"{setting}:")) from None
+    samples = prepared.train
+    assert isinstance(samples, Samples)
+    if prepared.stats.truncated:
+        raise UserError(
+            f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} texts are longer than "
+            f"dataset.max_length={section.max_length}; cut them up, or raise it"
+        )
+    return samples

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from trainer.config import UserError
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.data.samples import Sample
 
 # Blocks made ahead of the needed one, and so the number of ranks that tokenize at the same time.

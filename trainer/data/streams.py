@@ -23,7 +23,7 @@ import pyarrow
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport, fields_of
 from trainer.data.formats import Shape, find_shape
-from trainer.data.packing import best_fit
+from trainer.data.grouping import best_fit
 from trainer.data.samples import Sample, SampleIterator, join
 from trainer.data.shared_blocks import Block, SharedBlocks
 from trainer.data.source_files import where_from

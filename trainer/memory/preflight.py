@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import with_global_batch, with_looks_in_steps

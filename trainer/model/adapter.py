@@ -1,4 +1,4 @@
-"""PEFT adapters on the base model: configuration, parameter counts and a check that every layer gets a gradient."""
+"""PEFT adapters on the base model: configuration, parameters, capacity, a check that every layer gets a gradient."""
 
 import re
 from collections.abc import Collection
@@ -21,6 +21,10 @@ from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # the layer, and the rest of the name after the expert's index
+BITS_PER_PARAMETER = 2.0
+"""Capacity of a trained parameter (Allen-Zhu and Li, "Knowledge Capacity Scaling Laws", 2024)."""
+BITS_PER_TOKEN = 1.0
+"""Approximate information of a token of text to a pretrained model."""
 
 
 @dataclass(frozen=True)
@@ -296,3 +300,27 @@ class GradientCheck:
                 f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
                 f"{broken[0]}; lower training.learning_rate, use precision: bf16, or check the data"
             )
+
+
+def capacity_bits(parameters: float) -> float:
+    """Return the capacity in bits of an adapter with this many parameters."""
+    return BITS_PER_PARAMETER * parameters
+
+
+def information_bits(trained_tokens: float) -> float:
+    """Return the information in bits of data with this many trained tokens, whatever the number of epochs."""
+    return BITS_PER_TOKEN * trained_tokens
+
+
+def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
+    """Return a warning if the data has more information than the adapter can hold.
+
+    LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
+    """
+    capacity, information = capacity_bits(parameters), information_bits(trained_tokens)
+    if capacity >= information:
+        return None
+    return (
+        f"the data has about {information / 1e6:,.1f} Mbit of information and an adapter of r={rank} holds about "
+        f"{capacity / 1e6:,.1f}: more data than it can learn; use a higher lora.r, or adapter: none"
+    )

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_forward import Adapter, adapted_forward
-from trainer.model.expert_layers import expert_modules, expert_shape
+from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_shape
 from trainer.model.older_names import names_as_they_are
 
 

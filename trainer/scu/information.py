@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import UserError
-from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_layers import ExpertFactor
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 from trainer.parallel.engine.partitioned import (
     get_local_shard,

@@ -21,10 +21,10 @@ from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data import Samples, prepare_data
+from trainer.data.cache import reference_samples
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, fit_max_length, samples_of
 from trainer.data.prompt_files import sample_prompts
-from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer

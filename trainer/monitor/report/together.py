@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.changed_settings import as_text, flat
 from trainer.monitor.report.charts import Chart, Curve, draw
 from trainer.monitor.report.curves import IMAGES, HeldOut, counted_in, running_mean, series, window_for
 from trainer.monitor.report.page import Answer, render_page, wide_table
-from trainer.monitor.report.recorded import read_answers, read_settings
+from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, duration, rate_of, training_seconds, values_of
 
 PAGE = "runs.html"
@@ -136,11 +135,11 @@ def _outcome(run: Recorded) -> list[str]:
 
 
 def _differences(runs: Sequence[Recorded]) -> list[str]:
-    settings = [flat(run.settings) for run in runs]
+    settings = [flatten(run.settings) for run in runs]
     names = list(dict.fromkeys(name for found in settings for name in found))
     rows = []
     for name in names:
-        values = [as_text(found[name]) if name in found else "" for found in settings]
+        values = [format_value(found[name]) if name in found else "" for found in settings]
         if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
             rows.append([name, *values])
     return [wide_table("Where their settings differ", ("setting", *(run.name for run in runs)), rows, code=True)]

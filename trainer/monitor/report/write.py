@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.changed_settings import settings_of
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import TOKENS, Counted, HeldOut, counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
-from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
+from trainer.monitor.report.recorded import changed_settings, read_answers, read_run, read_settings, read_times
 from trainer.monitor.report.sample_images import embed_sample_images
 
 PAGE = "report.html"
@@ -70,7 +69,7 @@ def write_report(run_dir: Path) -> Path:
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
         times=read_times(run_dir),
-        settings=settings_of(config),
+        settings=changed_settings(config),
     )
     write_whole(page, text)
     return page
