@@ -62,7 +62,7 @@ class IntegerForm:
         return values, scales.view(len(weight_OI), -1)
 
 
-def form_of(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
+def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
     """Choose the form for layers with these input widths in a model of this type.
 
     Raises UserError, naming `setting`, if no group size divides a layer's width.
@@ -99,7 +99,7 @@ def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
             f"{setting}: {odd} is {type(layers[odd]).__name__}, not a plain linear layer; leave it out with "
             f"lora.exclude_modules: [{odd.rpartition('.')[2]}]"
         )
-    form_of(
+    choose_integer_form(
         kind, {path: layer.weight.shape[1] for path, layer in layers.items()}, torch.float32, setting="training.qat"
     )
 

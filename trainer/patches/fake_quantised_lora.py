@@ -19,7 +19,7 @@ from trainer.model.integer_weights import (
     Integers,
     adapted_linears,
     check_torchao,
-    form_of,
+    choose_integer_form,
     why_not_rounded,
 )
 from trainer.parallel.engine.partitioned import whole_shape
@@ -56,7 +56,7 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
 def rounded_form(layers: Mapping[str, Any], kind: Integers, dtype: torch.dtype) -> IntegerForm:
     """Return the integer format in which these adapted layers are trained and saved."""
     widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
-    return form_of(kind, widths, dtype, setting="training.qat")
+    return choose_integer_form(kind, widths, dtype, setting="training.qat")
 
 
 def _forward_of(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
