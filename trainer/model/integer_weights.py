@@ -80,7 +80,7 @@ def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.
     )
 
 
-def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
+def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None:
     """Raise UserError if layers adapted by `lora` have no integer form; the model is still without weights."""
     setting = f"training.qat={kind}"
     targets = targets_of(model, lora)

@@ -30,7 +30,7 @@ from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss, check_visited
-from trainer.model.integer_weights import check_rounded, check_torchao
+from trainer.model.integer_weights import check_integer_targets, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable
 from trainer.model.served_layers import serving_notes
@@ -157,7 +157,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
         notes += bias_lines(empty, config.lora.adapter_path)
         check_added_tokens(empty, config.lora, tokenizer.convert_tokens_to_ids(list(config.model.added_tokens)))
     if config.training.qat:
-        check_rounded(empty, config.lora, config.training.qat)
+        check_integer_targets(empty, config.lora, config.training.qat)
     notes += serving_notes(config, empty)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
