@@ -15,7 +15,7 @@ from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import is_named
 from trainer.model.reached_layers import find_reached
 from trainer.model.saved_adapter import check_found_again, load_adapter, tail, write_for_peft
-from trainer.model.targets import Targets, excluded_modules, targets_of
+from trainer.model.targets import Targets, excluded_modules, resolve_targets
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
@@ -105,7 +105,7 @@ def apply_adapter(
         adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
     else:
         token_ids = {path: added_token_ids for path in token_layers(model, lora)} if added_token_ids else None
-        targets, excluded = targets_of(model, lora), excluded_modules(model, lora)
+        targets, excluded = resolve_targets(model, lora), excluded_modules(model, lora)
         peft_config = lora_config(
             lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.model.targets import layers_to_adapt, targets_of
+from trainer.model.targets import layers_to_adapt, resolve_targets
 from trainer.parallel.engine.linear_layers import is_linear
 
 Integers = Literal["int8", "int4"]
@@ -83,7 +83,7 @@ def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.
 def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None:
     """Raise UserError if layers adapted by `lora` have no integer form; the model is still without weights."""
     setting = f"training.qat={kind}"
-    targets = targets_of(model, lora)
+    targets = resolve_targets(model, lora)
     if targets is not None and targets.experts:
         raise UserError(
             f"{setting}: {type(model).__name__} has experts, which are not rounded; set lora.experts: false"

@@ -53,7 +53,7 @@ class Targets:
         return (*self.experts, *self.others)
 
 
-def targets_of(model: Any, lora: LoraSection) -> Targets | None:
+def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
     """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), or None."""
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)

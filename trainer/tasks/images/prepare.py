@@ -7,7 +7,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.config.needs import Unread, find_unread_settings
 from trainer.data.prepared import Prepared
-from trainer.model.targets import check_targets, targets_of
+from trainer.model.targets import check_targets, resolve_targets
 from trainer.tasks.images.data import prepare_images
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import INDEX, Pipeline, read_pipeline
@@ -57,7 +57,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
         return
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
-    adapted = targets_of(model, config.lora)
+    adapted = resolve_targets(model, config.lora)
     if adapted is None:  # determined by lora.adapter_path
         return
     for name in model.text_encoders:
