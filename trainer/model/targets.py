@@ -63,7 +63,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
         return None
     return Targets(
         tuple(layers_to_adapt(model, lora)),
-        tuple(expert_targets(model, lora, _pattern_of(beyond_text(model)))),
+        tuple(expert_targets(model, lora, _build_pattern(beyond_text(model)))),
         tuple(other_parameters(model, lora)),
         expert_rank(model, lora),
     )
@@ -92,7 +92,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
     towers = beyond_text(model)
-    beyond = _pattern_of(towers)
+    beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
     of_experts, cannot = names_of_experts(model), layers_that_cannot_learn(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
@@ -138,14 +138,14 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     patterns = [below(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(below("experts"))  # each expert is a module
-    patterns += filter(None, [_pattern_of(beyond_text(model))])
+    patterns += filter(None, [_build_pattern(beyond_text(model))])
     never_read: Any = getattr(model, "never_read", list)
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
     left_out = layers_that_cannot_learn(model)
     if lora.target_modules == ALL_LINEAR:
         left_out |= _not_by_default(model)
     others = {path for path, module in model.named_modules() if _has_matrix(module)} - set(left_out)
-    patterns += filter(None, [_pattern_of(list(left_out), others)])
+    patterns += filter(None, [_build_pattern(list(left_out), others)])
     return "|".join(patterns) or None
 
 
@@ -153,7 +153,7 @@ def layers_that_cannot_learn(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
-    beyond, found = _pattern_of(beyond_text(model)), dict(find_reached(model).unreached)
+    beyond, found = _build_pattern(beyond_text(model)), dict(find_reached(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = refused_by_peft(model, {path.rpartition(".")[2] for path in linear})
     found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
@@ -242,7 +242,7 @@ def _custom_linears(model: nn.Module) -> list[str]:
     return [path for path, module in linear if path not in quantised and not is_linear(module)]
 
 
-def _pattern_of(paths: list[str], others: Collection[str] = ()) -> str | None:
+def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
     """Return a regular expression for these paths and all below, for every layer index unless `others` would match."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
