@@ -103,7 +103,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         if found and not within:
             raise UserError(f"lora.target_modules={shown(name)}: is outside the language model and never sees text")
         if not found & linear:
-            inner = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
+            inner = _summarize_names(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
             advice = f"is not a layer, but contains some; use {inner}" if inner else _nothing(name, linear, "layer")
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
         if within & linear <= set(cannot):
@@ -193,7 +193,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
             reasons["lora.experts: false"].append(path)
         else:
             reasons["PEFT has no adapter for them"].append(path)
-    return [f"without adapter: {_names_of(paths)}: {reason}" for reason, paths in reasons.items()]
+    return [f"without adapter: {_summarize_names(paths)}: {reason}" for reason, paths in reasons.items()]
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -265,10 +265,10 @@ def _nothing(name: str, paths: set[str], what: str) -> str:
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
     hint = f"did you mean {nearest[0]}? There" if nearest else "there"
-    return f"matches no {what} of this model; {hint} are: {_names_of(paths)}"
+    return f"matches no {what} of this model; {hint} are: {_summarize_names(paths)}"
 
 
-def _names_of(paths: Any) -> str:
+def _summarize_names(paths: Any) -> str:
     """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
     counts = Counter(_last_name(path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
