@@ -149,7 +149,7 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
     left_out = layers_that_cannot_learn(model)
     if lora.target_modules == ALL_LINEAR:
-        left_out |= _not_by_default(model)
+        left_out |= _find_excluded_by_default(model)
     others = {path for path, module in model.named_modules() if _has_matrix(module)} - set(left_out)
     patterns += filter(None, [_build_pattern(list(left_out), others)])
     return "|".join(patterns) or None
@@ -166,7 +166,7 @@ def layers_that_cannot_learn(model: Any) -> dict[str, str]:
     return {path: reason for path, reason in found.items() if not (beyond and re.fullmatch(beyond, path))}
 
 
-def _not_by_default(model: Any) -> dict[str, str]:
+def _find_excluded_by_default(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that `all-linear` does not include, with the reason."""
     routers = {name.removesuffix(".weight") for name in router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -180,7 +180,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
     excluded, towers = "|".join(map(below, lora.exclude_modules)), beyond_text(base)
-    special = (_not_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
+    special = (_find_excluded_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _without_adapter(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
