@@ -182,7 +182,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     excluded, towers = "|".join(map(below, lora.exclude_modules)), beyond_text(base)
     special = (_find_excluded_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
     reasons: dict[str, list[str]] = defaultdict(list)
-    for path, module in _without_adapter(base):
+    for path, module in _find_unadapted(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
             continue
         if module is base.get_output_embeddings():
@@ -207,7 +207,7 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(len(whole_shape(own)) > 1 for own in module.parameters(recurse=False))
 
 
-def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers that have no adapter and are not trained, in full or in part."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
