@@ -63,7 +63,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
         return None
     return Targets(
         tuple(layers_to_adapt(model, lora)),
-        tuple(expert_targets(model, lora, _build_pattern(beyond_text(model)))),
+        tuple(expert_targets(model, lora, _build_pattern(find_non_text_modules(model)))),
         tuple(other_parameters(model, lora)),
         expert_rank(model, lora),
     )
@@ -91,7 +91,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be without weights."""
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
-    towers = beyond_text(model)
+    towers = find_non_text_modules(model)
     beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
     of_experts, cannot = names_of_experts(model), layers_that_cannot_learn(model)
@@ -144,7 +144,7 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     patterns = [below(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(below("experts"))  # each expert is a module
-    patterns += filter(None, [_build_pattern(beyond_text(model))])
+    patterns += filter(None, [_build_pattern(find_non_text_modules(model))])
     never_read: Any = getattr(model, "never_read", list)
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
     left_out = layers_that_cannot_learn(model)
@@ -159,7 +159,7 @@ def layers_that_cannot_learn(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
-    beyond, found = _build_pattern(beyond_text(model)), dict(find_reached(model).unreached)
+    beyond, found = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     refused = refused_by_peft(model, {path.rpartition(".")[2] for path in linear})
     found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
@@ -179,7 +179,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
-    excluded, towers = "|".join(map(below, lora.exclude_modules)), beyond_text(base)
+    excluded, towers = "|".join(map(below, lora.exclude_modules)), find_non_text_modules(base)
     special = (_find_excluded_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _find_unadapted(base):
@@ -226,7 +226,7 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path.replace(".base_layer", ""), module
 
 
-def beyond_text(model: Any) -> list[str]:
+def find_non_text_modules(model: Any) -> list[str]:
     """Return the paths of image and audio towers and projectors: modules outside the one that embeds the tokens."""
     if model.config.get_text_config() is model.config:
         return []

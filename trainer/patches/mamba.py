@@ -13,7 +13,7 @@ from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model.adapter import count_parameters
-from trainer.model.targets import beyond_text
+from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.patches.replace import replace
 
@@ -57,7 +57,7 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
 
     # Conv1D is GPT-2's linear layer, with its weight transposed.
     linear = (nn.Linear, nn.Embedding, LoraLayer, Conv1D)
-    towers = tuple(f"{path}." for path in beyond_text(_base_of(model)))
+    towers = tuple(f"{path}." for path in find_non_text_modules(_base_of(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     adapted = {id(wrapper.get_param()) for wrapper in wrappers}
     found: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
