@@ -94,7 +94,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     towers = find_non_text_modules(model)
     beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
-    of_experts, cannot = names_of_experts(model), layers_that_cannot_learn(model)
+    of_experts, cannot = names_of_experts(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
         if lora.experts and names_experts(name, of_experts):
             continue
@@ -147,7 +147,7 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     patterns += filter(None, [_build_pattern(find_non_text_modules(model))])
     never_read: Any = getattr(model, "never_read", list)
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
-    left_out = layers_that_cannot_learn(model)
+    left_out = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
         left_out |= _find_excluded_by_default(model)
     others = {path for path, module in model.named_modules() if _has_matrix(module)} - set(left_out)
@@ -155,7 +155,7 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     return "|".join(patterns) or None
 
 
-def layers_that_cannot_learn(model: Any) -> dict[str, str]:
+def find_untrainable_layers(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
@@ -180,7 +180,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
     excluded, towers = "|".join(map(below, lora.exclude_modules)), find_non_text_modules(base)
-    special = (_find_excluded_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
+    special = (_find_excluded_by_default(base) if all_linear else {}) | find_untrainable_layers(base)
     reasons: dict[str, list[str]] = defaultdict(list)
     for path, module in _find_unadapted(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
