@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ops.experts import padded
 from trainer.memory.widths import Mixer
-from trainer.model.expert_forward import activation_of
+from trainer.model.expert_forward import detect_activation
 from trainer.model.expert_layers import DOWN, expert_names, expert_shape, expert_width, takes_all_tokens
 from trainer.patches.norm_mlp_rope import ROTARY
 
@@ -107,6 +107,6 @@ def read_experts(block: nn.Module, module: Any, hidden: int) -> Mixer:
         largest_weight=max(torch.Size(shape).numel() for shape in shapes.values()),
         activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
         choices=choices,
-        by_operator=bool(adapters) and activation_of(module) is not None,
-        known_gate=activation_of(module) is not None,
+        by_operator=bool(adapters) and detect_activation(module) is not None,
+        known_gate=detect_activation(module) is not None,
     )

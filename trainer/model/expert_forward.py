@@ -69,7 +69,7 @@ def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
     """Return the frozen weights for the operator; None if it does not support these experts."""
     if hidden.is_cuda and ops.loaded() is None:
         return None  # the operators are only loaded for training
-    activation = activation_of(experts)
+    activation = detect_activation(experts)
     gate_up, down = (_matrix(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
     if activation is None or gate_up is None or down is None:
         return None
@@ -131,7 +131,7 @@ class Gate:
 _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
 
 
-def activation_of(experts: Any) -> Gate | None:
+def detect_activation(experts: Any) -> Gate | None:
     """Return which of the operator's activations these experts use, found by trying; None if it is another."""
     if experts not in _KNOWN:
         _KNOWN[experts] = _find_activation(experts)

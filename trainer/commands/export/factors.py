@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
 from trainer.model.base import empty_model, load_model_config
-from trainer.model.expert_forward import activation_of
+from trainer.model.expert_forward import detect_activation
 from trainer.model.expert_layers import (
     DOWN,
     GATE_UP,
@@ -183,7 +183,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     if takes_all_tokens(module):  # PEFT has A on the side of its outputs
         a_ERI, b_EOR = b_EOR.mT, a_ERI.mT
-    gate = activation_of(module)
+    gate = detect_activation(module)
     rows = [b_EOR]
     if len(PARTS[name]) == 2:
         interleaved = gate is not None and gate.interleaved
