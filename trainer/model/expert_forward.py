@@ -134,11 +134,11 @@ _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
 def detect_activation(experts: Any) -> Gate | None:
     """Return which of the operator's activations these experts use, found by trying; None if it is another."""
     if experts not in _KNOWN:
-        _KNOWN[experts] = _find_activation(experts)
+        _KNOWN[experts] = _try_activations(experts)
     return _KNOWN[experts]
 
 
-def _find_activation(experts: Any) -> Gate | None:
+def _try_activations(experts: Any) -> Gate | None:
     if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
         return None
     if takes_all_tokens(experts):
