@@ -44,7 +44,7 @@ def adapted_forward(
         operands = _operands(experts, hidden)
         if operands is not None:
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
-        compute, tensors = _in_plain_torch, (hidden, index, weights)
+        compute, tensors = _run_plain, (hidden, index, weights)
     if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
         # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
@@ -166,7 +166,7 @@ def _try_activations(experts: Any) -> Gate | None:
     return None
 
 
-def _in_plain_torch(
+def _run_plain(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
