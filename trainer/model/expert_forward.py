@@ -36,7 +36,7 @@ def adapted_forward(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
 ) -> Tensor:
     """Call the module `experts` with its usual arguments and with adapters on some of its tensors, by name."""
-    compute: Callable[..., Tensor] = _each_on_all_tokens
+    compute: Callable[..., Tensor] = _run_dense
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
         index = next(iter(named.values())) if index is None else index
@@ -210,7 +210,7 @@ class _Products:
         return y + self.adapter.scale * F.linear(F.linear(kept.to(a.dtype), a), b).to(y.dtype)
 
 
-def _each_on_all_tokens(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
+def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
     """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT has A at the outputs, B at the inputs."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
