@@ -213,12 +213,12 @@ class _Products:
 def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
     """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT has A at the outputs, B at the inputs."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
-    gate, up = _batched(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
-    y_ETH = _batched(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
+    gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
+    y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
     return y_ETH.reshape(-1, y_ETH.shape[-1])
 
 
-def _batched(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
+def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
     if _packing(weight_EIO) is not None:  # dequantised one by one
         y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:
