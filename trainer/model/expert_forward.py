@@ -43,7 +43,7 @@ def adapted_forward(
         weights = list(named.values())[-1] if weights is None else weights
         operands = _operands(experts, hidden)
         if operands is not None:
-            return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
+            return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
         compute, tensors = _run_plain, (hidden, index, weights)
     if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
         # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
@@ -52,7 +52,7 @@ def adapted_forward(
     return compute(experts, adapters, *tensors)
 
 
-def _for_operator(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
+def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
     into, out_of = adapters.get(GATE_UP), adapters.get(DOWN)
     return ops.ExpertAdapter(
         gate_up_down=into.a_ERI if into else None,
