@@ -41,7 +41,7 @@ def adapted_forward(
     if not takes_all_tokens(experts):
         index = next(iter(named.values())) if index is None else index
         weights = list(named.values())[-1] if weights is None else weights
-        operands = _operands(experts, hidden)
+        operands = _build_weight_operands(experts, hidden)
         if operands is not None:
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
         compute, tensors = _run_plain, (hidden, index, weights)
@@ -65,7 +65,7 @@ def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
     )
 
 
-def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
+def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
     """Return the frozen weights for the operator; None if it does not support these experts."""
     if hidden.is_cuda and ops.loaded() is None:
         return None  # the operators are only loaded for training
