@@ -70,7 +70,7 @@ def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | 
     if hidden.is_cuda and ops.loaded() is None:
         return None  # the operators are only loaded for training
     activation = detect_activation(experts)
-    gate_up, down = (_matrix(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
+    gate_up, down = (_build_matrix_operand(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
     if activation is None or gate_up is None or down is None:
         return None
     return ops.ExpertWeights(
@@ -89,7 +89,7 @@ def _packing(weight: Any) -> Any | None:
     return getattr(weight, "packing", None)
 
 
-def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
+def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     weight = getattr(experts, name)
     layout = _packing(weight)
     if layout is None:
