@@ -31,7 +31,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
 from trainer.model.base import context_length, load_model_config, load_tokenizer
-from trainer.model.published_shapes import PREFIX, shape_of
+from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
 from trainer.setup.preflight import load_reference
@@ -82,7 +82,7 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
-        shape = shape_of(config.base_model)
+        shape = find_shape(config.base_model)
         if shape is None:
             raise
         return random_config(PREFIX + shape), f"{config.base_model} cannot be read here: the published shape {shape}"
