@@ -46,7 +46,7 @@ def random_config(base_model: str) -> Any:
         raise UserError(f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration")
     for key, value in settings.items():
         if key not in published or published[key] != value:
-            settings[key] = _of_its_kind(base_model, key, value, known)
+            settings[key] = _check_value(base_model, key, value, known)
     _resize_layer_lists(settings, published)
     # Ids of the byte tokenizer: those of the published model may be beyond its 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
@@ -74,7 +74,7 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
             settings[key] = [value[index % len(value)] for index in range(int(layers or 0))]
 
 
-def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
+def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
     """Return a setting's value, whole floats as integers. Raises UserError if it has the wrong type or range."""
     from transformers.activations import ACT2CLS
 
