@@ -160,7 +160,7 @@ class RandomTensors:
         """Return a tensor on the device; with `index`, that slice of its first dimension (kept, of length one)."""
         if name in self._packed:
             count, *shape = self._packed[name]
-            return torch.cat([self._packed_of(name, each, shape) for each in _chosen(count, index)])
+            return torch.cat([self._draw_packed(name, each, shape) for each in _chosen(count, index)])
         like = self._like[name]
         if like.dim() == 3 and ".experts." in name:
             return torch.cat([self._drawn(f"{name} {each}", like[:1]) for each in _chosen(len(like), index)])
@@ -173,7 +173,7 @@ class RandomTensors:
             skew(whole)
         return whole if index is None else whole[index : index + 1]
 
-    def _packed_of(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
+    def _draw_packed(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
         """Draw random codes; with this exponent their standard deviation is close to that of the other weights."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
