@@ -163,12 +163,12 @@ class RandomTensors:
             return torch.cat([self._draw_packed(name, each, shape) for each in _chosen(count, index)])
         like = self._like[name]
         if like.dim() == 3 and ".experts." in name:
-            return torch.cat([self._drawn(f"{name} {each}", like[:1]) for each in _chosen(len(like), index)])
+            return torch.cat([self._draw(f"{name} {each}", like[:1]) for each in _chosen(len(like), index)])
         if like.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
             return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
-        whole = self._drawn(name, like)
+        whole = self._draw(name, like)
         if name in self._routers:
             skew(whole)
         return whole if index is None else whole[index : index + 1]
@@ -184,7 +184,7 @@ class RandomTensors:
         seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
         return torch.Generator(self._device).manual_seed(seed)
 
-    def _drawn(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _draw(self, name: str, like: torch.Tensor) -> torch.Tensor:
         drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._generator(name))
 
