@@ -160,10 +160,10 @@ class RandomTensors:
         """Return a tensor on the device; with `index`, that slice of its first dimension (kept, of length one)."""
         if name in self._packed:
             count, *shape = self._packed[name]
-            return torch.cat([self._draw_packed(name, each, shape) for each in _chosen(count, index)])
+            return torch.cat([self._draw_packed(name, each, shape) for each in _select_experts(count, index)])
         like = self._like[name]
         if like.dim() == 3 and ".experts." in name:
-            return torch.cat([self._draw(f"{name} {each}", like[:1]) for each in _chosen(len(like), index)])
+            return torch.cat([self._draw(f"{name} {each}", like[:1]) for each in _select_experts(len(like), index)])
         if like.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
@@ -189,5 +189,5 @@ class RandomTensors:
         return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._generator(name))
 
 
-def _chosen(count: int, index: int | None) -> Sequence[int]:
+def _select_experts(count: int, index: int | None) -> Sequence[int]:
     return range(count) if index is None else [index]
