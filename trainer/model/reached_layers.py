@@ -141,7 +141,7 @@ def _drop_repeated_layers(model: Any) -> Any:
     path, layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
-        numbers.setdefault(_kind_of(layer), []).append(number)
+        numbers.setdefault(_layer_signature(layer), []).append(number)
     firsts = {same[0]: same for same in numbers.values()}
     parent, _, name = path.rpartition(".")
     kept = {str(number): layers[number] for number in firsts}
@@ -156,7 +156,7 @@ def _drop_repeated_layers(model: Any) -> Any:
     return with_dropped
 
 
-def _kind_of(layer: nn.Module) -> Any:
+def _layer_signature(layer: nn.Module) -> Any:
     """Return a key that is equal for layers that differ only in their index: modules, flags and weight shapes."""
     lists = (path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList))
     if any(not path.endswith("experts") for path in lists):
