@@ -101,7 +101,7 @@ class _Pass:
                 module.forward = lambda hidden: hidden
             elif isinstance(module, Conv1D) or is_linear(module):
                 self._probes[path] = torch.zeros((), requires_grad=True)
-                module.forward = partial(self._pass_on, path, module)
+                module.forward = partial(self._probe_forward, path, module)
             elif holds_experts(module):
                 module.forward = _add_up
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
@@ -113,7 +113,7 @@ class _Pass:
         self.linear, self.reached = (set(alike(paths)) for paths in (self._probes, reached))
         self.called = set(alike(self.called))
 
-    def _pass_on(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _probe_forward(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return a tensor of the layer's output shape that depends on `x` and on the layer's probe."""
         self.called.add(path)
         width = getattr(module, "out_features", None) or module.nf
