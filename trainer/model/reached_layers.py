@@ -96,7 +96,7 @@ class _Pass:
         self._probes: dict[str, Tensor] = {}
         alike = _drop_repeated_layers(model) if once else set
         for path, module in model.named_modules():
-            _give_values(module)
+            _fill_parameters(module)
             if module is head:
                 module.forward = lambda hidden: hidden
             elif isinstance(module, Conv1D) or is_linear(module):
@@ -120,7 +120,7 @@ class _Pass:
         return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
 
 
-def _give_values(module: nn.Module) -> None:
+def _fill_parameters(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         value = torch.full((), 1.0 if parameter.dim() < 2 else 0.02).expand(parameter.shape)
         own = value if parameter.numel() > SMALL else value.clone()
