@@ -103,7 +103,7 @@ class _Pass:
                 self._probes[path] = torch.zeros((), requires_grad=True)
                 module.forward = partial(self._probe_forward, path, module)
             elif holds_experts(module):
-                module.forward = _add_up
+                module.forward = _sum_inputs
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
         leaves = {id(leaf) for leaf in _leaves(logits)}
         reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
@@ -127,7 +127,7 @@ def _fill_parameters(module: nn.Module) -> None:
         setattr(module, name, nn.Parameter(own, requires_grad=False))
 
 
-def _add_up(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+def _sum_inputs(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
     """Return a tensor that depends on the hidden states and routing weights passed to experts."""
     floats = [each for each in (*others, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
     return hidden + sum(each.sum() for each in floats)
