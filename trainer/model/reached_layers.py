@@ -148,12 +148,12 @@ def _drop_repeated_layers(model: Any) -> Any:
     layers._modules = kept  # under their original indices
     setattr(model.get_submodule(parent), name, layers)
 
-    def with_dropped(paths: Any) -> Iterator[str]:
+    def add_dropped(paths: Any) -> Iterator[str]:
         for each in paths:
             own = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", each)
             yield from [each] if own is None else [f"{path}.{same}{own[2]}" for same in firsts[int(own[1])]]
 
-    return with_dropped
+    return add_dropped
 
 
 def _layer_signature(layer: nn.Module) -> Any:
