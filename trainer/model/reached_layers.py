@@ -105,7 +105,7 @@ class _Pass:
             elif holds_experts(module):
                 module.forward = _sum_inputs
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
-        leaves = {id(leaf) for leaf in _leaves(logits)}
+        leaves = {id(leaf) for leaf in _find_leaves(logits)}
         reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
         # Of experts that are layers of their own, a few tokens visit some.
         kinds = {ONE_EXPERT.sub(r"\1*\2", path) for path in reached}
@@ -172,7 +172,7 @@ def _layer_signature(layer: nn.Module) -> Any:
     )
 
 
-def _leaves(result: Tensor) -> Iterator[Tensor]:
+def _find_leaves(result: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors that would get a gradient of `result`."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
