@@ -11,7 +11,7 @@ from trainer.data.batches import collate
 from trainer.data.samples import Sample, Samples
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model, match_vocabulary
-from trainer.model.older_names import names_as_they_are
+from trainer.model.older_names import keep_target_names
 from trainer.model.targets import resolve_targets
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
@@ -85,7 +85,7 @@ def _with_adapter(model: Any, config: RunConfig, excluded: str | None, new_token
         settings.trainable_token_indices = {"embed_tokens": new_tokens}
         if not model.config.tie_word_embeddings:
             settings.trainable_token_indices["lm_head"] = new_tokens
-    with names_as_they_are():
+    with keep_target_names():
         adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:

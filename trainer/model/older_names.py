@@ -26,7 +26,7 @@ from trainer.contract.replacements import replaces
     upstream="https://github.com/huggingface/peft/issues/3711",
 )
 @contextmanager
-def names_as_they_are() -> Iterator[None]:
+def keep_target_names() -> Iterator[None]:
     """Disable the translation while PEFT adds an adapter to a model."""
     import peft.utils.transformers_weight_conversion as conversion
 
