@@ -57,7 +57,7 @@ def find_names_taken_for_experts(model: Any, names: set[str]) -> set[str]:
     return taken
 
 
-def refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
+def find_names_refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
     """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
