@@ -53,7 +53,7 @@ class SafetensorsFiles:
         """Return the dtypes of all tensors, as safetensors names them (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
 
-    def file_of(self, name: str) -> Path:
+    def find_file(self, name: str) -> Path:
         """Return the file that contains a tensor."""
         return self._file_of[name]
 
@@ -75,7 +75,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
         if bad := int((~torch.isfinite(own)).sum()):
             what, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
             if not torch.isfinite(stored).all():
-                what, fix = "NaN or infinite", f"download or copy {files.file_of(name).name} again"
+                what, fix = "NaN or infinite", f"download or copy {files.find_file(name).name} again"
             raise UserError(f"{setting}: {bad:,} of {own.numel():,} values of {name} are {what}; {fix}")
 
 

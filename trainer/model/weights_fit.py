@@ -139,7 +139,7 @@ def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
     names = sorted(files.shapes(), key=_natural)
     near = [name for name in names if name.startswith(f"{layer}.{index}.")]
     near += [name for name in names if name.startswith(f"{layer}.")]
-    return f"is in none of its files ({files.file_of(near[0]).name} has {near[0]})"
+    return f"is in none of its files ({files.find_file(near[0]).name} has {near[0]})"
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
