@@ -38,12 +38,12 @@ class SafetensorsFiles:
         """Read the headers of files that begin with `stem`. Raises UserError if there are none or one is damaged."""
         self._setting = f"base_model={base_model}"
         folder = _checkpoint_folder(base_model, section)
-        self._file_of: dict[str, Path] = {}
+        self._files: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in files_in(folder, self._setting, stem=stem):
             headers = _headers(file, self._setting)
             self._headers |= headers
-            self._file_of |= dict.fromkeys(headers, file)
+            self._files |= dict.fromkeys(headers, file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
@@ -55,11 +55,11 @@ class SafetensorsFiles:
 
     def find_file(self, name: str) -> Path:
         """Return the file that contains a tensor."""
-        return self._file_of[name]
+        return self._files[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor on the CPU; with `index`, that slice of its first dimension (kept, of length one)."""
-        with safe_open(str(self._file_of[name]), framework="pt") as handle:
+        with safe_open(str(self._files[name]), framework="pt") as handle:
             if index is None:
                 return torch.as_tensor(handle.get_tensor(name))
             return torch.as_tensor(handle.get_slice(name)[index : index + 1])
