@@ -12,7 +12,7 @@ from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_sto
 from trainer.model.model_source import check_config_file, check_settings, check_source, no_tokenizer, unreadable
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
-from trainer.model.tensor_files import SafetensorsFiles, check_finite, is_here
+from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 
@@ -47,7 +47,7 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
 
     Raises UserError if a file is damaged or missing, or the weights do not fit the model.
     """
-    if is_random(base_model) or not is_here(base_model, section):
+    if is_random(base_model) or not has_local_weights(base_model, section):
         return []
     model_class = type(empty_model(model_config, section))
     files = SafetensorsFiles(base_model, section)

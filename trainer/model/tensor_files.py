@@ -138,7 +138,7 @@ def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
     return next(kinds, f"{error.problem}; download or copy it again")
 
 
-def is_here(base_model: str, section: ModelSection) -> bool:
+def has_local_weights(base_model: str, section: ModelSection) -> bool:
     """Return whether the weights are in a folder or the hub's cache, so that headers can be read without a download."""
     from huggingface_hub import try_to_load_from_cache
 
