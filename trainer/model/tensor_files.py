@@ -124,11 +124,11 @@ def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]
     try:
         entries, _, _ = read_safetensors_header(file)
     except UnreadableFile as error:
-        raise UserError(f"{setting}: {file.name} {_what_is_wrong(file, error)}") from None
+        raise UserError(f"{setting}: {file.name} {_describe_damage(file, error)}") from None
     return {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
 
 
-def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
+def _describe_damage(file: Path, error: UnreadableFile) -> str:
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)
