@@ -95,7 +95,7 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
         raise UserError(
             f"{setting}: has {others[0]}, but neither {weights} nor {index.name}; copy what is missing from the model"
         )
-    named = _named_in(index, setting)
+    named = _read_index(index, setting)
     missing = [name for name in named if not (folder / name).exists()]
     if missing:
         raise UserError(
@@ -105,7 +105,7 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
     return [folder / name for name in named]
 
 
-def _named_in(index: Path, setting: str) -> list[str]:
+def _read_index(index: Path, setting: str) -> list[str]:
     try:
         named = sorted(set(read_json(index, Index).weight_map.values()))
     except UnreadableFile as error:
@@ -149,7 +149,7 @@ def has_local_weights(base_model: str, section: ModelSection) -> bool:
     if not isinstance(index, str):
         return isinstance(try_to_load_from_cache(base_model, WEIGHTS, revision=revision), str)
     # Missing files are downloaded when the model is loaded.
-    return all((Path(index).parent / name).exists() for name in _named_in(Path(index), f"base_model={base_model}"))
+    return all((Path(index).parent / name).exists() for name in _read_index(Path(index), f"base_model={base_model}"))
 
 
 def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
