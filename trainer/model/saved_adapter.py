@@ -122,7 +122,7 @@ def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None
     config._custom_modules = None
 
 
-def check_found_again(adapted: Any) -> None:
+def check_reloadable(adapted: Any) -> None:
     """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
 
     Applies PEFT's own rules for names, without a second model: the saved settings must match exactly the adapted
