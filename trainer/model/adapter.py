@@ -14,7 +14,7 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import is_named
 from trainer.model.reached_layers import find_reached
-from trainer.model.saved_adapter import check_reloadable, load_adapter, tail, write_for_peft
+from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
 from trainer.model.targets import Targets, excluded_modules, resolve_targets
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
@@ -116,7 +116,7 @@ def apply_adapter(
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None
         if targets is not None:
             set_dropout(adapted, lora.dropout)
-            write_for_peft(adapted, targets, excluded)
+            set_saved_targets(adapted, targets, excluded)
         if lora.init == "loftq":
             _start_from_quantisation_error(adapted, base_model)
     check_reloadable(adapted)

@@ -104,7 +104,7 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
     return bool(found) and all(isinstance(module, nn.Linear) for module in found)
 
 
-def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None:
+def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None) -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
     Layers with names that PEFT reserves for experts (peft#3711) are given by their weight, which PEFT treats alike.
