@@ -74,7 +74,7 @@ def aliases(path: str, name: str) -> list[str]:
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 
 
-def names_of_experts(model: nn.Module) -> list[str]:
+def list_expert_aliases(model: nn.Module) -> list[str]:
     """Return all names of all tensors of fused experts."""
     layers = expert_modules(model).items()
     return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
@@ -107,7 +107,7 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    experts, known = expert_modules(model), names_of_experts(model)
+    experts, known = expert_modules(model), list_expert_aliases(model)
     unknown = unknown_experts(model)
     none = f"adapters do not support the experts of {unknown}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]

@@ -26,8 +26,8 @@ from trainer.model.expert_targets import (
     expert_targets,
     is_named,
     is_router,
+    list_expert_aliases,
     names_experts,
-    names_of_experts,
     other_parameters,
 )
 from trainer.model.older_names import find_names_refused_by_peft, find_names_taken_for_experts
@@ -96,7 +96,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     towers = find_non_text_modules(model)
     beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
-    of_experts, cannot = names_of_experts(model), find_untrainable_layers(model)
+    of_experts, cannot = list_expert_aliases(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
         if lora.experts and names_experts(name, of_experts):
             continue
