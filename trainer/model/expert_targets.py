@@ -41,7 +41,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
         for name in expert_names(module):
             known = aliases(path, name)
             wanted = lora.target_modules == ALL_LINEAR or any(
-                names_experts(target, known) for target in (*lora.target_modules, *lora.target_parameters)
+                matches_aliases(target, known) for target in (*lora.target_modules, *lora.target_parameters)
             )
             if wanted and not (excluded and any(re.fullmatch(excluded, alias) for alias in known)):
                 found.append(f"{path}.{name}")
@@ -80,7 +80,7 @@ def list_expert_aliases(model: nn.Module) -> list[str]:
     return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
 
 
-def names_experts(target: str, known: list[str]) -> bool:
+def matches_aliases(target: str, known: list[str]) -> bool:
     """Return whether a name in the settings matches a tensor with these aliases."""
     return any(is_named(target, alias) for alias in known)
 
@@ -112,7 +112,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     none = f"adapters do not support the experts of {unknown}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     for name in lora.target_parameters:
-        if names_experts(name, known):
+        if matches_aliases(name, known):
             if not lora.experts:
                 raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
         elif not any(_ends(path, name) for path in matrices):
@@ -129,13 +129,13 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             if "experts" in name.split("."):
                 raise UserError(f"lora.target_modules={name}: {none}; name layers, or all-linear")
     for name in lora.target_modules if experts else ():
-        if names_experts(name, known) and not lora.experts and "experts" in name.split("."):
+        if matches_aliases(name, known) and not lora.experts and "experts" in name.split("."):
             raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
         if one := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             every = name[: one.start(1)] + "*" + name[one.end(1) :]
             raise UserError(
                 f"lora.target_modules={name}: names one expert, but all experts of a layer are adapted together; use "
-                f"{every if names_experts(every, known) else 'experts'}"
+                f"{every if matches_aliases(every, known) else 'experts'}"
             )
 
 

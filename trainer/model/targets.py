@@ -27,7 +27,7 @@ from trainer.model.expert_targets import (
     is_named,
     is_router,
     list_expert_aliases,
-    names_experts,
+    matches_aliases,
     other_parameters,
 )
 from trainer.model.older_names import find_names_refused_by_peft, find_names_taken_for_experts
@@ -98,7 +98,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     check_experts(model, lora, beyond)
     of_experts, cannot = list_expert_aliases(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
-        if lora.experts and names_experts(name, of_experts):
+        if lora.experts and matches_aliases(name, of_experts):
             continue
         found = {path for path in paths if is_named(name, path)}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
