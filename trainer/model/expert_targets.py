@@ -115,7 +115,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
         if matches_aliases(name, known):
             if not lora.experts:
                 raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
-        elif not any(_ends(path, name) for path in matrices):
+        elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
                 raise UserError(f"lora.target_parameters={name}: {none}; remove it")
             words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
@@ -160,7 +160,9 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
         raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
     named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
     routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
-    if lora is not None and not any(_ends(path, name.removesuffix(".weight")) for path in routers for name in named):
+    if lora is not None and not any(
+        _ends_with(path, name.removesuffix(".weight")) for path in routers for name in named
+    ):
         name = _last(routers[0]) if routers else "gate"
         raise UserError(
             f"{setting}: the router is not trained, so this loss has no effect; add {name} to lora.modules_to_save or "
@@ -185,12 +187,12 @@ def below(name: str) -> str:
 
 def is_named(name: str, path: str) -> bool:
     """Return whether the path ends in `name`, or matches it as a regular expression."""
-    return _ends(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
+    return _ends_with(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
 
 
 def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _ends(path: str, name: str) -> bool:
+def _ends_with(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
