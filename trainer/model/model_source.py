@@ -99,7 +99,7 @@ def check_config_file(base_model: str) -> None:
         return
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(f"{said}: {_instead_of_config(folder)}")
+        raise UserError(f"{said}: {_describe_missing_config(folder)}")
     if (folder / FILE).exists():
         raise UserError(
             f"{said}: also holds an adapter, and transformers would load that with its base instead of these weights; "
@@ -142,7 +142,7 @@ def check_settings(said: str, model_config: Any) -> None:
         raise UserError(f"{said}: config.json: {fault.problem}; copy it again from the model") from None
 
 
-def _instead_of_config(folder: Path) -> str:
+def _describe_missing_config(folder: Path) -> str:
     """Describe a folder without config.json, and the fix."""
     if (folder / FILE).exists():
         base = None
