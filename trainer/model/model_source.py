@@ -156,7 +156,7 @@ def _describe_missing_config(folder: Path) -> str:
     return "the folder has no config.json; name the folder of a saved model"
 
 
-def unreadable(
+def unreadable_error(
     setting: str, name: str, error: Exception, *, tokenizer: bool = False, model_config: Any = None
 ) -> UserError:
     """Return the error for a configuration or tokenizer that transformers failed to read from a folder or the hub.

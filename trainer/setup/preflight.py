@@ -32,7 +32,7 @@ from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss, check_visited
 from trainer.model.integer_weights import check_integer_targets, check_torchao
 from trainer.model.model_kind import check_kind
-from trainer.model.model_source import check_source, unreadable
+from trainer.model.model_source import check_source, unreadable_error
 from trainer.model.served_layers import serving_notes
 from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
@@ -263,4 +263,4 @@ def _check_adapter_on_hub(name: str) -> None:
     try:
         PeftConfig.from_pretrained(name)
     except Exception as error:  # invalid values raise any exception in PEFT
-        raise unreadable("lora.adapter_path", name, error) from None
+        raise unreadable_error("lora.adapter_path", name, error) from None

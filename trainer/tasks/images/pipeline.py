@@ -14,7 +14,7 @@ from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data.built_folder import built_folder
-from trainer.model.model_source import check_source, unreadable
+from trainer.model.model_source import check_source, unreadable_error
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 from trainer.tasks.images.published import published_shape
 
@@ -241,7 +241,7 @@ def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/
             base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
     except Exception as error:  # the hub's library raises many kinds
-        raise unreadable("base_model", base_model, error) from None
+        raise unreadable_error("base_model", base_model, error) from None
     return Path(found)
 
 
