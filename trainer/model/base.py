@@ -9,7 +9,13 @@ from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
-from trainer.model.model_source import check_config_file, check_settings, check_source, no_tokenizer, unreadable_error
+from trainer.model.model_source import (
+    check_config_file,
+    check_settings,
+    check_source,
+    no_tokenizer_error,
+    unreadable_error,
+)
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
@@ -94,7 +100,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
         raise unreadable_error(setting, name, error, tokenizer=True) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise no_tokenizer(setting, name)  # for some models transformers builds an empty tokenizer without files
+        raise no_tokenizer_error(setting, name)  # for some models transformers builds an empty tokenizer without files
     return tokenizer
 
 

@@ -175,7 +175,7 @@ def unreadable_error(
     if not tokenizer:
         return UserError(f"{said}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return no_tokenizer(setting, name)
+        return no_tokenizer_error(setting, name)
     return UserError(f"{said}: {_tokenizer_fault(folder, reason)}")
 
 
@@ -184,7 +184,7 @@ def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from _values(value) if isinstance(value, dict) else [(name, value)]
 
 
-def no_tokenizer(setting: str, name: str) -> UserError:
+def no_tokenizer_error(setting: str, name: str) -> UserError:
     place = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
     return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
