@@ -176,7 +176,7 @@ def unreadable_error(
         return UserError(f"{said}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return no_tokenizer_error(setting, name)
-    return UserError(f"{said}: {_tokenizer_fault(folder, reason)}")
+    return UserError(f"{said}: {_describe_tokenizer_fault(folder, reason)}")
 
 
 def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -190,7 +190,7 @@ def no_tokenizer_error(setting: str, name: str) -> UserError:
     return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
 
 
-def _tokenizer_fault(folder: Path, reason: str) -> str:
+def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         try:
             if file.exists():
