@@ -25,7 +25,7 @@ from trainer.model.packed_experts import PackedExperts
 )
 def compute_dequantized(module: nn.Module) -> None:
     """Replace the forward of a module with packed experts by one on dequantised weights."""
-    module.forward = partial(forget_weights, module, module.forward)
+    module.forward = partial(forward_frozen, module, module.forward)
 
 
 def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
@@ -33,7 +33,7 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
     return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
 
 
-def forget_weights(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
