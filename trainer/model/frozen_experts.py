@@ -74,7 +74,7 @@ class _FrozenExperts(torch.autograd.Function):
 def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own = vars(module)
     packed = packed_tensors(module)
-    own.update({name: _BUFFERS.filled(name, parameter) for name, parameter in packed.items()})
+    own.update({name: _BUFFERS.fill(name, parameter) for name, parameter in packed.items()})
     try:
         return forward(*args, **kwargs)
     finally:
@@ -89,7 +89,7 @@ class _Buffers:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._held: dict[tuple[Any, ...], weakref.ref[PackedExperts]] = {}
 
-    def filled(self, name: str, parameter: PackedExperts) -> Tensor:
+    def fill(self, name: str, parameter: PackedExperts) -> Tensor:
         layout = parameter.packing
         key = (name, layout.dtype, parameter.device)
         buffer = self._buffers.get(key)
