@@ -112,7 +112,7 @@ def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str
         targets = [stored.target] if stored.converter is None else stored.targets(shapes)
         for target in targets:
             found.setdefault(target, Stored(target, *_rest(stored)))
-    return _with_tied(model, found, base_model)
+    return _add_tied(model, found, base_model)
 
 
 def _rest(stored: Stored) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def _mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
     return found
 
 
-def _with_tied(model: Any, found: dict[str, Stored], base_model: str) -> dict[str, Stored]:
+def _add_tied(model: Any, found: dict[str, Stored], base_model: str) -> dict[str, Stored]:
     tied = set(require(model, "all_tied_weights_keys", "transformers"))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(parameters[name]): stored for name, stored in found.items() if name in parameters}
