@@ -108,7 +108,7 @@ def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str
     """
     shapes = files.shapes()
     found = _mxfp4(model, shapes)
-    for stored in _by_mapping(model, shapes):
+    for stored in _find_by_mapping(model, shapes):
         targets = [stored.target] if stored.converter is None else stored.targets(shapes)
         for target in targets:
             found.setdefault(target, Stored(target, *_rest(stored)))
@@ -119,7 +119,7 @@ def _rest(stored: Stored) -> tuple[Any, ...]:
     return stored.names, stored.converter, stored.key, stored.like, stored.config
 
 
-def _by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
+def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
     """Collect the stored tensors as `convert_and_load_state_dict_in_model` of transformers does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
