@@ -107,7 +107,7 @@ def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str
     Raises UserError if a parameter has none.
     """
     shapes = files.shapes()
-    found = _mxfp4(model, shapes)
+    found = _find_mxfp4(model, shapes)
     for stored in _find_by_mapping(model, shapes):
         targets = [stored.target] if stored.converter is None else stored.targets(shapes)
         for target in targets:
@@ -146,7 +146,7 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
     return found
 
 
-def _mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
+def _find_mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
     """Find the parameters with stored blocks and scales, with or without the model's prefix."""
     prefix, found = f"{model.base_model_prefix}.", {}
     for target, _ in model.named_parameters():
