@@ -71,7 +71,7 @@ class Stored:
             else:
                 one_by_one = type(self.converter.operations[0]).__name__ == "MergeModulelist"
                 parts[pattern] = [files.read(name, None if one_by_one else expert) for name in names]
-        return self._converted(parts)[self.target]
+        return self._convert(parts)[self.target]
 
     def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
         """Return the parameters built by the conversion: several if one tensor is split."""
@@ -79,9 +79,9 @@ class Stored:
             pattern: [torch.empty(shapes[name], device="meta") for name in names]
             for pattern, names in self.names.items()
         }
-        return list(self._converted(empty))
+        return list(self._convert(empty))
 
-    def _converted(self, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    def _convert(self, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         converter = deepcopy(self.converter)
         for pattern, tensors in parts.items():
             for name, tensor in zip(self.names[pattern], tensors, strict=False):
