@@ -25,7 +25,7 @@ NAMES = (
     "merges.txt",
 )  # fmt: skip
 """Files from which a tokenizer can be loaded."""
-OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
+LOCAL_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 """Settings in which transformers records where it loaded a tokenizer from."""
 
 
@@ -83,7 +83,7 @@ def _identity(tokenizer: Any) -> tuple[Any, ...]:
 def _portable(files: dict[str, bytes]) -> dict[str, bytes]:
     """Rewrite settings that only transformers 5 can load, and drop local paths."""
     settings: dict[str, Any] = parse_json(files[SETTINGS], Path(SETTINGS)) if SETTINGS in files else {}
-    kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
+    kept = {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
     if kept.get("tokenizer_class") == "TokenizersBackend":
         kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(kept.get("extra_special_tokens"), list):
