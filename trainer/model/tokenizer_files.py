@@ -36,7 +36,7 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
     """
     try:
         own = _portable(_source_files(tokenizer.name_or_path, revision))
-        if own and _identity(_loaded(own)) == _identity(tokenizer):
+        if own and _identity(_load(own)) == _identity(tokenizer):
             return own
     except UserError:
         pass  # files that need custom code, or more files than are copied
@@ -66,7 +66,7 @@ def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
     return found
 
 
-def _loaded(files: Mapping[str, bytes]) -> Any:
+def _load(files: Mapping[str, bytes]) -> Any:
     """Load the tokenizer as a run does: from a folder without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
