@@ -35,7 +35,7 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
     `revision` is the revision of its repository on the hub.
     """
     try:
-        own = _portable(_source_files(tokenizer.name_or_path, revision))
+        own = _make_portable(_source_files(tokenizer.name_or_path, revision))
         if own and _identity(_load(own)) == _identity(tokenizer):
             return own
     except UserError:
@@ -43,7 +43,9 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         root = Path(folder)
-        return _portable({str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()})
+        return _make_portable(
+            {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+        )
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
@@ -80,7 +82,7 @@ def _identity(tokenizer: Any) -> tuple[Any, ...]:
     return kept, special, tokenizer.chat_template
 
 
-def _portable(files: dict[str, bytes]) -> dict[str, bytes]:
+def _make_portable(files: dict[str, bytes]) -> dict[str, bytes]:
     """Rewrite settings that only transformers 5 can load, and drop local paths."""
     settings: dict[str, Any] = parse_json(files[SETTINGS], Path(SETTINGS)) if SETTINGS in files else {}
     kept = {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
