@@ -59,7 +59,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
     name, asked = type(model).__name__, len(model.state_dict())
-    extra = _whole_layers(model, found["unexpected_keys"])
+    extra = _describe_extra_layers(model, found["unexpected_keys"])
     if found["missing_keys"]:
         first, count = min(found["missing_keys"], key=_natural), len(found["missing_keys"])
         raise UserError(
@@ -79,7 +79,7 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     return [f"{len(left)} stored tensors are not part of {name} and are ignored (first: {left[0]})"] if left else []
 
 
-def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
+def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
     """Describe surplus stored layers (`2 layers in model.layers, and the files have 3`); empty if there are none.
 
     Models trained with multi-token prediction store extra layers after their own, which are allowed.
