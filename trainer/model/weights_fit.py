@@ -49,7 +49,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
                 output_loading_info=True,
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
-            raise UserError(f"{setting}: {_incomplete(files)}; {SAME_MODEL}, or download it again") from None
+            raise UserError(f"{setting}: {_describe_incomplete(files)}; {SAME_MODEL}, or download it again") from None
     of_experts = any("expert" in name for name, *_ in found["mismatched_keys"])
     if of_experts and (lost := _lost_expert(files)):
         raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
@@ -115,7 +115,7 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
             )
 
 
-def _incomplete(files: SafetensorsFiles) -> str:
+def _describe_incomplete(files: SafetensorsFiles) -> str:
     return _lost_expert(files) or "its stored tensors do not match those that config.json describes"
 
 
