@@ -51,7 +51,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
         except RuntimeError:  # tensors of single experts that cannot be merged
             raise UserError(f"{setting}: {_describe_incomplete(files)}; {SAME_MODEL}, or download it again") from None
     of_experts = any("expert" in name for name, *_ in found["mismatched_keys"])
-    if of_experts and (lost := _lost_expert(files)):
+    if of_experts and (lost := _describe_missing_expert(files)):
         raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
     return judge_loading(setting, model, found)
 
@@ -116,10 +116,10 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
 
 
 def _describe_incomplete(files: SafetensorsFiles) -> str:
-    return _lost_expert(files) or "its stored tensors do not match those that config.json describes"
+    return _describe_missing_expert(files) or "its stored tensors do not match those that config.json describes"
 
 
-def _lost_expert(files: SafetensorsFiles) -> str | None:
+def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
     """Describe the first missing tensor of an expert that other experts or layers have, or return None."""
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in files.shapes():
