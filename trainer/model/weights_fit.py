@@ -130,11 +130,11 @@ def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
     for layer, tensors in sorted(layers.items(), key=lambda each: _natural(each[0])):
         for tensor in sorted(kinds):
             for index in sorted(everyone - tensors.get(tensor, set())):
-                return f"{layer}.{index}.{tensor} {_missing_from(files, layer, index)}"
+                return f"{layer}.{index}.{tensor} {_describe_expected_file(files, layer, index)}"
     return None
 
 
-def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
+def _describe_expected_file(files: SafetensorsFiles, layer: str, index: int) -> str:
     """Describe where a tensor of an expert should be: the file with the rest of the expert, or of the layer."""
     names = sorted(files.shapes(), key=_natural)
     near = [name for name in names if name.startswith(f"{layer}.{index}.")]
