@@ -61,13 +61,13 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     name, asked = type(model).__name__, len(model.state_dict())
     extra = _describe_extra_layers(model, found["unexpected_keys"])
     if found["missing_keys"]:
-        first, count = min(found["missing_keys"], key=_natural), len(found["missing_keys"])
+        first, count = min(found["missing_keys"], key=_natural_sort_key), len(found["missing_keys"])
         raise UserError(
             f"{setting}: {count} of the {asked} weights of {name} as config.json describes it are in none of its files "
             f"(first: {first}) and would be random; {SAME_MODEL}, or download it again"
         )
     if found["mismatched_keys"]:
-        wrong = sorted(found["mismatched_keys"], key=lambda each: _natural(each[0]))
+        wrong = sorted(found["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
         first, has, wanted = wrong[0]
         raise UserError(
             f"{setting}: {len(wrong)} of {asked} weights do not fit config.json (first: {first} has shape "
@@ -75,7 +75,7 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
         )
     if extra:
         raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL}")
-    left = sorted(found["unexpected_keys"], key=_natural)
+    left = sorted(found["unexpected_keys"], key=_natural_sort_key)
     return [f"{len(left)} stored tensors are not part of {name} and are ignored (first: {left[0]})"] if left else []
 
 
@@ -104,9 +104,9 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
     if scales := scales_by_weight(files):
         raise UserError(
-            f"{setting}: {min(scales, key=_natural)} is stored in FP8, but config.json does not say so; {SAME_MODEL}"
+            f"{setting}: {min(scales, key=_natural_sort_key)} is stored in FP8, but config.json does not say so; {SAME_MODEL}"
         )
-    for name, kind in sorted(files.types().items(), key=lambda each: _natural(each[0])):
+    for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
             raise UserError(
@@ -127,7 +127,7 @@ def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
             layers[match[1]][match[3]].add(int(match[2]))
     everyone = set().union(*(present for tensors in layers.values() for present in tensors.values()))
     kinds = {tensor for tensors in layers.values() for tensor in tensors}
-    for layer, tensors in sorted(layers.items(), key=lambda each: _natural(each[0])):
+    for layer, tensors in sorted(layers.items(), key=lambda each: _natural_sort_key(each[0])):
         for tensor in sorted(kinds):
             for index in sorted(everyone - tensors.get(tensor, set())):
                 return f"{layer}.{index}.{tensor} {_describe_expected_file(files, layer, index)}"
@@ -136,13 +136,13 @@ def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
 
 def _describe_expected_file(files: SafetensorsFiles, layer: str, index: int) -> str:
     """Describe where a tensor of an expert should be: the file with the rest of the expert, or of the layer."""
-    names = sorted(files.shapes(), key=_natural)
+    names = sorted(files.shapes(), key=_natural_sort_key)
     near = [name for name in names if name.startswith(f"{layer}.{index}.")]
     near += [name for name in names if name.startswith(f"{layer}.")]
     return f"is in none of its files ({files.find_file(near[0]).name} has {near[0]})"
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
