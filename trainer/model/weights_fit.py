@@ -37,7 +37,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
         stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
     model_config = full_precision(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
-    with _quiet():
+    with _suppress_loading_output():
         try:
             model, found = model_class.from_pretrained(
                 None,
@@ -147,7 +147,7 @@ def _natural_sort_key(name: str) -> list[tuple[int, str]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_loading_output() -> Iterator[None]:
     """Suppress the loading report and progress bar of transformers; our messages replace them."""
     from transformers.utils import logging
 
