@@ -184,10 +184,10 @@ class PackedExperts(nn.Parameter):
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
             return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
-        return _from_4_bits(sections, index, layout)
+        return _dequantize_nf4(sections, index, layout)
 
 
-def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
+def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
     """Dequantise one expert's matrix as `dequantize_4bit` of bitsandbytes would."""
     own = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
     scales = _scales_in_32_bits(sections | own, layout).view(-1)
