@@ -54,7 +54,7 @@ class AdapterForm:
 
     def _in_peft_form(self, name: str, value: torch.Tensor) -> torch.Tensor:
         factor = self.factors.get(name)
-        return value if factor is None else factor.in_peft_form(value).contiguous()
+        return value if factor is None else factor.to_peft(value).contiguous()
 
     def for_unchanged_base(self) -> "AdapterForm":
         """Return the layout of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.

@@ -119,14 +119,14 @@ class ExpertFactor(nn.Module):
         self.weight = nn.Parameter(self.from_peft_form(weight).contiguous())
         self.register_load_state_dict_pre_hook(self._from_file)
 
-    def in_peft_form(self, weight: Tensor) -> Tensor:
+    def to_peft(self, weight: Tensor) -> Tensor:
         """Return the factor in PEFT's shape: A [E R, I], B [O, R E]."""
         if self.down:
             return weight.flatten(0, 1)
         return weight.permute(1, 2, 0).flatten(1)
 
     def from_peft_form(self, weight: Tensor) -> Tensor:
-        """Undo `in_peft_form`."""
+        """Undo `to_peft`."""
         if self.down:
             return weight.unflatten(0, (self.experts, -1))
         return weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
