@@ -116,7 +116,7 @@ class ExpertFactor(nn.Module):
         """Convert PEFT's matrix; `down` marks A, which projects down to the rank."""
         super().__init__()
         self.down, self.experts = down, experts
-        self.weight = nn.Parameter(self.from_peft_form(weight).contiguous())
+        self.weight = nn.Parameter(self.from_peft(weight).contiguous())
         self.register_load_state_dict_pre_hook(self._from_file)
 
     def to_peft(self, weight: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class ExpertFactor(nn.Module):
             return weight.flatten(0, 1)
         return weight.permute(1, 2, 0).flatten(1)
 
-    def from_peft_form(self, weight: Tensor) -> Tensor:
+    def from_peft(self, weight: Tensor) -> Tensor:
         """Undo `to_peft`."""
         if self.down:
             return weight.unflatten(0, (self.experts, -1))
@@ -134,4 +134,4 @@ class ExpertFactor(nn.Module):
     def _from_file(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
         name = f"{prefix}weight"
         if name in state and state[name].dim() == 2:
-            state[name] = self.from_peft_form(state[name])
+            state[name] = self.from_peft(state[name])
