@@ -29,7 +29,7 @@ from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
-from trainer.tasks.images.batches import order_of
+from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run
 
@@ -102,7 +102,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     if step:
         size = global_batch(_training_of(config, len(samples), ranks), ranks)
         epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
-        order = order_of(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
+        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
         chosen = order[in_epoch * size : (in_epoch + 1) * size].tolist()
     for index in chosen:
         entry = samples[index]
