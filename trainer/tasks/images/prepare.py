@@ -36,7 +36,7 @@ def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepare
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
     pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
-    for mistake in _of_family(config, pipeline):
+    for mistake in _find_family_mistakes(config, pipeline):
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
     pipeline.training_scheduler(config.image)
@@ -93,7 +93,7 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield "image.prior.path: missing; name a folder of images of the class"
 
 
-def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
+def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
     image, flow, name = config.image, pipeline.family.flow, pipeline.family.name
     if flow and image.min_snr_gamma is not None:
         yield f"image.min_snr_gamma={image.min_snr_gamma:g}: {name} is trained by flow matching; remove it"
