@@ -32,7 +32,7 @@ def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
 
 def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
     """Check the pipeline and the settings, encode images and captions. Raises UserError."""
-    for mistake in _mistakes(config):
+    for mistake in _find_mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
     pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
@@ -68,7 +68,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
             )
 
 
-def _mistakes(config: RunConfig) -> Iterator[str]:
+def _find_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting that image models do not support."""
     training, image = config.training, config.image
     if config.scu.enabled:
