@@ -69,7 +69,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
-        images = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
+        images = list(islice(_read_folder(path, entries, said, label, caption), source.max_samples))
         skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
     else:
         images = list(_of_rows(read_source(source, label), source, said, label, caption))
@@ -98,7 +98,9 @@ def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
         yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
-def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
+def _read_folder(
+    folder: Path, entries: list[Path], said: str, label: str, caption: str | None
+) -> Iterator[SourceImage]:
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
