@@ -72,7 +72,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
         images = list(islice(_read_folder(path, entries, said, label, caption), source.max_samples))
         skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
     else:
-        images = list(_of_rows(read_source(source, label), source, said, label, caption))
+        images = list(_read_rows(read_source(source, label), source, said, label, caption))
     if not images:
         found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
         raise UserError(f"{said}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
@@ -140,7 +140,7 @@ def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str,
     return captions
 
 
-def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
+def _read_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     import datasets
 
     columns = rows.column_names
