@@ -47,7 +47,7 @@ class SourceImage:
     def open(self) -> Image.Image:
         """Return the image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
         try:
-            with Image.open(io.BytesIO(_bytes_of(self.source, self.name))) as image:
+            with Image.open(io.BytesIO(_read_image_bytes(self.source, self.name))) as image:
                 upright = _upright(image)
                 if not upright.has_transparency_data:
                     return upright.convert("RGB")
@@ -167,7 +167,7 @@ def _read_rows(rows: Any, source: SourceSection, said: str, label: str, caption:
 
 def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
     try:
-        data = _bytes_of(source, name)
+        data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             if image.mode[0] in DEEP:
@@ -186,14 +186,14 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 
 
-def _bytes_of(source: Any, name: str) -> bytes:
+def _read_image_bytes(source: Any, name: str) -> bytes:
     if isinstance(source, Path):
         return read_bytes(source)
     rows, index, column = source
     entry = rows[index][column]
     if entry is None:
         raise UserError(f"{name}: has no image in column {column}; remove the record")
-    return entry["bytes"] if entry["bytes"] is not None else _bytes_of(Path(entry["path"]), name)
+    return entry["bytes"] if entry["bytes"] is not None else _read_image_bytes(Path(entry["path"]), name)
 
 
 def _upright(image: Image.Image) -> Image.Image:
