@@ -70,7 +70,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
         images = list(islice(_read_folder(path, entries, said, label, caption), source.max_samples))
-        skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
+        skipped = [f"{said}: {line}" for line in _describe_skipped(path, entries)]
     else:
         images = list(_read_rows(read_source(source, label), source, said, label, caption))
     if not images:
@@ -85,7 +85,7 @@ def _visible_entries(folder: Path) -> list[Path]:
     return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
-def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
+def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
     """Yield a line on links without a target, and one on files that are neither images nor captions."""
     images = {path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()}
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
