@@ -104,7 +104,7 @@ def _read_folder(
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
-    found = {path: _caption_beside(path, captions.get(name)) for path, name in names.items()}
+    found = {path: _read_caption(path, captions.get(name)) for path, name in names.items()}
     without = [path for path, text in found.items() if text is None]
     if without and caption is None:
         raise UserError(
@@ -115,7 +115,7 @@ def _read_folder(
         yield _describe(str(path), caption if text is None else text, path)
 
 
-def _caption_beside(file: Path, listed: str | None) -> str | None:
+def _read_caption(file: Path, listed: str | None) -> str | None:
     """Return the text file next to an image, or else `listed`. Raises UserError if the file cannot be read."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
