@@ -54,7 +54,7 @@ class SourceImage:
                 white = Image.new("RGBA", upright.size, "white")
                 return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise _broken(self.name, error) from None
+            raise _damaged_image_error(self.name, error) from None
 
 
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
@@ -180,7 +180,7 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
                 OTHER_COLOURS: image.mode in ("CMYK", "LAB"),
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _broken(name, error) from None
+        raise _damaged_image_error(name, error) from None
     assert caption is not None, f"{name}: an image without caption was not refused"
     changes = tuple(text for text, is_so in happens.items() if is_so)
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
@@ -203,6 +203,6 @@ def _upright(image: Image.Image) -> Image.Image:
     return turned
 
 
-def _broken(name: str, error: Exception) -> UserError:
+def _damaged_image_error(name: str, error: Exception) -> UserError:
     reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
     return UserError(f"{name}: cannot be read as an image ({reason}); replace it, or remove it from the data")
