@@ -48,7 +48,7 @@ class SourceImage:
         """Return the image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
         try:
             with Image.open(io.BytesIO(_read_image_bytes(self.source, self.name))) as image:
-                upright = _upright(image)
+                upright = _rotate_upright(image)
                 if not upright.has_transparency_data:
                     return upright.convert("RGB")
                 white = Image.new("RGBA", upright.size, "white")
@@ -196,7 +196,7 @@ def _read_image_bytes(source: Any, name: str) -> bytes:
     return entry["bytes"] if entry["bytes"] is not None else _read_image_bytes(Path(entry["path"]), name)
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _rotate_upright(image: Image.Image) -> Image.Image:
     from PIL import ImageOps
 
     turned: Image.Image = ImageOps.exif_transpose(image)
