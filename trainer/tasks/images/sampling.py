@@ -30,7 +30,7 @@ def draw_samples(
     model = engine.module.get_base_model()
     was_training = engine.module.training
     engine.eval()
-    drawn = pipeline_around(model.denoiser, pipeline, device)
+    drawn = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
         given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
@@ -51,7 +51,7 @@ def draw_samples(
     return images
 
 
-def pipeline_around(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
+def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
     """Build the pipeline with this denoiser, a VAE in 32 bits and no text encoders."""
     drawn = pipeline.encoder(torch.float32, text=False, vae=True)  # the pipeline derives the latent size from its VAE
     drawn.register_modules(**{pipeline.family.denoiser: denoiser})
