@@ -45,7 +45,7 @@ def draw_samples(
             generator=torch.Generator().manual_seed(seed + index),
             output_type="latent",
         ).images
-        images.append(_decoded(drawn, found, image.resolution))
+        images.append(_decode(drawn, found, image.resolution))
     drawn.vae.to("cpu")
     engine.train(was_training)
     return images
@@ -64,7 +64,7 @@ def _rows(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> C
     return {name: value[None].to(device, dtype) for name, value in conditions.items()}
 
 
-def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
+def _decode(drawn: Any, latents: torch.Tensor, side: int) -> Any:
     """Decode latents to an image, as the pipeline itself does."""
     vae = drawn.vae
     if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches themselves
