@@ -87,7 +87,7 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     members: dict[str, tuple[str, ...]] = {}
     for path in factors:
-        name, at, layers = _place(path, pipeline)
+        name, at, layers = _locate(path, pipeline)
         groups[name][at] = path
         members[name] = layers
     found: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     return found
 
 
-def _place(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
+def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
     """Return the layer's kohya name, its index among the layers combined under this name, and all of these."""
     part, _, own = path.partition(".")
     if part.startswith("text_encoder"):
