@@ -52,7 +52,7 @@ class Objective:
     def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
         """Add noise [B, C, H, W] to latents at times [B] between 0 and 1."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
-        return self._noised_flow(latents, noise, index) if self._flow else self._noised(latents, noise, index)
+        return self._add_flow_noise(latents, noise, index) if self._flow else self._noised(latents, noise, index)
 
     def _noised(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
         from diffusers.training_utils import compute_snr
@@ -68,7 +68,7 @@ class Objective:
             weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 
-    def _noised_flow(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+    def _add_flow_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
         # The scheduler's first timestep is the noisiest; here, time grows with the noise.
         at = self._count - 1 - index
         sigmas = self._scheduler.sigmas.to(latents.device)[at]
