@@ -225,7 +225,7 @@ def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/
     """Return the folder of a pipeline, downloaded if it is on the hub: the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
-        return _converted(path, section)
+        return _convert(path, section)
     if path.is_dir():
         if not (path / INDEX).is_file():
             raise UserError(f"base_model={base_model}: has no {INDEX}; name the folder of a diffusers pipeline")
@@ -245,7 +245,7 @@ def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/
     return Path(found)
 
 
-def _converted(file: Path, section: ModelSection) -> Path:
+def _convert(file: Path, section: ModelSection) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
     Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
