@@ -186,7 +186,7 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
         return Pipeline(
             base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
         )
-    folder = _folder(base_model, section)
+    folder = _find_folder(base_model, section)
     listed = _json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
     known = find_family(name)
@@ -221,7 +221,7 @@ def _is_single_file(path: Path) -> bool:
     return path.suffix == ".safetensors" and path.is_file() and not in_model_folder
 
 
-def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
+def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
     """Return the folder of a pipeline, downloaded if it is on the hub: the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
@@ -261,7 +261,9 @@ def _convert(file: Path, section: ModelSection) -> Path:
     source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
     is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
     try:
-        origin = _folder(source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX))
+        origin = _find_folder(
+            source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX)
+        )
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
         raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
