@@ -140,7 +140,7 @@ class Pipeline:
     @cached_property
     def index(self) -> dict[str, Any]:
         """Content of model_index.json: the library and class of each component."""
-        return {} if self.folder is None else _json(self.folder / INDEX, f"base_model={self.base_model}")
+        return {} if self.folder is None else _read_json(self.folder / INDEX, f"base_model={self.base_model}")
 
     @cached_property
     def encoders_digest(self) -> str:
@@ -187,16 +187,16 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
             base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
         )
     folder = _find_folder(base_model, section)
-    listed = _json(folder / INDEX, said)
+    listed = _read_json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
     known = find_family(name)
     if known is None:
         names = ", ".join(family.pipeline for family in FAMILIES)
         raise UserError(f"{said}: {INDEX} names {name}, which is not supported; choose from {names}")
     _check_parts(folder, listed, known, said)
-    vae = _json(folder / VAE / "config.json", said)
-    settings = _json(folder / known.denoiser / "config.json", said)
-    scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
+    vae = _read_json(folder / VAE / "config.json", said)
+    settings = _read_json(folder / known.denoiser / "config.json", said)
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", said)
     if not isinstance(blocks := vae.get("block_out_channels"), list):
         raise UserError(f"{said}: {VAE}/config.json has no list of block_out_channels; copy it again")
     halvings = len(blocks) - 1
@@ -267,7 +267,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
         raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
-    family = find_family(str(_json(origin / INDEX, said).get("_class_name")))
+    family = find_family(str(_read_json(origin / INDEX, said).get("_class_name")))
     if family is None:
         raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; name another")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
@@ -301,7 +301,7 @@ def _cached(name: str, section: ModelSection, file: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _json(file: Path, said: str) -> dict[str, Any]:
+def _read_json(file: Path, said: str) -> dict[str, Any]:
     name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
     try:
         settings: dict[str, Any] = read_json(file)
