@@ -101,7 +101,7 @@ class Pipeline:
         import transformers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        _quiet()
+        _silence_libraries()
         listed = self.index
         with self.reading(f"its {name}"):
             model, found = getattr(transformers, listed[name][1]).from_pretrained(
@@ -125,7 +125,7 @@ class Pipeline:
         import diffusers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        _quiet()
+        _silence_libraries()
         listed = self.index
         parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
@@ -165,7 +165,7 @@ def _reading(said: str, what: str) -> Iterator[None]:
         raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
-def _quiet() -> None:
+def _silence_libraries() -> None:
     import diffusers
     import transformers
 
@@ -274,7 +274,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 
     def build(folder: Path) -> None:
-        _quiet()
+        _silence_libraries()
         if is_whole:
             getattr(diffusers, family.pipeline).from_single_file(str(file), **options).save_pretrained(folder)
             return
