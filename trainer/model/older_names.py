@@ -104,11 +104,11 @@ def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     base, prefix = adapted.get_base_model(), "base_model.model."
     tensors = {name.removeprefix(prefix): torch.empty(0, device="cpu") for name in lost}
     stored = [prefix + name for name in revert(base, tensors)]
-    of_checkpoint = {name: older for older, name in loaded_names(adapted, stored).items()}
-    missing = [name for name in lost if name not in of_checkpoint]
+    checkpoint_names = {name: older for older, name in loaded_names(adapted, stored).items()}
+    missing = [name for name in lost if name not in checkpoint_names]
     if missing:
         raise UserError(
             f"lora.target_modules: PEFT could not reload {len(missing)} of {len(own)} tensors of this adapter, "
             f"first {missing[0]}; leave their layers out with lora.exclude_modules"
         )
-    return {name: of_checkpoint.get(name, name) for name in own}
+    return {name: checkpoint_names.get(name, name) for name in own}

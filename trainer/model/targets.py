@@ -96,9 +96,9 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     towers = find_non_text_modules(model)
     beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
-    of_experts, cannot = list_expert_aliases(model), find_untrainable_layers(model)
+    expert_aliases, cannot = list_expert_aliases(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
-        if lora.experts and matches_aliases(name, of_experts):
+        if lora.experts and matches_aliases(name, expert_aliases):
             continue
         found = {path for path in paths if is_named(name, path)}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
@@ -106,31 +106,27 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             raise UserError(f"lora.target_modules={shown(name)}: is outside the language model and never sees text")
         if not found & linear:
             inner = _summarize_names(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
-            advice = (
-                f"is not a layer, but contains some; use {inner}"
-                if inner
-                else _describe_no_match(name, linear, "layer")
-            )
+            advice = f"is not a layer, but contains some; use {inner}" if inner else _suggest(name, linear, "layer")
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
         if within & linear <= set(cannot):
             reason = cannot[min(within & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); name other layers")
     # A tower may be named although it is always excluded; names that occur only inside one would have no effect.
-    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {*of_experts}
+    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {
+        *expert_aliases
+    }
     for name in lora.exclude_modules:
         if not any(re.fullmatch(below(name), path) for path in known):
-            raise UserError(f"lora.exclude_modules={shown(name)}: {_describe_no_match(name, known, 'module')}")
+            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={shown(name)}: {_describe_no_match(name, set(paths), 'module')}")
+            raise UserError(f"lora.modules_to_save={shown(name)}: {_suggest(name, set(paths), 'module')}")
     kept = list(layers_to_adapt(model, lora))
     adapted = [*kept, *expert_targets(model, lora, beyond), *other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
-                raise UserError(
-                    f"lora.{setting}={shown(name)}: {_describe_no_match(name, set(adapted), 'adapted layer')}"
-                )
+                raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
         raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
@@ -267,7 +263,7 @@ def _is_target(path: str, lora: LoraSection) -> bool:
     return any(is_named(name, path) for name in lora.target_modules)
 
 
-def _describe_no_match(name: str, paths: set[str], what: str) -> str:
+def _suggest(name: str, paths: set[str], what: str) -> str:
     """Describe that a name matches nothing, with a suggestion and the existing names."""
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]

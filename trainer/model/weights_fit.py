@@ -50,8 +50,8 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
             raise UserError(f"{setting}: {_describe_incomplete(files)}; {SAME_MODEL}, or download it again") from None
-    of_experts = any("expert" in name for name, *_ in found["mismatched_keys"])
-    if of_experts and (lost := _describe_missing_expert(files)):
+    expert_mismatch = any("expert" in name for name, *_ in found["mismatched_keys"])
+    if expert_mismatch and (lost := _describe_missing_expert(files)):
         raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
     return judge_loading(setting, model, found)
 
@@ -103,9 +103,8 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
     if scales := scales_by_weight(files):
-        raise UserError(
-            f"{setting}: {min(scales, key=_natural_sort_key)} is stored in FP8, but config.json does not say so; {SAME_MODEL}"
-        )
+        first = min(scales, key=_natural_sort_key)
+        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL}")
     for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
