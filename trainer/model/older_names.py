@@ -38,7 +38,7 @@ def keep_target_names() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = translate
 
 
-def find_names_taken_for_experts(model: Any, names: set[str]) -> set[str]:
+def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
     """Return the names of linear layers that PEFT would mistake for parts of experts when it loads an adapter."""
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
-from trainer.model.older_names import find_names_taken_for_experts, names_in_file
+from trainer.model.older_names import find_expert_like_names, names_in_file
 from trainer.model.targets import Targets
 
 
@@ -112,7 +112,7 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None) -> N
     config, base = adapted.peft_config["default"], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
     weights = [path.replace(".base_layer", "") for path, _ in base.named_parameters()]
-    taken = find_names_taken_for_experts(base, {path.rpartition(".")[2] for path in targets.modules})
+    taken = find_expert_like_names(base, {path.rpartition(".")[2] for path in targets.modules})
     by_weight = [f"{path}.weight" for path in targets.modules if path.rpartition(".")[2] in taken]
     by_name = [path for path in targets.modules if path.rpartition(".")[2] not in taken]
     not_excluded = [path for path in paths if not (excluded and re.fullmatch(excluded, path))]

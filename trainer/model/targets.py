@@ -30,7 +30,7 @@ from trainer.model.expert_targets import (
     matches_aliases,
     other_parameters,
 )
-from trainer.model.older_names import find_names_refused_by_peft, find_names_taken_for_experts
+from trainer.model.older_names import find_expert_like_names, find_names_refused_by_peft
 from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
 from trainer.parallel.engine.partitioned import whole_shape
@@ -58,9 +58,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
-    ambiguous = find_names_taken_for_experts(
-        model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)}
-    )
+    ambiguous = find_expert_like_names(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or by_path):
         return None
     return Targets(
