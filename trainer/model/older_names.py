@@ -57,7 +57,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
     return taken
 
 
-def find_names_refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
+def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
     """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig

@@ -30,7 +30,7 @@ from trainer.model.expert_targets import (
     matches_aliases,
     other_parameters,
 )
-from trainer.model.older_names import find_expert_like_names, find_names_refused_by_peft
+from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
 from trainer.parallel.engine.partitioned import whole_shape
@@ -157,7 +157,7 @@ def find_untrainable_layers(model: Any) -> dict[str, str]:
         return {}
     beyond, found = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    refused = find_names_refused_by_peft(model, {path.rpartition(".")[2] for path in linear})
+    refused = find_refused_names(model, {path.rpartition(".")[2] for path in linear})
     found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
     return {path: reason for path, reason in found.items() if not (beyond and re.fullmatch(beyond, path))}
 
