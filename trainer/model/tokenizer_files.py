@@ -42,10 +42,8 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
         pass  # files that need custom code, or more files than are copied
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        root = Path(folder)
-        return _make_portable(
-            {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
-        )
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return _make_portable({str(file.relative_to(folder)): file.read_bytes() for file in files})
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:

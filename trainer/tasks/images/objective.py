@@ -52,11 +52,8 @@ class Objective:
     def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
         """Add noise [B, C, H, W] to latents at times [B] between 0 and 1."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
-        return (
-            self._add_flow_noise(latents, noise, index)
-            if self._flow
-            else self._add_diffusion_noise(latents, noise, index)
-        )
+        add_noise = self._add_flow_noise if self._flow else self._add_diffusion_noise
+        return add_noise(latents, noise, index)
 
     def _add_diffusion_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
         from diffusers.training_utils import compute_snr

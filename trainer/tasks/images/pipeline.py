@@ -261,9 +261,8 @@ def _convert(file: Path, section: ModelSection) -> Path:
     source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
     is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
     try:
-        origin = _find_folder(
-            source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX)
-        )
+        wanted = [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ["*/*", INDEX]
+        origin = _find_folder(source, section, wanted)
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
         raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
