@@ -37,7 +37,7 @@ def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -
     """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
-        return _run_dequantized(module, forward, args, kwargs)
+        return _compute(module, forward, args, kwargs)
     places: list[Any] = [*args, *kwargs.values()]
     return _FrozenExperts.apply(module, forward, len(args), tuple(kwargs), *places)
 
@@ -51,9 +51,7 @@ class _FrozenExperts(torch.autograd.Function):
         ctx.others = [None if isinstance(each, Tensor) else each for each in places]
         ctx.is_tensor = [isinstance(each, Tensor) for each in places]
         ctx.save_for_backward(*(each for each in places if isinstance(each, Tensor)))
-        result: Tensor = _run_dequantized(
-            module, forward, places[:count], dict(zip(names, places[count:], strict=True))
-        )
+        result: Tensor = _compute(module, forward, places[:count], dict(zip(names, places[count:], strict=True)))
         return result
 
     @staticmethod
@@ -66,12 +64,12 @@ class _FrozenExperts(torch.autograd.Function):
         wanted = [each.requires_grad_() for each, need in zip(places, needs, strict=True) if need]
         with torch.enable_grad():
             kwargs = dict(zip(ctx.names, places[ctx.count :], strict=True))
-            y = _run_dequantized(ctx.module, ctx.experts, places[: ctx.count], kwargs)
+            y = _compute(ctx.module, ctx.experts, places[: ctx.count], kwargs)
         found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         return None, None, None, None, *(next(found) if need else None for need in needs)
 
 
-def _run_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own = vars(module)
     packed = packed_tensors(module)
     own.update({name: _BUFFERS.fill(name, parameter) for name, parameter in packed.items()})
