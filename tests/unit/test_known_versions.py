@@ -213,8 +213,8 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
 
 
 def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:
-    from trainer.tasks.images.sampling import _decoded
+    from trainer.tasks.images.sampling import _decode
 
     drawn = SimpleNamespace(vae=None, vae_scale_factor=8)
     with pytest.raises(UserError, match=r"^diffusers .* has no `_unpack_latents`"):
-        _decoded(drawn, torch.zeros(1, 16, 64), 64)
+        _decode(drawn, torch.zeros(1, 16, 64), 64)
