@@ -265,7 +265,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace those of the section.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in OF_PEFT.values()}
-        values["lora"] |= _of_adapter_path(config.lora.adapter_path)
+        values["lora"] |= _initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
     off = {
         "lora": config.adapter == "none",
@@ -292,7 +292,7 @@ def _without_order(name: str, value: Any) -> Any:
     return value
 
 
-def _of_adapter_path(adapter_path: str) -> dict[str, Any]:
+def _initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     """Return the settings of the adapter that training starts from; empty if it is not on this machine yet."""
     folder: Path | None = Path(adapter_path).expanduser()
     if folder is not None and not folder.exists():
