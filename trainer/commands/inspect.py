@@ -69,7 +69,7 @@ def show_step(
     """
     if not isinstance(data.train, Samples):
         raise UserError("dataset.streaming=true: the samples of a step are only known during the run")
-    training = _training_of(config, len(data.train), ranks)
+    training = _resolve_training(config, len(data.train), ranks)
     batches = Batches(
         data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
         world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
@@ -86,7 +86,7 @@ def show_step(
             )  # fmt: skip
 
 
-def _training_of(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
+def _resolve_training(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
     """Return the settings of a run on `ranks` ranks. Raises UserError if the batch size is chosen at the start."""
     training = with_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
@@ -100,7 +100,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:
-        size = global_batch(_training_of(config, len(samples), ranks), ranks)
+        size = global_batch(_resolve_training(config, len(samples), ranks), ranks)
         epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
         order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
         chosen = order[in_epoch * size : (in_epoch + 1) * size].tolist()
