@@ -260,7 +260,7 @@ def run_command(*words: str) -> tuple[int, str]:
 def test_no_escape_sequence_reaches_the_terminal(place: Path, name: str, field: str, words: str) -> None:
     tree = JSON_FILES[name] | {field: ESCAPES}
     if name == "logs/lock.json":
-        tree["holders"] = list(_asdict(Lock.of_this_process())["holders"])
+        tree["holders"] = list(_asdict(Lock.for_this_process())["holders"])
     with run_with(place, name, json.dumps(tree | ({"time": time.time()} if "time" in tree else {})).encode()):
         code, printed = run_command(*words.split())
     assert "red" in printed and "\x1b" not in printed and "\x9b" not in printed and "owned" not in printed

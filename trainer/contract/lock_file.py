@@ -27,7 +27,7 @@ class Holder:
     """Start in ticks since boot, which distinguishes processes with the same ID."""
 
     @classmethod
-    def of_this_process(cls) -> "Holder":
+    def for_this_process(cls) -> "Holder":
         """Return the holder for the calling process."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         return cls(host, _machine(), os.getpid(), _start_of(os.getpid()) or 0)
@@ -58,12 +58,12 @@ class Lock:
     holders: tuple[Holder, ...]
 
     @classmethod
-    def of_this_process(cls) -> "Lock":
+    def for_this_process(cls) -> "Lock":
         """Create a lock for the calling process."""
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(secrets.token_hex(8), since, job, restarts, (Holder.of_this_process(),))
+        return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_this_process(),))
 
     def describe(self) -> str:
         """Describe its holder."""
