@@ -30,7 +30,7 @@ class Holder:
     def for_this_process(cls) -> "Holder":
         """Return the holder for the calling process."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        return cls(host, _machine(), os.getpid(), _start_of(os.getpid()) or 0)
+        return cls(host, _machine(), os.getpid(), _process_start(os.getpid()) or 0)
 
     def is_alive(self) -> bool | None:
         """Return whether the process runs; None if it is on another machine."""
@@ -42,7 +42,7 @@ class Holder:
             return False
         except PermissionError:
             pass  # of another user
-        return _start_of(self.pid) in (self.started, None)
+        return _process_start(self.pid) in (self.started, None)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _machine() -> str:
     return " ".join(parts)
 
 
-def _start_of(pid: int) -> int | None:
+def _process_start(pid: int) -> int | None:
     """Return the start of a process in ticks since boot; -1 for a zombie."""
     fields = read_stat(pid)
     return None if fields is None else -1 if fields[0] in "ZX" else int(fields[19])
