@@ -82,7 +82,7 @@ def prepare_data(
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
-        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_form_of(reports))
+        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_prompt_form(reports))
         name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
         stream = SampleStream(read, section.packing, folder_of_host(name), name)
         return PreparedData(stream, held_out, stats, key, origin)
@@ -90,7 +90,7 @@ def prepare_data(
     return PreparedData(samples, held_out, stats, key, origin)
 
 
-def _form_of(reports: Sequence[SourceReport]) -> str | None:
+def _prompt_form(reports: Sequence[SourceReport]) -> str | None:
     """Return the form of prompts: None, the chat template, if any source has conversations."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
@@ -151,7 +151,7 @@ def _build(
     stats = replace(
         stats,
         notes=tuple(chain.from_iterable(report.notes for report in reports)),
-        prompt_text=_form_of(reports[: len(train)] or reports),
+        prompt_text=_prompt_form(reports[: len(train)] or reports),
         skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
