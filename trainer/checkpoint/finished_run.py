@@ -20,7 +20,7 @@ from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
 from trainer.config.files import check_shape
-from trainer.data.conversations import chat_template_of
+from trainer.data.conversations import find_chat_template
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -150,7 +150,7 @@ def saved_tokenizer(run: FinishedRun) -> Any:
     )
     tokenizer = load_tokenizer(str(run.folder), section)
     if run.config.dataset.chat_template is not None:
-        tokenizer.chat_template = chat_template_of(tokenizer, run.config.dataset.chat_template)
+        tokenizer.chat_template = find_chat_template(tokenizer, run.config.dataset.chat_template)
     return tokenizer
 
 

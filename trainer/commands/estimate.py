@@ -20,7 +20,7 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import prepare_data
-from trainer.data.conversations import chat_template_of
+from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
@@ -63,7 +63,7 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
     try:
         tokenizer = load_tokenizer(config.base_model, config.model)
         if config.dataset.chat_template:
-            tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+            tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
         longest = context_length(load_model_config(config.base_model, config.model))
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)

@@ -25,7 +25,7 @@ LOST_SYSTEM = "a system turn that the chat template leaves out; see dataset.chat
 LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END)
 
 
-def chat_template_of(
+def find_chat_template(
     tokenizer: PreTrainedTokenizerBase, configured: str | None, *, for_tools: bool = False
 ) -> str | None:
     """Return the Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
@@ -61,7 +61,7 @@ def render_prompt(
     `messages` have a role and text content. The text contains the template's special tokens, so tokenize it without
     adding any. Raises UserError if there is no chat template, or it refuses the conversation.
     """
-    source = chat_template_of(tokenizer, section.chat_template)
+    source = find_chat_template(tokenizer, section.chat_template)
     if source is None:
         raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
     chat = lead_with_system([dict(message) for message in messages], section.system_prompt)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.contract.replacements import replaces
-from trainer.data.conversations import LOST, ChatEncoder, chat_template_of
+from trainer.data.conversations import LOST, ChatEncoder, find_chat_template
 from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import Shape, find_shape, listed
 from trainer.data.records import Text, Turns, answers_of, prompt_form, read_record
@@ -79,10 +79,10 @@ class DocumentEncoder:
         self.max_length = section.max_length
         self.too_long = section.too_long
         self.train_on = frozenset(section.train_on)
-        template = chat_template_of(tokenizer, section.chat_template)
+        template = find_chat_template(tokenizer, section.chat_template)
         self.chat = None
         if template:
-            for_tools = chat_template_of(tokenizer, section.chat_template, for_tools=True)
+            for_tools = find_chat_template(tokenizer, section.chat_template, for_tools=True)
             variables = section.chat_template_kwargs
             self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt, variables, for_tools)
         self.system_prompt = section.system_prompt

@@ -22,7 +22,7 @@ from trainer.config.needs import switch_value
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.cache import reference_samples
-from trainer.data.conversations import chat_template_of
+from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import Prepared, fit_max_length, samples_of
 from trainer.data.prompt_files import sample_prompts
 from trainer.data.step_count import step_warnings, with_global_batch
@@ -148,7 +148,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.dataset.chat_template:
         # Saved with the tokenizer, so that the adapter is used with the prompts it was trained on.
-        tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+        tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
     check_visited(config.base_model, empty)
