@@ -234,7 +234,7 @@ def encode_source(
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
     first = encoder.open(list(records.take(ROWS_AT_ONCE)))
-    shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
         with ended_by_sigterm():
@@ -270,6 +270,6 @@ def _encode_batch(
     return encoder.rows(rows, indices[0], shape, label)
 
 
-def fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_fields(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the fields that any record has, in order of appearance."""
     return list(dict.fromkeys(name for record in records for name in record))

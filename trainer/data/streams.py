@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.documents import DocumentEncoder, SourceReport, fields_of
+from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
 from trainer.data.formats import Shape, find_shape
 from trainer.data.grouping import best_fit
 from trainer.data.samples import Sample, SampleIterator, join
@@ -69,7 +69,7 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
     if not rows:
         raise UserError(f"{where_from(source, label)}: no records in it; give a data set that has some")
     first = encoder.open(rows)
-    shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
     columns = encoder.rows(rows, 0, shape, where_from(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
