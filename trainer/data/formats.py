@@ -88,7 +88,7 @@ def find_shape(
         names,
         template=source.template,
         template_without_input=source.template_without_input,
-        roles=_roles_of(source),
+        roles=_map_roles(source),
         alpaca_as_chat=has_chat_template,
         note=f"{label}: format {format_}",
     )
@@ -104,7 +104,7 @@ def _detect(
         optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
         fields = " + ".join(names[name] for name in REQUIRED[format_])
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
-        roles = _roles_of(source)
+        roles = _map_roles(source)
         return Shape(format_, {**optional, **names}, roles=roles, alpaca_as_chat=has_chat_template, note=note)
 
     if REJECTED & set(columns) and not source.fields:
@@ -131,7 +131,7 @@ def _detect(
     raise UserError(f"{label}.format=auto: {_not_found(source, columns, label)}")
 
 
-def _roles_of(source: SourceSection) -> dict[str, str]:
+def _map_roles(source: SourceSection) -> dict[str, str]:
     return {name.strip().lower(): role for role, names in source.roles.items() for name in names}
 
 
