@@ -208,7 +208,7 @@ def _template_names(source: SourceSection, columns: Sequence[str], label: str) -
     return names
 
 
-def kind_of(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Describe the type of a JSON value for a message."""
     names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
     return "nothing" if value is None else names.get(type(value), type(value).__name__)

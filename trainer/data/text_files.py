@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config import UserError
-from trainer.data.formats import TURN_LISTS, kind_of
+from trainer.data.formats import TURN_LISTS, describe_type
 from trainer.data.splits import no_such_split
 
 RAW = "zerolora_record"
@@ -227,7 +227,7 @@ def _refuse_lines_of_lists(first: str, file: Path, where: str, line: int) -> NoR
 
 
 def _not_a_record(value: Any) -> str:
-    return f'holds {kind_of(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
+    return f'holds {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
 def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]:
