@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainer.config import RunConfig
-from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.step_count import (
     smaller_batch_line,
     step_warnings,
@@ -40,7 +40,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     if not torch.cuda.is_available():
         lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
-    samples = samples_of(prepared)
+    samples = count_samples(prepared)
     if trained is not None and samples is not None:
         small = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {small}"] if small else []

@@ -13,7 +13,7 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
 from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
-from trainer.data.prepared import Prepared, samples_of
+from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import with_global_batch, with_looks_in_steps
 from trainer.memory.advice import describe_misfit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
@@ -72,7 +72,7 @@ def plan_memory(
 
 def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
     """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
-    config = with_global_batch(config, samples_of(prepared), machine.world_size)
+    config = with_global_batch(config, count_samples(prepared), machine.world_size)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = _planner(machine, config, prepared)
@@ -85,7 +85,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = with_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
-        config = with_looks_in_steps(config, samples_of(prepared), machine.world_size)
+        config = with_looks_in_steps(config, count_samples(prepared), machine.world_size)
         images = isinstance(prepared.model_config, Pipeline)
         unread = decide_for_images(config, machine) if images else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
@@ -94,7 +94,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
         raise UserError(
             f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
         )
-    resolved = with_looks_in_steps(planner.resolve(config, memory), samples_of(prepared), machine.world_size)
+    resolved = with_looks_in_steps(planner.resolve(config, memory), count_samples(prepared), machine.world_size)
     found = planner.estimate(resolved)
     notes = []
     if is_open:

@@ -11,7 +11,7 @@ from trainer.config import RunConfig, TrainingSection, collective_timeout
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.replacements import replaces
-from trainer.data.prepared import Prepared, samples_of, share_stream
+from trainer.data.prepared import Prepared, count_samples, share_stream
 from trainer.data.shared_blocks import folder_of_run
 from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
@@ -64,7 +64,7 @@ def join(
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
-    _print_steps(config, resolved, samples_of(prepared), ranks.world_size, say)
+    _print_steps(config, resolved, count_samples(prepared), ranks.world_size, say)
     return Joined(resolved, prepared, device, precision, memory, task)
 
 

@@ -23,7 +23,7 @@ from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.cache import reference_samples
 from trainer.data.conversations import find_chat_template
-from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.prompt_files import sample_prompts
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.model.adapter import bias_lines, check_added_tokens
@@ -76,7 +76,7 @@ def prepare(
     else:
         prepared = _prepare_text(config, report, model_files)
     # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
-    step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
+    step_warnings(with_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 
