@@ -38,7 +38,7 @@ def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 
 
-def as_text(prompt: Prompt) -> str:
+def format_prompt(prompt: Prompt) -> str:
     """Return a prompt as text to show: the last turn of a conversation."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
