@@ -26,7 +26,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
     source = SourceSection(path=path)
     try:
         for number, row in enumerate(rows_of(read_source(source, setting, streaming=True), source, setting), start=1):
-            yield _prompt_of(record_of(row), f"{setting}={path}, record {number}")
+            yield _read_prompt(record_of(row), f"{setting}={path}, record {number}")
     except UserError as error:
         raise UserError(str(error).replace(f"{setting}.path=", f"{setting}=")) from None
 
@@ -43,7 +43,7 @@ def format_prompt(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def _prompt_of(record: dict[str, Any], where: str) -> Prompt:
+def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     name = next((name for name in FIELDS if record.get(name)), None)
     if name is None or not isinstance(record[name], str | list):
         found = listed(field for field, value in record.items() if value)
