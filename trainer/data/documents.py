@@ -21,7 +21,7 @@ from trainer.contract.replacements import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template
 from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import Shape, find_shape, listed
-from trainer.data.records import Text, Turns, answers_of, prompt_form, read_record
+from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
 from trainer.data.source_files import where_from
 from trainer.data.sources import read_source
 from trainer.data.text_files import record_of
@@ -126,7 +126,7 @@ class DocumentEncoder:
             for record, place in zip(records, where, strict=True)
         ]
         for example, document, continued in self._split(examples, self.encode(examples, where)):
-            answers = answers_of(example, self.train_on)
+            answers = find_answers(example, self.train_on)
             # A document's first token is not predicted.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length

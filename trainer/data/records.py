@@ -84,7 +84,7 @@ class _Fields(Mapping[str, Any]):
         )
 
 
-def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
+def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
     """Return for each trained answer whether it is nonempty; text without a prompt is not an answer."""
     if isinstance(example, Text):
         return [bool(example.completion.strip())] if example.prompt else []
