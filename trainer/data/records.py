@@ -200,7 +200,7 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
     ignored = _lead_with_system(messages, record, shape, where)
     silent = _silent_turns(turns, f"{where}, turn", len(messages) - len(turns))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, silent, ignored + _unread_of(turns, column))
+    return Turns(messages, tools, silent, ignored + _list_unread(turns, column))
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
@@ -208,7 +208,7 @@ def _turns(value: Any, column: str, where: str) -> list[Any]:
     return [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
 
 
-def _unread_of(turns: list[Any], column: str) -> tuple[str, ...]:
+def _list_unread(turns: list[Any], column: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
 
 
@@ -227,7 +227,7 @@ def _read_conversational_pair(
     ]
     ignored = _lead_with_system(lists[0], record, shape, where)
     silent = _silent_turns(columns["completion"], f"{where}, completion turn", len(lists[0]))
-    ignored += tuple(chain.from_iterable(_unread_of(turns, shape.names[name]) for name, turns in columns.items()))
+    ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
     return Turns(lists[0] + lists[1], tools, silent.union(range(len(lists[0]))), ignored)
 
