@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape, listed
 from trainer.data.records import Turns, read_record
-from trainer.data.source_files import READERS, suffix_of
+from trainer.data.source_files import READERS, data_suffix
 from trainer.data.sources import read_source, rows_of
 from trainer.data.text_files import record_of
 
@@ -34,7 +34,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
     """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts."""
     for text in texts:
-        is_file = suffix_of(Path(text)) in READERS and os.path.isfile(text)
+        is_file = data_suffix(Path(text)) in READERS and os.path.isfile(text)
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 
 

@@ -31,7 +31,7 @@ def where_from(source: SourceSection, label: str) -> str:
     return f"{label}.path={shown(source.path)}"
 
 
-def suffix_of(path: Path) -> str:
+def data_suffix(path: Path) -> str:
     """Return the file's suffix without .gz or another compression."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
@@ -43,23 +43,23 @@ def files_of(source: SourceSection, local: Path, split: str, label: str) -> list
     if local.is_file():
         if source.data_files:
             raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file itself; remove one")
-        if suffix_of(local) not in READERS:
+        if data_suffix(local) not in READERS:
             ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
             ending = ending or "a file without an ending"
             packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not is_of_split(local, split) and suffix_of(local) != ".json":  # .json may have a list per split
+        if not is_of_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
             raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
     try:
-        files = [file for file in sorted(local.rglob("*")) if file.is_file() and suffix_of(file) in READERS]
+        files = [file for file in sorted(local.rglob("*")) if file.is_file() and data_suffix(file) in READERS]
         next(local.iterdir(), None)  # rglob silently skips an unreadable folder
     except OSError as error:
         raise UserError(f"{where}: the folder cannot be read ({error.strerror}); fix its permissions") from None
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
     # A README next to the data is not data.
-    files = [file for file in files if suffix_of(file) != ".md"] or files
+    files = [file for file in files if data_suffix(file) != ".md"] or files
     if not files:
         raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
     if source.data_files:
@@ -90,7 +90,7 @@ def _named_files(source: SourceSection, local: Path, files: list[Path], label: s
 
 
 def _one_kind(files: list[Path], where: str) -> list[Path]:
-    readers = sorted({READERS[suffix_of(file)] for file in files})
+    readers = sorted({READERS[data_suffix(file)] for file in files})
     if len(readers) > 1:
         raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); name one file, or use dataset.mix")
     return files

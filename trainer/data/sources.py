@@ -16,7 +16,7 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, files_of, is_of_split, suffix_of, where_from
+from trainer.data.source_files import READERS, data_suffix, files_of, is_of_split, where_from
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import RAW, raw_records
 
@@ -132,7 +132,7 @@ def local_path(source: SourceSection, label: str) -> Path | None:
 def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     """Raise UserError for a missing path, unless it may be a name on the hub."""
     assert source.path is not None
-    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or suffix_of(path) in READERS
+    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or data_suffix(path) in READERS
     if not looks_local:
         return
     existing = path.parent
@@ -161,7 +161,7 @@ def _read_files(
 
     datasets = _library()
     where, files = where_from(source, label), files_of(source, local, split, label)
-    names, kind = [str(file) for file in files], READERS[suffix_of(files[0])]
+    names, kind = [str(file) for file in files], READERS[data_suffix(files[0])]
     if source.text_mode != "line" and kind != "text":
         raise UserError(
             f"{label}.text_mode={source.text_mode}: only for .txt and .md files; {where} is {kind}: remove it"
