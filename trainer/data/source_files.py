@@ -36,7 +36,7 @@ def data_suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
 
-def files_of(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
+def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
     """Return the data files of a path: the file itself, or the folder's files of the split."""
     where = where_from(source, label)
     kinds = ", ".join(READERS)

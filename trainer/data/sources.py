@@ -16,7 +16,7 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, data_suffix, files_of, is_of_split, where_from
+from trainer.data.source_files import READERS, data_suffix, find_data_files, is_of_split, where_from
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import RAW, raw_records
 
@@ -88,7 +88,7 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
     """Return the local files of a source."""
     if _is_saved_dataset(local):
         return sorted(local.rglob("*.arrow"))
-    return [file for name in split_names(source.split, label) for file in files_of(source, local, name, label)]
+    return [file for name in split_names(source.split, label) for file in find_data_files(source, local, name, label)]
 
 
 def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
@@ -160,7 +160,7 @@ def _read_files(
     from datasets import Dataset, Features, IterableDataset, Value
 
     datasets = _library()
-    where, files = where_from(source, label), files_of(source, local, split, label)
+    where, files = where_from(source, label), find_data_files(source, local, split, label)
     names, kind = [str(file) for file in files], READERS[data_suffix(files[0])]
     if source.text_mode != "line" and kind != "text":
         raise UserError(
