@@ -64,7 +64,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
         raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
     if source.data_files:
         return _one_kind(_named_files(source, local, files, label), where)
-    by_split = {file: _split_of(file.relative_to(local)) for file in files}
+    by_split = {file: _find_split(file.relative_to(local)) for file in files}
     splits = {name for name in by_split.values() if name}
     if splits:
         files = [file for file in files if by_split[file] == _split_word(split)]
@@ -103,10 +103,10 @@ def _split_word(split: str) -> str:
 
 def is_of_split(file: Path, split: str) -> bool:
     """Return whether a single file has the split: any file has train, and others a file with that name."""
-    return split == "train" or _split_of(Path(file.name)) == _split_word(split)
+    return split == "train" or _find_split(Path(file.name)) == _split_word(split)
 
 
-def _split_of(path: Path) -> str | None:
+def _find_split(path: Path) -> str | None:
     """Return a file's split by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):
