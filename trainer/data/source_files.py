@@ -49,7 +49,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
             packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not is_of_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
+        if not is_in_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
             raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
     try:
@@ -101,7 +101,7 @@ def _split_word(split: str) -> str:
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 
-def is_of_split(file: Path, split: str) -> bool:
+def is_in_split(file: Path, split: str) -> bool:
     """Return whether a single file has the split: any file has train, and others a file with that name."""
     return split == "train" or _find_split(Path(file.name)) == _split_word(split)
 
