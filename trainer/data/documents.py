@@ -22,7 +22,7 @@ from trainer.data.conversations import LOST, ChatEncoder, find_chat_template
 from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import Shape, find_shape, listed
 from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
-from trainer.data.source_files import where_from
+from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
@@ -245,7 +245,7 @@ def encode_source(
                 with_indices=True,
                 remove_columns=records.column_names,
                 features=Features(columns),
-                fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
+                fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
                 num_proc=min(workers, len(records)) if workers > 1 else None,
                 cache_file_name=str(file),
                 new_fingerprint=file.stem,

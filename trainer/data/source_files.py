@@ -26,7 +26,7 @@ SPLIT_WORDS = {
 }
 
 
-def where_from(source: SourceSection, label: str) -> str:
+def describe_source(source: SourceSection, label: str) -> str:
     """Return the source as configured, for the beginning of a message."""
     return f"{label}.path={shown(source.path)}"
 
@@ -38,7 +38,7 @@ def data_suffix(path: Path) -> str:
 
 def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
     """Return the data files of a path: the file itself, or the folder's files of the split."""
-    where = where_from(source, label)
+    where = describe_source(source, label)
     kinds = ", ".join(READERS)
     if local.is_file():
         if source.data_files:
