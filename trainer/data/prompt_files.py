@@ -9,7 +9,7 @@ from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape, listed
 from trainer.data.records import Turns, read_record
 from trainer.data.source_files import READERS, data_suffix
-from trainer.data.sources import read_source, rows_of
+from trainer.data.sources import read_rows, read_source
 from trainer.data.text_files import record_of
 
 Prompt = str | list[dict[str, Any]]
@@ -25,7 +25,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
     """
     source = SourceSection(path=path)
     try:
-        for number, row in enumerate(rows_of(read_source(source, setting, streaming=True), source, setting), start=1):
+        for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
             yield _read_prompt(record_of(row), f"{setting}={path}, record {number}")
     except UserError as error:
         raise UserError(str(error).replace(f"{setting}.path=", f"{setting}=")) from None

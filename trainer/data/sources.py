@@ -213,7 +213,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
     return (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
 
 
-def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
+def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
     """Yield the rows, for `record_of`. Raises UserError if a stream cannot be read."""
     rows = iter(records)
     while True:

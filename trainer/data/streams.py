@@ -27,7 +27,7 @@ from trainer.data.grouping import best_fit
 from trainer.data.samples import Sample, SampleIterator, join
 from trainer.data.shared_blocks import Block, SharedBlocks
 from trainer.data.source_files import describe_source
-from trainer.data.sources import read_source, rows_of
+from trainer.data.sources import read_rows, read_source
 
 BLOCK_ROWS = 64
 # Records from which a shuffled stream draws the next one.
@@ -65,7 +65,7 @@ def stream_samples(
 
 def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
     """Report on a stream from its first block. Raises UserError if it cannot be read."""
-    rows = list(islice(rows_of(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
+    rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
         raise UserError(f"{describe_source(source, label)}: no records in it; give a data set that has some")
     first = encoder.open(rows)
@@ -131,7 +131,7 @@ class SourceStream:
             records = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         elif section.shuffle:
             records = records.shuffle(seed=seed)
-        rows = rows_of(records, source, label)
+        rows = read_rows(records, source, label)
         while block := list(islice(rows, BLOCK_ROWS)):
             yield block
 
