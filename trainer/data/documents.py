@@ -24,7 +24,7 @@ from trainer.data.formats import Shape, find_shape, listed
 from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
-from trainer.data.text_files import record_of
+from trainer.data.text_files import parse_row
 from trainer.data.tokens import Encoded, encode_texts
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ class DocumentEncoder:
         records = []
         for row in rows:
             with suppress(UserError) if self.skips else nullcontext():
-                records.append(record_of(row))
-        return records or [record_of(row) for row in rows]
+                records.append(parse_row(row))
+        return records or [parse_row(row) for row in rows]
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
         """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
@@ -122,7 +122,7 @@ class DocumentEncoder:
     ) -> None:
         """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
         examples = [
-            read_record(record_of(record), shape, place, self.system_prompt)
+            read_record(parse_row(record), shape, place, self.system_prompt)
             for record, place in zip(records, where, strict=True)
         ]
         for example, document, continued in self._split(examples, self.encode(examples, where)):

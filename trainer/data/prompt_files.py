@@ -10,7 +10,7 @@ from trainer.data.formats import find_shape, listed
 from trainer.data.records import Turns, read_record
 from trainer.data.source_files import READERS, data_suffix
 from trainer.data.sources import read_rows, read_source
-from trainer.data.text_files import record_of
+from trainer.data.text_files import parse_row
 
 Prompt = str | list[dict[str, Any]]
 """A text, or the turns of a conversation up to the model's answer."""
@@ -26,7 +26,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
     source = SourceSection(path=path)
     try:
         for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
-            yield _read_prompt(record_of(row), f"{setting}={path}, record {number}")
+            yield _read_prompt(parse_row(row), f"{setting}={path}, record {number}")
     except UserError as error:
         raise UserError(str(error).replace(f"{setting}.path=", f"{setting}=")) from None
 

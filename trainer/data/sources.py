@@ -34,7 +34,7 @@ _NOT_DATA = {
 def read_source(
     source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
 ) -> "Dataset | IterableDataset":
-    """Return the rows of a source in order, at most `max_samples`; `record_of` converts them to records.
+    """Return the rows of a source in order, at most `max_samples`; `parse_row` converts them to records.
 
     `label` is the setting's name in messages (dataset, dataset.mix.0, dataset.evaluation). With `streaming` nothing is
     read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
@@ -214,7 +214,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
 
 
 def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows, for `record_of`. Raises UserError if a stream cannot be read."""
+    """Yield the rows, for `parse_row`. Raises UserError if a stream cannot be read."""
     rows = iter(records)
     while True:
         try:

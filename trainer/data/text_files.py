@@ -1,8 +1,8 @@
 """Read the records of JSON, CSV and text files without guessing types.
 
-A record travels as one JSON text (`RAW`) until `record_of` opens it, so that `007`, `NA` and `2024-01-01` stay what
+A record travels as one JSON text (`RAW`) until `parse_row` opens it, so that `007`, `NA` and `2024-01-01` stay what
 they are and records of one file may differ in their fields. A line that cannot be read travels as its error message,
-which `record_of` raises: whoever reads the records decides whether to stop or to skip it. Mistakes that concern a whole
+which `parse_row` raises: whoever reads the records decides whether to stop or to skip it. Mistakes that concern a whole
 file raise UserError at once. Messages name the file, the line and, for bytes, their offset.
 """
 
@@ -65,7 +65,7 @@ def raw_records(
                 yield {RAW: text}
 
 
-def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record in a row of any source. Raises UserError for a line that could not be read."""
     if RAW not in row:
         return {name: _without_padding(value) for name, value in row.items()}

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from trainer.config import SourceSection, UserError
 from trainer.config.files import read_bytes, read_text
 from trainer.data.sources import read_source
-from trainer.data.text_files import raw_records, record_of
+from trainer.data.text_files import parse_row, raw_records
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
@@ -129,7 +129,7 @@ def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str,
     for file, kind in METADATA.items():
         rows = raw_records([str(folder / file)], kind, said, label, "train") if (folder / file).is_file() else ()
         for number, row in enumerate(rows, start=1):
-            record, place = record_of(row), f"{said}: {file}, record {number}"
+            record, place = parse_row(row), f"{said}: {file}, record {number}"
             name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
             if not isinstance(name, str) or field is None or not isinstance(record[field], str):
                 raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
