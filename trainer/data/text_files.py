@@ -267,7 +267,7 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
     lines = _lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
     tab = file.with_suffix("").suffix if file.suffix.lower() in OPENERS else file.suffix
-    separator = "\t" if tab.lower() == ".tsv" else separator_of(sniffed)
+    separator = "\t" if tab.lower() == ".tsv" else detect_separator(sniffed)
     reader = csv.reader(chain(sniffed, lines), delimiter=separator, strict=True)
     names: list[str] = []
     begin = 1
@@ -305,7 +305,7 @@ def _column_names(cells: list[str], place: str) -> list[str]:
     return names
 
 
-def separator_of(lines: list[str]) -> str:
+def detect_separator(lines: list[str]) -> str:
     """Return the separator that splits the first line into the most cells; the comma if none does."""
     first = [line for line in lines if line.strip()][:1]
     cells = {separator: sum(len(row) for row in csv.reader(first, delimiter=separator)) for separator in SEPARATORS}
