@@ -178,7 +178,7 @@ class _Rendered:
             blocks = self._blocks(turn)
             if role != "assistant":
                 ends = [self._end_token(start, end) for start, end in blocks]
-                self.spans += _with_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
+                self.spans += _add_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
             elif blocks:
                 self._add_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
@@ -281,7 +281,7 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
         )
 
 
-def _with_white_space(spans: list[Span], text: str) -> list[Span]:
+def _add_white_space(spans: list[Span], text: str) -> list[Span]:
     """Return the spans, merged where only white space separates them."""
     joined: list[Span] = []
     for start, end in sorted(spans):
