@@ -128,7 +128,7 @@ def _detect(
     for format_, names in COMMON_NAMES:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
-    raise UserError(f"{label}.format=auto: {_not_found(source, columns, label)}")
+    raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
 
 def _map_roles(source: SourceSection) -> dict[str, str]:
@@ -156,7 +156,7 @@ def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label:
     )
 
 
-def _not_found(source: SourceSection, columns: Sequence[str], label: str) -> str:
+def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:
     """Return the message for records of no known format."""
     if "input_ids" in columns:
         return (
