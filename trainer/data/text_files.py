@@ -185,7 +185,7 @@ def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
             _raise_if_bad(line)
             record = _json_value(line.strip(), file, where, at)
             if not isinstance(record, dict):
-                raise UserError(f"{where}: line {at} of {file.name} {_not_a_record(record)}")
+                raise UserError(f"{where}: line {at} of {file.name} {_describe_wrong_type(record)}")
             yield line
         except UserError as error:
             yield json.dumps(str(error))
@@ -223,10 +223,10 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
 
 def _refuse_lines_of_lists(first: str, file: Path, where: str, line: int) -> NoReturn:
     """Raise UserError for a file with a JSON value on every line that is not a record."""
-    raise UserError(f"{where}: line {line} of {file.name} {_not_a_record(json.loads(first))}")
+    raise UserError(f"{where}: line {line} of {file.name} {_describe_wrong_type(json.loads(first))}")
 
 
-def _not_a_record(value: Any) -> str:
+def _describe_wrong_type(value: Any) -> str:
     return f'holds {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
@@ -236,10 +236,12 @@ def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]
         yield value
         return
     if not isinstance(value, list):
-        raise UserError(f"{where}: {file.name} {_not_a_record(value)}")
+        raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
     for number, record in enumerate(value, start=1):
         is_record = isinstance(record, dict)
-        yield json.dumps(record if is_record else f"{where}: item {number} of {file.name} {_not_a_record(record)}")
+        yield json.dumps(
+            record if is_record else f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
+        )
 
 
 def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
