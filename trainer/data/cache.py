@@ -19,7 +19,7 @@ from trainer.data.built_folder import built_folder
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.grouping import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
-from trainer.data.shared_blocks import folder_of_host
+from trainer.data.shared_blocks import host_blocks_folder
 from trainer.data.sources import content_key, stamps
 from trainer.data.streams import look_ahead, stream_samples
 
@@ -84,7 +84,7 @@ def prepare_data(
         notes += chain.from_iterable(report.notes for report in reports)
         stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_prompt_form(reports))
         name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
-        stream = SampleStream(read, section.packing, folder_of_host(name), name)
+        stream = SampleStream(read, section.packing, host_blocks_folder(name), name)
         return PreparedData(stream, held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)

@@ -35,7 +35,7 @@ Block = tuple[list[Sample], int]
 """The documents of a block and the number of its skipped records."""
 
 
-def folder_of_host(key: str) -> Path:
+def host_blocks_folder(key: str) -> Path:
     """Return the folder of blocks for the ranks of one launcher on this host; removed when one of them ends."""
     parent = psutil.Process(os.getppid())
     base = Path(tempfile.gettempdir()) / f"zerolora-{os.getuid()}"
