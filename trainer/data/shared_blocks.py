@@ -44,7 +44,7 @@ def host_blocks_folder(key: str) -> Path:
     return folder
 
 
-def folder_of_run(logs: Path, token: str, *, is_main: bool) -> Path:
+def run_blocks_folder(logs: Path, token: str, *, is_main: bool) -> Path:
     """Return the folder of blocks for the ranks of all hosts, in the logs of the run with the lock `token`.
 
     Rank 0 removes those of earlier runs, and this one at the end.

@@ -12,7 +12,7 @@ from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.replacements import replaces
 from trainer.data.prepared import Prepared, count_samples, share_stream
-from trainer.data.shared_blocks import folder_of_run
+from trainer.data.shared_blocks import run_blocks_folder
 from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -73,7 +73,7 @@ def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock 
     world = meet(ranks, config, lock.token if lock is not None else "")
     form_process_group(ranks, collective_timeout(config.training))
     if world.hosts > 1:
-        blocks = folder_of_run(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
+        blocks = run_blocks_folder(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
         prepared = share_stream(prepared, blocks)
     say(world.summary)
     if (warning := known_versions.version_warning()) is not None:
