@@ -9,11 +9,11 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.data import Batches, Samples
 from trainer.data.step_count import (
     count_steps,
+    resolve_eval_and_save_steps,
     smaller_batch_line,
     step_warnings,
     steps_line,
     with_global_batch,
-    with_looks_in_steps,
 )
 
 
@@ -134,9 +134,9 @@ def test_a_global_batch_that_ranks_cannot_share() -> None:
     ],
 )
 def test_looks_an_epoch_become_steps(training: dict[str, Any], resolved: tuple[int, int]) -> None:
-    found = with_looks_in_steps(config_of({"val_split": 0.1}, **({"batch_size": 1} | training)), 100, 2)
+    found = resolve_eval_and_save_steps(config_of({"val_split": 0.1}, **({"batch_size": 1} | training)), 100, 2)
     assert (found.training.eval_steps, found.training.save_steps) == resolved
-    assert with_looks_in_steps(found, 100, 2) == found and found.training.evals_per_epoch is None
+    assert resolve_eval_and_save_steps(found, 100, 2) == found and found.training.evals_per_epoch is None
 
 
 def test_few_steps_are_said_with_what_to_change() -> None:

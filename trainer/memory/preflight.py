@@ -14,7 +14,7 @@ from trainer.config.files import read_json
 from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import with_global_batch, with_looks_in_steps
+from trainer.data.step_count import resolve_eval_and_save_steps, with_global_batch
 from trainer.memory.advice import describe_misfit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
@@ -85,7 +85,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = with_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
-        config = with_looks_in_steps(config, count_samples(prepared), machine.world_size)
+        config = resolve_eval_and_save_steps(config, count_samples(prepared), machine.world_size)
         images = isinstance(prepared.model_config, Pipeline)
         unread = decide_for_images(config, machine) if images else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
@@ -94,7 +94,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
         raise UserError(
             f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
         )
-    resolved = with_looks_in_steps(planner.resolve(config, memory), count_samples(prepared), machine.world_size)
+    resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), count_samples(prepared), machine.world_size)
     found = planner.estimate(resolved)
     notes = []
     if is_open:
