@@ -17,7 +17,7 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
 from trainer.config.files import check_shape, read_json
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import with_global_batch
+from trainer.data.step_count import resolve_global_batch
 from trainer.model.base import load_model_config
 
 ALLOW = "--allow-mismatch"
@@ -122,7 +122,7 @@ def run_identity(
     # Before the ranks start, `global_batch_size` is not yet divided among them.
     shared = config
     if prepared is not None and world_size is not None:
-        shared = with_global_batch(config, count_samples(prepared), world_size)
+        shared = resolve_global_batch(config, count_samples(prepared), world_size)
     training = shared.training
     open_batch = world_size is None or training.batch_size == AUTO
     return Identity(

@@ -27,7 +27,7 @@ from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
-from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
+from trainer.data.step_count import global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.pipeline import is_pipeline
@@ -88,7 +88,7 @@ def show_step(
 
 def _resolve_training(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
     """Return the settings of a run on `ranks` ranks. Raises UserError if the batch size is chosen at the start."""
-    training = with_global_batch(config, samples, ranks).training
+    training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
     return training

@@ -9,10 +9,10 @@ from trainer.config import RunConfig
 from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.step_count import (
     resolve_eval_and_save_steps,
+    resolve_global_batch,
     smaller_batch_line,
     step_warnings,
     steps_line,
-    with_global_batch,
 )
 from trainer.memory.preflight import describe_cpu_memory
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
@@ -44,7 +44,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     if trained is not None and samples is not None:
         small = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {small}"] if small else []
-    resolved = resolve_eval_and_save_steps(with_global_batch(config, samples, ranks), samples, ranks)
+    resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
     lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_on_more(config)}")
     if smaller := smaller_batch_line(config.training, resolved.training, ranks):
         lines.append(f"note: {smaller}")

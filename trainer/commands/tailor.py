@@ -28,7 +28,7 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
-from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, with_global_batch
+from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, resolve_global_batch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
@@ -107,7 +107,7 @@ def choose_settings(ask: Ask) -> tuple[list[Line], list[str]]:
     samples = _samples(settings, seen)
     length = _length_lines(samples, ask.gpus, seen)
     settings |= {line.name: line.value for line in length}
-    batch = with_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
+    batch = resolve_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
     together = batch.training.global_batch_size
     settings["training.global_batch_size"] = together
     placement = _placement(ask, prepared, settings, samples)

@@ -45,7 +45,7 @@ def warmup_steps(training: TrainingSection, total: int) -> int:
     return min(math.ceil(training.warmup_ratio * total), total - 1)
 
 
-def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
+def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
     """Return the configuration with `training.global_batch_size` divided into micro-batches and accumulation.
 
     `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, that leaves the run ENOUGH_STEPS steps. So it only

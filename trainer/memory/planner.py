@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
 from trainer.data.samples import Samples
-from trainer.data.step_count import with_global_batch
+from trainer.data.step_count import resolve_global_batch
 from trainer.memory.activations import Work
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
@@ -161,7 +161,7 @@ class Planner:
 
     def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, self.machine.world_size
-        config = with_global_batch(config, samples, ranks)
+        config = resolve_global_batch(config, samples, ranks)
         stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
         if batch_open:
             config = with_changes(config, {"training.batch_size": 1})
@@ -170,7 +170,7 @@ class Planner:
             config = with_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
         if batch_open and memory is not None:
             config = with_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
-        config = with_global_batch(config, samples, ranks)
+        config = resolve_global_batch(config, samples, ranks)
         check_combinations(config)
         return config
 

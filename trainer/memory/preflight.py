@@ -14,7 +14,7 @@ from trainer.config.files import read_json
 from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import resolve_eval_and_save_steps, with_global_batch
+from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
@@ -72,7 +72,7 @@ def plan_memory(
 
 def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
     """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
-    config = with_global_batch(config, count_samples(prepared), machine.world_size)
+    config = resolve_global_batch(config, count_samples(prepared), machine.world_size)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = _planner(machine, config, prepared)

@@ -25,7 +25,7 @@ from trainer.data.cache import reference_samples
 from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.prompt_files import sample_prompts
-from trainer.data.step_count import step_warnings, with_global_batch
+from trainer.data.step_count import resolve_global_batch, step_warnings
 from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
@@ -76,7 +76,7 @@ def prepare(
     else:
         prepared = _prepare_text(config, report, model_files)
     # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
-    step_warnings(with_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
+    step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 
