@@ -89,7 +89,7 @@ def test_what_is_decided_on_a_cpu_and_why() -> None:
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
     assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (there is no GPU)")
     assert found.line().startswith("decided: attention: sdpa (packs under a mask: no flash attention here), ")
-    assert found.as_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
+    assert found.to_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 
 
 @pytest.mark.parametrize(

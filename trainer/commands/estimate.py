@@ -24,7 +24,7 @@ from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
+from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
 from trainer.memory.decisions import Machine
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
@@ -109,12 +109,12 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "length": planner.lengths.longest,
         "sample": planner.sample_text(resolved),
         "steps": None if count_steps(*counted) is None else steps_line(*counted),
-        "estimate": as_json(found),
+        "estimate": to_json(found),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
-        "decisions": planner.decisions(resolved).as_json(),
+        "decisions": planner.decisions(resolved).to_json(),
         "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
@@ -166,7 +166,7 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
     }
     if choice.found is None:
         return row | {"refused": choice.refusal}
-    return row | as_json(choice.found) | {"fits": choice.found.needed <= memory}
+    return row | to_json(choice.found) | {"fits": choice.found.needed <= memory}
 
 
 def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:

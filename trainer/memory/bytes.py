@@ -229,7 +229,7 @@ def disk(shapes: Shapes, placement: Placement, checkpoints: int) -> int:
     return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights
 
 
-def as_json(found: Estimate) -> dict[str, Any]:
+def to_json(found: Estimate) -> dict[str, Any]:
     """Convert the estimate to plain numbers for JSON."""
     return {
         "peak_bytes": found.peak,

@@ -16,7 +16,7 @@ from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit, smaller_samples
-from trainer.memory.bytes import CONTEXT, Estimate, as_json
+from trainer.memory.bytes import CONTEXT, Estimate, to_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
@@ -215,9 +215,9 @@ def record_memory(
     on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"
     record = read_json(path)
-    record["decisions"] = plan.decisions.as_json()
+    record["decisions"] = plan.decisions.to_json()
     record["memory"] = {
-        "predicted": None if found is None else as_json(found),
+        "predicted": None if found is None else to_json(found),
         "measured_bytes": measured,
         "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
         "halvings": [asdict(halving) for halving in halvings],
