@@ -92,7 +92,7 @@ class Planner:
     def table(self, config: RunConfig) -> list[Choice]:
         """Return every stage, without and with each kind of offload."""
         config = with_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
-        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _offloads_of(stage)]
+        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _list_offloads(stage)]
         return [self.choice(config, changes) for changes in variations]
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
@@ -274,7 +274,7 @@ OFFLOADS: dict[str, Changes] = {
 }
 
 
-def _offloads_of(stage: int) -> list[str]:
+def _list_offloads(stage: int) -> list[str]:
     return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
 
 
