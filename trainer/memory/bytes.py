@@ -20,7 +20,6 @@ from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
     base_weights,
-    bytes_of,
     dequantised_experts,
     fetched_weights,
     gathered,
@@ -28,6 +27,7 @@ from trainer.memory.stored_weights import (
     quantisation_state,
     rounded_weight,
     shard_size,
+    stored_bytes,
 )
 from trainer.memory.widths import Shapes
 
@@ -217,7 +217,7 @@ def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
-        total += shard_size(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
+        total += shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
         total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers[: work.recomputed_layers])
     return total
