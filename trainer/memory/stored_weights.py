@@ -57,8 +57,8 @@ def stored_bytes(weight: Weight, placement: Placement) -> int:
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
     if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
-        return rounded(weight.elements) + scales_of(weight, placement)
-    return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
+        return rounded(weight.elements) + scale_bytes(weight, placement)
+    return rounded((weight.elements + 1) // 2) + scale_bytes(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
@@ -66,7 +66,7 @@ def is_packed(weight: Weight, placement: Placement) -> bool:
     return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
 
 
-def scales_of(weight: Weight, placement: Placement) -> int:
+def scale_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of the scales of a quantized weight.
 
     8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
@@ -113,7 +113,7 @@ def base_weights(shapes: Shapes, placement: Placement) -> int:
 
 def quantisation_state(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of the scales in `base_weights`."""
-    return held(sum(scales_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
+    return held(sum(scale_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
 def held(size: int, placement: Placement) -> int:
