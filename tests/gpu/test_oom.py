@@ -70,12 +70,12 @@ def fraction(folder: Path) -> float:
     """A quarter more than the estimate for 8 rows, which is less than 16 need."""
     from trainer.commands.estimate import build_planner
     from trainer.config import load_config
-    from trainer.memory.planner import with_changes
+    from trainer.memory.planner import apply_changes
 
     config = load_config(folder / "base.yaml").config
     planner, _ = build_planner(config, torch.cuda.device_count())
-    room = 1.25 * planner.estimate(with_changes(config, {"training.batch_size": FIT})).peak
-    assert planner.estimate(with_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
+    room = 1.25 * planner.estimate(apply_changes(config, {"training.batch_size": FIT})).peak
+    assert planner.estimate(apply_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
     return room / torch.cuda.get_device_properties(0).total_memory
 
 

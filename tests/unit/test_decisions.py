@@ -14,7 +14,7 @@ from trainer.data import MicroBatch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner, with_changes
+from trainer.memory.planner import Lengths, Planner, apply_changes
 from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
@@ -25,7 +25,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "
 def config_of(**changes: Any) -> RunConfig:
     data = {"path": "unset.jsonl", "max_length": 2048, "packing": True}
     config = RunConfig.model_validate({"base_model": "unset", "output_dir": "unset", "dataset": data})
-    return with_changes(config, {"training.batch_size": 4} | changes)
+    return apply_changes(config, {"training.batch_size": 4} | changes)
 
 
 def planner(model_type: str, machine: Machine = GPU, **settings: Any) -> Planner:

@@ -22,7 +22,7 @@ from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
-from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, gib, with_changes
+from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks
@@ -84,7 +84,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
             ) from None
         if config.training.gradient_checkpointing == "auto":
-            config = with_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
+            config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = resolve_eval_and_save_steps(config, count_samples(prepared), machine.world_size)
         images = isinstance(prepared.model_config, Pipeline)
         unread = decide_for_images(config, machine) if images else decide(config, machine, None)
@@ -129,7 +129,7 @@ def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> st
     way, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
-    without = planner.estimate(with_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
+    without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
     return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
