@@ -60,7 +60,7 @@ def read_shapes(
         vocabulary=rows + grown,
         tied=tied,
         weights=weights,
-        norm=_kept_by_norms(outside, hidden),
+        norm=_norm_bytes(outside, hidden),
         layers=tuple(_layer(block, hidden, rotary=rotary, packed=in_mxfp4 or fp8 is not None) for block in blocks),
         facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
         softcap=caps_scores(model_config),
@@ -127,10 +127,10 @@ def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, packed: b
         if holds_experts(module):
             mixers.append(replace(read_experts(block, module, hidden), packed=packed))
     norms = [child for child in block.children() if is_residual_norm(child, hidden)]
-    return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))
+    return Layer(hidden, _norm_bytes(norms, hidden), tuple(mixers))
 
 
-def _kept_by_norms(norms: list[nn.Module], hidden: int) -> NormBytes:
+def _norm_bytes(norms: list[nn.Module], hidden: int) -> NormBytes:
     kept = [kept_by_norm(norm, hidden) for norm in norms]
     return NormBytes(len(norms), sum(each[2] for each in kept), sum(each[4] for each in kept))
 
