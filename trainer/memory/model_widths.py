@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.memory.observed import kept_by_activation, kept_by_norm, leaves_layout, read_experts
+from trainer.memory.observed import kept_by_activation, leaves_layout, observe_norm, read_experts
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
@@ -131,7 +131,7 @@ def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, packed: b
 
 
 def _norm_bytes(norms: list[nn.Module], hidden: int) -> NormBytes:
-    kept = [kept_by_norm(norm, hidden) for norm in norms]
+    kept = [observe_norm(norm, hidden) for norm in norms]
     return NormBytes(len(norms), sum(each[2] for each in kept), sum(each[4] for each in kept))
 
 

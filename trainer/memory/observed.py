@@ -46,7 +46,7 @@ def observe_saved_bytes(
     return size, y.untyped_storage().data_ptr() in kept
 
 
-def kept_by_norm(norm: nn.Module, width: int) -> dict[int, int]:
+def observe_norm(norm: nn.Module, width: int) -> dict[int, int]:
     """Return the bytes per token that a frozen norm's own code keeps, by bytes of an element (2, 4)."""
     kept = {}
     for dtype in (torch.bfloat16, torch.float32):
