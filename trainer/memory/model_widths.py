@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.memory.observed import kept_by_activation, leaves_layout, observe_norm, read_experts
+from trainer.memory.observed import leaves_layout, observe_activation, observe_norm, read_experts
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
@@ -182,7 +182,7 @@ def _mixer(module: nn.Module, projections: list[tuple[str, nn.Module]], *, rotar
         own_softmax=isinstance(getattr(module, "sinks", None), nn.Parameter),
         relaid=kind == "attention" and (hasattr(module, "kv_b_proj") or _is_relaid(module, rotary, head)),
         scan=_scan(module) if kind == "recurrent" else 0,
-        activated=kept_by_activation(module) if kind in ("gated", "plain") else 0.0,
+        activated=observe_activation(module) if kind in ("gated", "plain") else 0.0,
     )
 
 

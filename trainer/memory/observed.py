@@ -71,7 +71,7 @@ def leaves_layout(module: nn.Module, rotated: int, head: int) -> bool:
     return bool(queries.transpose(1, 2).is_contiguous())
 
 
-def kept_by_activation(module: nn.Module) -> float:
+def observe_activation(module: nn.Module) -> float:
     """Return what the activation function of a feed-forward layer keeps, in units of its input."""
     width = 8
     for child in module.children():
