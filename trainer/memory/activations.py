@@ -282,7 +282,7 @@ def dequantized_bytes(mixer: Mixer, work: Work) -> int:
     return max(largest, together) if together <= DEQUANTISED_AT_ONCE else largest
 
 
-def backward_of_layer(shapes: Shapes, work: Work) -> int:
+def layer_backward_bytes(shapes: Shapes, work: Work) -> int:
     """Return the largest number of bytes that the backward pass of a layer needs in addition to kept activations."""
     needs = [mixer_backward_bytes(layer, mixer, work) for layer in shapes.layers for mixer in layer.mixers]
     return max(needs, default=0)

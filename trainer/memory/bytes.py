@@ -10,7 +10,7 @@ from typing import Any
 from trainer.memory.activations import (
     FP32,
     Work,
-    backward_of_layer,
+    layer_backward_bytes,
     loss_head,
     recomputed_layer,
     total_activation_bytes,
@@ -104,7 +104,7 @@ def estimate(
     if seen is None:
         kept, head = total_activation_bytes(shapes, work), loss_head(shapes, work)
         going_back = work.larger_pass
-        block, of_layer = recomputed_layer(shapes, going_back), backward_of_layer(shapes, going_back)
+        block, of_layer = recomputed_layer(shapes, going_back), layer_backward_bytes(shapes, going_back)
     else:
         kept, head, block, of_layer = seen.kept, 0, seen.block, seen.backward
     layers, outside = gathered(shapes, placement)
