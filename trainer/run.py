@@ -287,7 +287,7 @@ class Run:
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
             skipped=partial(skipped_records, self.config, self.prepared, self.batches),
             report_start=self._report_start,
-            profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
+            profiler=StepProfiler.for_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
             stragglers=watch_stragglers(engine, self.ranks, self.say),
         )
