@@ -13,7 +13,7 @@ from trainer.monitor.report.charts import Chart, Curve, draw
 from trainer.monitor.report.curves import IMAGES, HeldOut, counted_in, running_mean, series, window_for
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, duration, metric_values, rate_of, training_seconds
+from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
 MOST = 8
@@ -120,7 +120,11 @@ def _outcomes(runs: Sequence[Recorded]) -> str:
 
 def _outcome(run: Recorded) -> list[str]:
     held_out, losses = HeldOut.of(run.records), metric_values(run.records, "train/loss")
-    rate, counted, memory = rate_of(run.records), counted_in(run.records), metric_values(run.records, "memory/peak_gib")
+    rate, counted, memory = (
+        median_rate(run.records),
+        counted_in(run.records),
+        metric_values(run.records, "memory/peak_gib"),
+    )
     last = losses[-max(1, len(losses) // 10) :]
     return [
         run.name,

@@ -138,7 +138,7 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     for label, values, note in (("held-out loss", compared, ""), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
-    rate, counted = rate_of(records), counted_in(records)
+    rate, counted = median_rate(records), counted_in(records)
     if rate:
         ranks, digits = run.get("world_size", 1), counted.digits
         each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
@@ -234,7 +234,7 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
         if counted is TOKENS:
             bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
-    rate, memory = rate_of(records), metric_values(records, "memory/peak_gib")
+    rate, memory = median_rate(records), metric_values(records, "memory/peak_gib")
     if rate:
         rows.append((f"{counted.name}/s per rank", f"{rate:,.{counted.digits}f} (median)"))
     if memory:
@@ -278,7 +278,7 @@ def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     return " · ".join(words)
 
 
-def rate_of(records: list[Record]) -> float | None:
+def median_rate(records: list[Record]) -> float | None:
     """Return the median tokens or images per second of one rank, which the slow first step does not distort."""
     rates = metric_values(records, counted_in(records).rate)
     return statistics.median(rates) if rates else None
