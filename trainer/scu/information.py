@@ -212,7 +212,7 @@ def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chu
 
 def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
     """Return the position of consecutive pairs in a flat adapter; empty if they are not contiguous there."""
-    numbers = [flat.rows_of([getattr(pair, side) for pair in part]) for side in ("a", "b")]
+    numbers = [flat.find_rows([getattr(pair, side) for pair in part]) for side in ("a", "b")]
     if None in numbers:
         return {}
     (block_a, rows_a), (block_b, rows_b) = cast(list[tuple[int, slice]], numbers)
