@@ -49,7 +49,7 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     layers = adapted_linears(model)
     form = rounded_form(layers, kind, dtype)
     for layer in layers.values():
-        replace(layer, "forward", _forward_of(layer, form))
+        replace(layer, "forward", _build_forward(layer, form))
     return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
 
 
@@ -59,7 +59,7 @@ def rounded_form(layers: Mapping[str, Any], kind: Integers, dtype: torch.dtype) 
     return choose_integer_form(kind, widths, dtype, setting="training.qat")
 
 
-def _forward_of(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
+def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
     for name in ("_disable_adapters", "_active_adapter"):
         require(layer, name, "peft")
     plain_forward, adapter = layer.forward, layer.active_adapters[0]
