@@ -219,9 +219,9 @@ class _Group:
     def install(self) -> None:
         """Replace the layers' forward."""
         for index, member in enumerate(self.members):
-            replace(member.layer, "forward", self._forward_of(index, member))
+            replace(member.layer, "forward", self._build_forward(index, member))
 
-    def _forward_of(self, index: int, member: _Member) -> Callable[..., Tensor]:
+    def _build_forward(self, index: int, member: _Member) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or not member.applies_to(x):
                 return member.plain_forward(x, *args, **kwargs)
