@@ -314,7 +314,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
         pairs = [("output", *pair) for pair in zip(ours, truth, strict=True)]
         pairs += [("gradient", got, wanted) for got, wanted in zip(our_grads, (grad_x, *others), strict=True)]
         for what, got, wanted in pairs:
-            error = _error_of(got.detach(), wanted.detach(), times)
+            error = _relative_error(got.detach(), wanted.detach(), times)
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
@@ -323,7 +323,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
                 )
 
 
-def _error_of(got: Tensor, wanted: Tensor, times: int) -> float:
+def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
     """Return the RMS of the difference, relative to that of `wanted`, per repetition or of their sum."""
     if got.shape == wanted.shape:  # of factors, whose gradients add up
         differences = [got.float() - times * wanted]
