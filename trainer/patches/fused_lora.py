@@ -304,7 +304,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
     # Scaled so that the sums over all tokens stay in the range of fp16.
     grads = [draw(TEST_TOKENS, up.shape[0]).detach() / up.shape[0] ** 0.5 for up in ups]
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
-    truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
+    truth = _run_plain(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
     grad_x, *others = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
     allowed = 1e-3 if dtype == torch.float32 else 2e-2
     for times in repeats:
@@ -334,7 +334,7 @@ def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
     return float((mean / wanted.square().mean()) ** 0.5)
 
 
-def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
+def _run_plain(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
     outputs = []
     for member, down, up in zip(members, downs, ups, strict=True):
         base = member.base
