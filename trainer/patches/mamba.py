@@ -57,11 +57,11 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
 
     # Conv1D is GPT-2's linear layer, with its weight transposed.
     linear = (nn.Linear, nn.Embedding, LoraLayer, Conv1D)
-    towers = tuple(f"{path}." for path in find_non_text_modules(_base_of(model)))
+    towers = tuple(f"{path}." for path in find_non_text_modules(_find_base(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     adapted = {id(wrapper.get_param()) for wrapper in wrappers}
     found: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
-    for path, module in _base_of(model).named_modules():
+    for path, module in _find_base(model).named_modules():
         if isinstance(module, linear) or f"{path}.".startswith(towers):
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -80,7 +80,7 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     return lines
 
 
-def _base_of(model: Any) -> Any:
+def _find_base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
