@@ -114,11 +114,11 @@ def call_projections_of_mamba(model: Any) -> list[str]:
     """
     mixers = [module for module in model.modules() if _is_mamba_2(module)]
     for module in mixers:
-        require(_file_of(module), WHOLE_LAYER_KERNEL, "transformers")
+        require(_modeling_file(module), WHOLE_LAYER_KERNEL, "transformers")
     changed = [module for module in mixers if type(module.out_proj) is not nn.Linear]
     for module in changed:
-        if getattr(_file_of(module), WHOLE_LAYER_KERNEL) is not _no_kernel:
-            replace(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
+        if getattr(_modeling_file(module), WHOLE_LAYER_KERNEL) is not _no_kernel:
+            replace(_modeling_file(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
     if why_not := _why_not_used(*SCAN):
@@ -154,7 +154,7 @@ def _why_not_imported(package: str, name: str) -> str:
     return ""
 
 
-def _file_of(module: nn.Module) -> Any:
+def _modeling_file(module: nn.Module) -> Any:
     return sys.modules[type(module).__module__]
 
 
