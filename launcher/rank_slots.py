@@ -69,7 +69,7 @@ class RankSlots:
         Skips `excluded` and prints what is unavailable. Raises UserError if no slot is left.
         """
         if self._launcher == "local":
-            return self._on_this_machine(excluded, total)
+            return self._plan_local(excluded, total)
         if self._launcher == "hostfile":
             # A run that is not elastic may use a host added to the file meanwhile.
             slots = self._slots if total is not None else _flat(select_slots(self._request))
@@ -79,7 +79,7 @@ class RankSlots:
         planned = plan(self._request, self._logs)
         return RestartPlan(planned, tuple(range(planned[0]([]).ranks)))
 
-    def _on_this_machine(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
+    def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         now = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
         every = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
         if gone := [str(self._numbers[place]) for place in every if self._gpus and self._gpus[place] not in now]:
