@@ -73,7 +73,7 @@ class RankSlots:
         if self._launcher == "hostfile":
             # A run that is not elastic may use a host added to the file meanwhile.
             slots = self._slots if total is not None else _flat(select_slots(self._request))
-            return self._on_hosts(slots, excluded, total)
+            return self._plan_hosts(slots, excluded, total)
         if self._allocation is not None:
             return self._on_nodes(self._allocation, excluded, total)
         planned = plan(self._request, self._logs)
@@ -93,7 +93,7 @@ class RankSlots:
         build = partial(local_command, gpus=chosen, num_gpus=len(places), port=port)
         return RestartPlan((build, None), places, idle)
 
-    def _on_hosts(self, slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None) -> RestartPlan:
+    def _plan_hosts(self, slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in slots))
         answering = reachable(hosts, Path.cwd())
         if gone := [host for host in hosts if host not in answering]:
