@@ -75,7 +75,7 @@ class RankSlots:
             slots = self._slots if total is not None else _flat(select_slots(self._request))
             return self._plan_hosts(slots, excluded, total)
         if self._allocation is not None:
-            return self._on_nodes(self._allocation, excluded, total)
+            return self._plan_nodes(self._allocation, excluded, total)
         planned = plan(self._request, self._logs)
         return RestartPlan(planned, tuple(range(planned[0]([]).ranks)))
 
@@ -109,7 +109,7 @@ class RankSlots:
         address = self._request.master_addr if slots[0][0] in kept else None
         return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), places, idle)
 
-    def _on_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
+    def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Choose nodes x ranks per node with the most ranks, because srun starts equally many on each node."""
         lost, size = lost_nodes(allocation), allocation.ranks_per_node
         if lost:
