@@ -50,9 +50,9 @@ class AdapterForm:
 
     def stored(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the trained tensors in PEFT's shapes, by their names in the file."""
-        return {stored: self._in_peft_form(name, trained[name]) for stored, name in self.names.items()}
+        return {stored: self._to_peft(name, trained[name]) for stored, name in self.names.items()}
 
-    def _in_peft_form(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _to_peft(self, name: str, value: torch.Tensor) -> torch.Tensor:
         factor = self.factors.get(name)
         return value if factor is None else factor.to_peft(value).contiguous()
 
