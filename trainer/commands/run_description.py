@@ -45,7 +45,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         small = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {small}"] if small else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
-    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_on_more(config)}")
+    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_describe_more_ranks(config)}")
     if smaller := smaller_batch_line(config.training, resolved.training, ranks):
         lines.append(f"note: {smaller}")
     lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
@@ -96,7 +96,7 @@ def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: i
     return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")
 
 
-def _on_more(config: RunConfig) -> str:
+def _describe_more_ranks(config: RunConfig) -> str:
     """Describe how adding ranks changes the batch size and the number of steps."""
     if config.training.global_batch_size is not None:
         return ""
