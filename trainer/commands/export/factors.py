@@ -71,7 +71,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     settings = read_adapter_settings(folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     config = load_model_config(base_model, section)
-    tensors = _by_names_in_model(tensors, folder, empty_model(config, section))
+    tensors = _rename_to_model(tensors, folder, empty_model(config, section))
     model = empty_model(config, section)
     factors = _factors(tensors, settings, model)
     factors |= _zero_parts(factors, model)
@@ -81,7 +81,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     return {names.find(path): found for path, found in factors.items()}
 
 
-def _by_names_in_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
+def _rename_to_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
     """Return the tensors by their names in the model, from files that use these or the checkpoint's names.
 
     Raises UserError if a tensor is missing or does not fit the model.
