@@ -130,7 +130,7 @@ def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
         own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
         for name in expert_names(module) if own is not None else ():
             experts, *shape = expert_shape(module, name)
-            wide, out = _in_and_out(module, name, shape)
+            wide, out = _find_widths(module, name, shape)
             for part in PARTS[name]:
                 paths = [f"{holder}.{index}.{part}" for index in range(experts)]
                 assert own is not None
@@ -138,7 +138,7 @@ def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     return made
 
 
-def _in_and_out(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
+def _find_widths(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
     first, second = shape
     return (first, second) if is_transposed(module) else (second, first)
 
