@@ -112,7 +112,7 @@ class Mistakes:
         """Return the number of mistakes in the file, excluding the command line."""
         return sum(order[0] < 2 for order, _ in self._found.values())
 
-    def in_order(self) -> list[str]:
+    def sorted_messages(self) -> list[str]:
         """Return all messages in order."""
         return [text for _, text in sorted(self._found.values())]
 
