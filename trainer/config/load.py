@@ -70,7 +70,7 @@ def load_text(
             f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
-    if lines := mistakes.in_order():
+    if lines := mistakes.sorted_messages():
         raise UserErrors(lines)
     if left_out:
         given.leave_out(left_out)
