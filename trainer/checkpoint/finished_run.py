@@ -68,7 +68,7 @@ def find_run(
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; give the output_dir of a run")
     config = _read_config(run_dir / CONFIG)
-    if (started_in := _find_start(run_dir)) is not None:
+    if (started_in := _find_start_folder(run_dir)) is not None:
         config = _resolve_paths(config, started_in)
     if config.adapter == "none":
         raise UserError(
@@ -114,7 +114,7 @@ def _read_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: {where}: {first['msg']}; it may be of another version of zerolora") from None
 
 
-def _find_start(run_dir: Path) -> Path | None:
+def _find_start_folder(run_dir: Path) -> Path | None:
     """Return the folder that the run's relative paths start from; None if unknown, or not on this machine."""
     folder = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
     return Path(folder) if folder and _exists(Path(folder) / ".") else None
