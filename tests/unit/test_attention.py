@@ -129,7 +129,7 @@ def test_equal_documents_before_others_are_computed_apart(monkeypatch: pytest.Mo
         seen.append(query.shape[2])
         return document_by_document(query, key, value, cu_seqlens)
 
-    monkeypatch.setattr(packed_attention, "_of_any_lengths", flash)
+    monkeypatch.setattr(packed_attention, "_attend_varlen", flash)
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, heads, sum(lengths), 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
     module = torch.nn.Module()
