@@ -79,7 +79,7 @@ class SharedBlocks:
         for passed in [passed for passed in self._ahead if passed < number]:
             del self._ahead[passed]
         try:
-            records = self._records_of(number, number)
+            records = self._take_records(number, number)
         except UserError:
             made = self._wait_for(number) if self._folder is not None else None
             if made is None:
@@ -117,7 +117,7 @@ class SharedBlocks:
     def _make_one(self, needed: int) -> bool:
         """Tokenize the first unclaimed block from `needed` on; return whether there was one."""
         for number in range(needed, needed + AHEAD):
-            records = self._records_of(number, needed)
+            records = self._take_records(number, needed)
             if records is None:
                 return False
             if self._file(number).exists() or (number in self._bad and number > needed) or not self._claim(number):
@@ -145,7 +145,7 @@ class SharedBlocks:
                 return False
         return True
 
-    def _records_of(self, number: int, needed: int) -> Records | None:
+    def _take_records(self, number: int, needed: int) -> Records | None:
         """Return the records of a block, dropping those before `needed`."""
         while self._read <= number:
             if self._failure is None:
