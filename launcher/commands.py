@@ -117,6 +117,8 @@ def show_config(
     as_json: Annotated[bool, typer.Option("--json-schema", help="The JSON schema, for completion in editors.")] = False,
 ) -> None:
     """Print the resolved configuration, or the reference of all settings."""
+    if (schema or as_json) and config:
+        raise UserError(f"{config}: {'--schema' if schema else '--json-schema'} takes no file; leave one of them out")
     if schema:
         typer.echo(reference_text(width=Console().width))
     elif as_json:

@@ -56,10 +56,14 @@ class Job:
     """Other options of sbatch, such as `--mem=0`."""
 
     def options(self, output: str) -> list[str]:
-        """Return the options of sbatch. Raises UserError for numbers out of range."""
-        for option, value in (("--nodes", self.nodes), ("--ranks-per-node", self.ranks_per_node or 1)):
-            if value < 1:
-                raise UserError(f"{option} {value}: must be 1 or more")
+        """Return the options of sbatch. Raises UserError for numbers out of range and for empty names."""
+        for option, least_one in (
+            ("nodes", self.nodes),
+            ("ranks-per-node", self.ranks_per_node),
+            ("cpus-per-task", self.cpus_per_task),
+        ):
+            if least_one is not None and least_one < 1:
+                raise UserError(f"--{option} {least_one}: must be 1 or more")
         for option, number in (("--gpus-per-node", self.gpus_per_node), ("--max-requeues", self.max_requeues)):
             if number < 0:
                 raise UserError(f"{option} {number}: must be 0 or more")
@@ -82,6 +86,9 @@ class Job:
             "output": output,
             "comment": COMMENT + str(Path(output).parent.parent),
         }
+        for name, value in named.items():
+            if isinstance(value, str) and not value.strip():
+                raise UserError(f"--{name} {value!r}: must not be empty; leave it out for SLURM's default")
         return ["--requeue", *(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
 
     def _check_time(self) -> None:

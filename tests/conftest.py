@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -78,6 +79,16 @@ def _garbage_of_this_file_only() -> None:
     """Looking for garbage, as every run does, takes tenths of a second among all objects of the libraries."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _restore_linear() -> Iterator[None]:
+    """Undo what DeepSpeed's `zero.Init` leaves behind: a `torch.nn.functional.linear` that keeps every input."""
+    yield
+    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    linear = partition and getattr(partition.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if linear:
+        sys.modules["torch"].nn.functional.linear = linear
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ class Restarts:
         self._halvings += 1
         self._settings |= note.settings()
         batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
-        checkpoint = self._prepare_next(ending, f"out of memory in step {note.step}; continued with {batch}", note)
+        checkpoint = self._prepare_next(ending, f"out of memory in step {note.step}; continued with {batch}", note.step)
         say(f"out of memory in step {note.step}: resuming from {checkpoint or 'the start'} with {batch}")
         return True
 
@@ -149,10 +149,13 @@ class Restarts:
             say(f"{excluded} is excluded: it failed again before completing a step")
         return excluded is not None
 
-    def _prepare_next(self, ending: Ending, reason: str, note: RestartNote | None = None) -> str:
-        """Make the next attempt resume from this run's newest complete checkpoint; return its name, empty if none."""
+    def _prepare_next(self, ending: Ending, reason: str, step: int = 0) -> str:
+        """Make the next attempt resume from this run's newest complete checkpoint; return its name, empty if none.
+
+        `step` is the step of a restart note, which the heartbeats may lack.
+        """
         newest = self._newest()
-        if ending.step or (note is not None and note.step) or self._record() != self._record_before:
+        if ending.step or step or self._record() != self._record_before:
             # This run has already moved an earlier run's files aside. Never delete now, even if no checkpoint is
             # visible: a network file system may show a new one late.
             self._settings[_OVERWRITE] = "false"
@@ -163,7 +166,7 @@ class Restarts:
                     _RESUME: "null",
                     _OVERWRITE: "true",
                 }  # a run that starts over must not resume from them
-        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, note))
+        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 
     def _newest(self) -> str:

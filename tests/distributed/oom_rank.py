@@ -3,7 +3,6 @@
 python -m tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
 python -m tests.distributed.oom_rank PLAN.json                                several, one after the other
 SHORTAGE.json: {"rank", "above": largest micro-batch that it can hold, "after": optimizer steps that go well before}
-               and, where it is over again: {"until": optimizer steps by then, "grow_after": steps between two checks}
 PLAN.json: {"folder", "cases": [{"name", "overrides", "shortage"}, ...]}, as matrix.py takes them
 """
 
@@ -11,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,8 +34,8 @@ def short_of(shortage: dict[str, int]) -> Iterator[None]:
     class Short(TokenLoss):
         def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
             rows = len(batch.input_ids)
-            is_short = shortage["after"] <= model.global_steps < shortage.get("until", sys.maxsize)
-            fits = rows <= shortage["above"] or not is_short or not torch.is_grad_enabled()
+            is_short = shortage["after"] <= model.global_steps and torch.is_grad_enabled()
+            fits = rows <= shortage["above"] or not is_short
             if fits or int(os.environ["RANK"]) != shortage["rank"]:
                 return super().__call__(model, batch, device)
 
@@ -49,12 +48,7 @@ def short_of(shortage: dict[str, int]) -> Iterator[None]:
             handle.remove()  # the hook stays in the graph that was built under it
             return loss
 
-    recovery = trainer.memory.oom_recovery
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(trainer.tasks.language, "TokenLoss", Short))
-        if "grow_after" in shortage:  # a CPU does not say how much room there is
-            patches.enter_context(patch.object(recovery, "GROW_AFTER", shortage["grow_after"]))
-            patches.enter_context(patch.object(recovery, "has_room_for_twice", lambda: True))
+    with patch.object(trainer.tasks.language, "TokenLoss", Short):
         yield
 
 

@@ -37,7 +37,7 @@ from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.json_records import read_sweep
 from trainer.contract.lock_file import Lock
-from trainer.contract.restart_record import RestartNote, last_note, read_restarts
+from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.sample_images import find_sample_images
@@ -51,8 +51,8 @@ BEAT: dict[str, Any] = {
     "time": 1.0, "exit_code": None, "first_step": 1, "device_reached": None,
 }  # fmt: skip
 HOLDER = {"host": "n1", "machine": "m", "pid": 1, "started": 1}
-NOTE = {"step": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "stage": 2, "larger": [[4, 2]], "grown": [2]}
-RESTART = {"time": 1.0, "reason": "r", "step": 3, "checkpoint": "", "ranks": 2, "note": NOTE}
+NOTE = {"step": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "stage": 2}
+RESTART = {"time": 1.0, "reason": "r", "step": 3, "checkpoint": "", "ranks": 2}
 RECORD: Record = {
     "step": 40,
     "time": 5.0,
@@ -174,7 +174,6 @@ def read_everything(run: Path, name: str) -> None:
         lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang(logs))],
         lambda: Ending.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),
-        lambda: last_note(run),
         lambda: RestartNote.take(logs),
         lambda: Restarts(run, lambda settings: Ending(0), most=3, resumes=True).run(),
         lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),

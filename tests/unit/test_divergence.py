@@ -19,6 +19,7 @@ from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.cache import reference_samples
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
+from trainer.patches.graphed_loss import replace_forward
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.controller import ScuFault, Steering
 from trainer.scu.divergence import BaseStates, Divergence, Reference
@@ -476,3 +477,31 @@ def test_every_token_of_reference_text_counts(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     samples = reference_samples(section, tokenizer, str(path), setting="scu.reference", seed=1)
     assert len(samples) == 2 and all(all(sample.trained) for sample in samples)
+
+
+def test_a_pass_over_reference_text_recomputes_next_to_a_replayed_loss() -> None:
+    """A replayed forward creates no views of the flat adapter, and those of an earlier step are out of date."""
+
+    def gradients(*, recomputed: bool) -> list[Tensor]:
+        model = adapted().train()
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        flat = flatten_adapter(model, separate_up=False, multiple=1)
+        assert flat is not None
+        (buffer,), loss, found = flat.buffers, TokenLoss(model), list[Tensor]()
+        batch = collate(documents(3), 0, packed=False, flat=False)
+        loss(model, batch, CPU).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                buffer.add_(0.001)  # the optimizer's update
+            buffer.grad = None
+            with flat.build_stacks_only(), replace_forward(model, lambda: buffer.sum()):
+                total = model()
+            base = loss.compute_base_states(model, batch, CPU)
+            (total + loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)).backward()
+            assert buffer.grad is not None
+            found.append(buffer.grad.clone())
+        return found
+
+    torch.testing.assert_close(gradients(recomputed=True), gradients(recomputed=False))

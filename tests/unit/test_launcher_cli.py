@@ -49,6 +49,13 @@ def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
 
 
+@pytest.mark.parametrize("option", ["--schema", "--json-schema"])
+def test_the_reference_of_all_settings_takes_no_file(folder: Path, option: str) -> None:
+    result = zerolora("config", "c.yaml", option, cwd=folder)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: c.yaml: {option} takes no file")
+
+
 def test_the_version_is_printed(folder: Path) -> None:
     result = zerolora("--version", cwd=folder)
     assert (result.returncode, result.stderr) == (0, "")

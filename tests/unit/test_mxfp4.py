@@ -15,7 +15,7 @@ from trainer.model import mxfp4
 from trainer.model.base import check_weights, load_base_model, load_model_config
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
-from trainer.model.published_shapes import SHAPES
+from trainer.model.published_shapes import load_shapes
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -90,7 +90,9 @@ def test_unpacked_weights_are_those_of_transformers(folder: Path) -> None:
 
 def test_random_weights_may_be_drawn_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = {"quantization_config": {"quant_method": "mxfp4"}}
-    monkeypatch.setitem(SHAPES, "oss", {"model_type": "gpt_oss", **SMALL, **EXPERTS, "head_dim": 16, **quantised})
+    monkeypatch.setitem(
+        load_shapes(), "oss", {"model_type": "gpt_oss", **SMALL, **EXPERTS, "head_dim": 16, **quantised}
+    )
     how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager"}
     model = load_base_model("random:oss", ModelSection(), **how)
     packed = [each for each in model.parameters() if isinstance(each, PackedExperts)]

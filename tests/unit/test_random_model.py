@@ -8,7 +8,7 @@ import torch
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.base import context_length, empty_model, load_base_model, load_model_config, load_tokenizer
 from trainer.model.expert_layers import expert_modules
-from trainer.model.published_shapes import SHAPES, find_shape
+from trainer.model.published_shapes import find_shape, load_shapes
 
 CPU = torch.device("cpu")
 # Parameters of the published models, from the sizes of their weights.
@@ -32,7 +32,7 @@ def load(name: str, **settings: Any) -> Any:
     return load_base_model(name, ModelSection(), dtype=torch.float32, device=CPU, attention="sdpa", **settings)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", load_shapes())
 def test_a_shape_has_the_parameters_of_the_published_model(shape: str) -> None:
     config = load_model_config(f"random:{shape}", ModelSection())
     model = empty_model(config, ModelSection())

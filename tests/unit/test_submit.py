@@ -69,9 +69,15 @@ def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
     assert "--ntasks-per-node=2" in options and not [word for word in options if "gpu" in word]
 
 
-@pytest.mark.parametrize("job", [Job(nodes=0), Job(gpus_per_node=-1), Job(ranks_per_node=0, gpus_per_node=0, nodes=-1)])
-def test_impossible_numbers_are_refused(job: Job) -> None:
-    with pytest.raises(UserError, match="must be"):
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(nodes=0), Job(gpus_per_node=-1), Job(ranks_per_node=0, gpus_per_node=0, nodes=-1), Job(cpus_per_task=0),
+        Job(partition=""), Job(qos=" "), Job(dependency=""),
+    ],
+)  # fmt: skip
+def test_impossible_numbers_and_empty_names_are_refused(job: Job) -> None:
+    with pytest.raises(UserError, match="must (not )?be"):
         job.options("o")
 
 

@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--examples", type=int, default=3, help="number of examples (3)")
+    parser.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
     parser.add_argument("--step", type=positive_int, help="show what this step (from 1) trains on instead")
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     arguments = parser.parse_intermixed_args(argv)

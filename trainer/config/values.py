@@ -68,7 +68,8 @@ def parse_value(annotation: Any, value: Any) -> Any:
             raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, such as 1000 or 1e3")
         return value
     if bool in wanted and value is not None:
-        allowed = " or ".join(["must be true or false", *sorted(words(annotation))])
+        *others, last = ["true", "false", *sorted(words(annotation))]
+        allowed = f"must be {', '.join(others)} or {last}"
         word = str(value).strip().lower()
         if isinstance(value, (int, float)) and value in (0, 1):
             raise ValueError(f"{allowed}; write {str(value == 1).lower()}")

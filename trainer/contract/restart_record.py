@@ -26,10 +26,6 @@ class RestartNote:
     batch_size: Count
     gradient_accumulation_steps: Count
     stage: Count
-    larger: tuple[tuple[int, int], ...] = ()
-    """Micro-batch and accumulation before each current halving, first to last, to which the run may return."""
-    grown: tuple[int, ...] = ()
-    """Micro-batches that the run has returned to before."""
 
     def write(self, logs: Path) -> None:
         """Write the note; ranks that fail together write the same."""
@@ -75,20 +71,12 @@ class Restart:
     """Name of its folder; empty for a start from scratch."""
     ranks: int
     """Number of ranks that were started."""
-    note: RestartNote | None = None
-    """The note of a rank that ran out of memory."""
 
 
 def read_restarts(run_dir: Path) -> list[Restart]:
     """Return all restarts of a run in order; none if the record cannot be read."""
     restarts: list[Restart] = find_json(run_dir / "logs" / _FILE, list[Restart], [])
     return restarts
-
-
-def last_note(run_dir: Path) -> RestartNote | None:
-    """Return the note of the last restart with a smaller micro-batch, or None."""
-    notes = [restart.note for restart in read_restarts(run_dir) if restart.note]
-    return notes[-1] if notes else None
 
 
 def note_restart(run_dir: Path, restart: Restart) -> None:

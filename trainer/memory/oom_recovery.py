@@ -11,7 +11,7 @@ engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also 
 
 At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
 leaves a note and ends; the launcher starts all of them again from the newest checkpoint, as after any other failure
-(launcher/supervision/restarts.py). The ranks that it starts read that note, and grow again between two steps.
+(launcher/supervision/restarts.py).
 """
 
 import gc
@@ -29,19 +29,14 @@ from trainer.config import RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.contract.restart_record import MOST_HALVINGS, RestartNote, last_note
+from trainer.contract.restart_record import MOST_HALVINGS, RestartNote
 from trainer.memory.advice import smaller_batch, smaller_samples
-from trainer.memory.peak import reset_peak
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.tasks.task import BatchSource
 
 _ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")
-GROW_AFTER = 50
-"""Steps after a halving before the previous micro-batch is tried again."""
-GROWTH_SPARE = 0.9
-"""Fraction of the free memory that doubled activations may use."""
 
 
 class OutOfMemory(UserError):
@@ -62,7 +57,7 @@ class _OutOfMemoryElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Halving:
-    """A change of the micro-batch."""
+    """A smaller micro-batch, from this step to the end of the run."""
 
     step: int
     batch_size: int
@@ -94,7 +89,7 @@ class Recovery:
         """Every rank must call it. `batches` is the loop's source of batches; its batch size is changed in place.
 
         `small_pass` runs the model on its smallest input; `release(reason)` frees what depends on the size of
-        micro-batches, permanently if there is a reason.
+        micro-batches.
         """
         self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
         self._small_pass, self._let_go = small_pass, release
@@ -102,17 +97,10 @@ class Recovery:
         self._in_process = self._halves and config.zero.stage < 2
         self._agreed = False
         self.halvings: list[Halving] = []
-        """Every change of the micro-batch, including growth."""
-        self._before: list[tuple[int, int]] = []
-        """Micro-batch and accumulation before each halving that has not been reverted."""
-        self._grown: list[int] = []
-        """Micro-batches that were restored once; if they run out of memory again, they are not retried."""
-        self._grows, self._changed_at = True, 0
+        """Every change of the micro-batch in this process."""
         self._group: Any = None
-        if self._halves and ranks.world_size > 1:
+        if self._in_process and ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo")
-        if self._halves and not self._in_process:
-            self._take_up(self._last_note())
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
         """Return `launch()`, repeated with smaller micro-batches while any rank runs out of memory.
@@ -120,7 +108,6 @@ class Recovery:
         `step` counts from 1, `saved_at` is the step of the newest checkpoint. Raises OutOfMemory or RestartSmaller if
         the step cannot be repeated in this process.
         """
-        self._grow_if_it_fits(step)
         while True:
             random_states = _random_states() if self._in_process else None
             failure = ""
@@ -141,21 +128,6 @@ class Recovery:
             self._discard_gradients()
             self._recut(step)
             _restore_random_states(random_states)
-
-    def _last_note(self) -> RestartNote | None:
-        """Return the note that these ranks were started with, as read by rank 0."""
-        note = [last_note(Path(self._config.output_dir)) if self._ranks.is_main else None]
-        if self._group is not None:
-            dist.broadcast_object_list(note, src=0, group=self._group)
-        return note[0]
-
-    def _take_up(self, note: RestartNote | None) -> None:
-        """Restore the halvings before the restart, unless this run was started with another micro-batch."""
-        now = self._batches.batch_size, self._batches.accumulation
-        if note is None or (note.batch_size, note.gradient_accumulation_steps) != now:
-            return
-        self._before, self._grown, self._changed_at = list(note.larger), list(note.grown), note.step
-        self._grows = not self._before or self._before[-1][0] not in self._grown
 
     def hold_reduction(self) -> None:
         """Before the first micro-step, make DeepSpeed accumulate gradients without reducing them."""
@@ -203,40 +175,19 @@ class Recovery:
         """Set a smaller micro-batch in the batches and the engine; raises OutOfMemory if there is none."""
         batches = self._batches
         smaller = self._smaller()
-        if smaller is None or len(self._before) == MOST_HALVINGS:
+        if smaller is None or len(self.halvings) == MOST_HALVINGS:
             raise OutOfMemory(self._with_fixes(step))
-        self._grows = batches.batch_size not in self._grown
         size, accumulation = smaller
         self._say(
             f"[yellow]step {step}: out of memory with batch_size {batches.batch_size}[/yellow]; repeated with "
             f"{size}, accumulation {accumulation}"
         )
-        self._before.append((batches.batch_size, batches.accumulation))
-        self._cut(step, size, accumulation)
-
-    def _cut(self, step: int, size: int, accumulation: int) -> None:
-        self._batches.batch_size, self._batches.accumulation = size, accumulation
+        batches.batch_size, batches.accumulation = size, accumulation
         self._engine.set_train_micro_batch_size(size)
         self._engine.set_train_batch_size(size * accumulation * self._ranks.world_size)
-        if hasattr(self._engine.optimizer, "gradient_accumulation_steps"):  # DeepSpeed's, at stages 1 to 3
+        if hasattr(self._engine.optimizer, "gradient_accumulation_steps"):  # DeepSpeed's, at stage 1
             self._engine.optimizer.gradient_accumulation_steps = accumulation
         self.halvings.append(Halving(step, size, accumulation))
-        self._changed_at = step
-        reset_peak()
-
-    def _grow_if_it_fits(self, step: int) -> None:
-        """Restore the previous micro-batch after GROW_AFTER steps if every rank has room for it."""
-        since = step - self._changed_at
-        if not self._before or not self._grows or since < GROW_AFTER or since % GROW_AFTER:
-            return
-        if self._any_rank(not has_room_for_twice()):
-            return
-        size, accumulation = self._before.pop()
-        self._grown.append(size)
-        self._say(f"step {step}: there is room again; batch_size {size}, accumulation {accumulation}")
-        if self._let_go is not None:
-            self._let_go("")
-        self._cut(step, size, accumulation)
 
     def _smaller(self) -> tuple[int, int] | None:
         size, accumulation = self._batches.batch_size, self._batches.accumulation
@@ -250,10 +201,7 @@ class Recovery:
         smaller = self._smaller()
         failure: UserError
         if self._halves and not self._agreed and smaller is not None:
-            now = self._batches.batch_size, self._batches.accumulation
-            note = RestartNote(
-                step, *smaller, self._config.zero.stage, larger=(*self._before, now), grown=tuple(self._grown)
-            )
+            note = RestartNote(step, *smaller, self._config.zero.stage)
             note.write(Path(self._config.output_dir) / "logs")
             failure = RestartSmaller(
                 f"step {step}: out of memory with batch_size {self._batches.batch_size}; to continue manually add "
@@ -289,16 +237,6 @@ class Recovery:
         if self._ranks.world_size > 1 and self._config.zero.stage < 3:
             ways.append("zero.stage=3")
         return f"{when}; use {', or '.join(ways)}; `zerolora estimate` shows what each would need"
-
-
-def has_room_for_twice() -> bool:
-    """Return whether the GPU has room for twice the temporary memory of the steps since the last change."""
-    if not torch.cuda.is_available():
-        return False
-    stays, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    free, _ = torch.cuda.mem_get_info()
-    unused = free + torch.cuda.memory_reserved() - peak
-    return peak - stays < GROWTH_SPARE * unused
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

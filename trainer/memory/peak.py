@@ -5,21 +5,11 @@ import torch
 FRAGMENTED = 0.1
 """Fraction of the GPU's memory in free pieces of used blocks above which the cache is emptied."""
 
-_BEFORE = [0]
-"""The peak before the last `reset_peak`."""
-
-
-def reset_peak() -> None:
-    """Reset torch's peak; `peak_memory_gib` remembers the previous one."""
-    if torch.cuda.is_available():
-        _BEFORE[0] = max(_BEFORE[0], torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-
 
 def peak_memory_gib() -> float:
     """Return the peak memory of this rank's GPU, or of its process on a CPU, in GiB."""
     if torch.cuda.is_available():
-        return max(_BEFORE[0], torch.cuda.max_memory_allocated()) / 2**30
+        return torch.cuda.max_memory_allocated() / 2**30
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

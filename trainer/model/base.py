@@ -28,7 +28,7 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 def load_model_config(base_model: str, section: ModelSection) -> Any:
     """Load the model's configuration from a folder, the hub's cache or the hub.
 
-    `random:SHAPE` gives a shape from trainer/model/published_shapes.py with random weights. Raises UserError if the
+    `random:SHAPE` gives a shape from trainer/model/published_shapes.yaml with random weights. Raises UserError if the
     configuration cannot be found or read.
     """
     from transformers import AutoConfig

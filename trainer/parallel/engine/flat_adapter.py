@@ -137,9 +137,9 @@ class FlatAdapter:
     def read_through_views(self, *_: Any) -> None:
         """Create the views for the coming pass in its graph (a forward pre-hook); none without gradients."""
         self.stacks = {}
+        for member in self.members:  # autograd refuses views from before an update of the buffer
+            member.module.__dict__.pop("weight", None)
         if not torch.is_grad_enabled():
-            for member in self.members:
-                member.module.__dict__.pop("weight", None)
             return
         for index, buffer in enumerate(self._sources or self.buffers):
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
@@ -158,16 +158,17 @@ class FlatAdapter:
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
-        """Allow other passes between a forward and its backward, which recomputes with the views of its forward."""
+        """Allow other passes between a forward and its backward, which recomputes with the views of its forward.
+
+        After a forward without views, which a graph replays, those of the last pass stay for its own recomputation.
+        """
         stacks, views = self.stacks, [member.module.__dict__.get("weight") for member in self.members]
         try:
             yield
         finally:
             self.stacks = stacks
             for member, view in zip(self.members, views, strict=True):
-                if view is None:
-                    member.module.__dict__.pop("weight", None)
-                else:
+                if view is not None:
                     member.module.__dict__["weight"] = view
 
     @contextmanager

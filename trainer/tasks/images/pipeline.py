@@ -48,7 +48,7 @@ class Pipeline:
     """Channels of the latents."""
     downsampling: int
     """Pixels per latent, in each direction."""
-    text: dict[str, tuple[int, ...]]
+    text: dict[str, Sequence[int]]
     """Shapes of a caption's conditions, for a random pipeline."""
     trains_text: bool = False
     """Whether text encoders are trained along with the denoiser."""
