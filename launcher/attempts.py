@@ -10,11 +10,10 @@ from pathlib import Path
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Build, Plan
 from launcher.rank_slots import RankSlots
 from launcher.status import record_job
-from launcher.supervision.child import run_child
 from launcher.supervision.prestarted_ranks import PrestartedRanks
+from launcher.supervision.processes import run_child
 from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
-from launcher.supervision.stop_signals import STOPPED
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.environment import write_environment
@@ -22,7 +21,7 @@ from launcher.targets.local import Command
 from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.config.files import Positive, read_value
-from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
+from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED
 
 DEFAULT_RESTARTS = 3
 

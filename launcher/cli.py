@@ -1,8 +1,14 @@
-"""Entry point of `zerolora`: handle signals and closed pipes, then run launcher/commands.py."""
+"""Entry point of `zerolora`: handle signals, import paths and closed pipes, then run launcher/commands.py.
+
+The working folder is kept out of sys.path, because its trainer.py or ops/ would shadow our packages.
+"""
 
 import _signal  # type: ignore[import-not-found]  # built in: `signal` would import more modules
 import os
 import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGES = ("launcher", "trainer", "ops")
 
 
 def _command() -> int:
@@ -17,8 +23,6 @@ def main() -> None:
     """Run the command line."""
     # Until launcher/entry.py is imported, Ctrl-C ends the process silently, not in a traceback of these imports.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    from launcher.import_path import exclude_working_folder, find_foreign_package
-
     exclude_working_folder()
     if foreign := find_foreign_package():
         print(f"error: {foreign}", file=sys.stderr)
@@ -28,6 +32,33 @@ def main() -> None:
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]))
     sys.exit(run(_command, exception=Stopped))
+
+
+def exclude_working_folder() -> None:
+    """Remove the working folder from the import path of this process and its children."""
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working folder (`python -m`), or the folder of the script
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if ROOT not in sys.path:  # an uninstalled checkout
+        sys.path.insert(0, ROOT)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+
+
+def find_foreign_package() -> str | None:
+    """Return an error message if another distribution shadows one of our packages, else None; imports none of them."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    for name in PACKAGES:
+        spec, own = find_spec(name), Path(ROOT, name, "__init__.py")
+        origin = spec.origin if spec is not None and spec.origin else str(own)
+        if not os.path.samefile(origin, own) or b"zerolora" not in own.read_bytes():
+            from importlib.metadata import packages_distributions
+
+            others = sorted(set(packages_distributions().get(name, ())) - {"zerolora"})
+            fix = f"pip uninstall {' '.join(others)} and reinstall zerolora" if others else "remove it from PYTHONPATH"
+            return f"{origin}: shadows zerolora's package {name}; {fix}"
+    return None
 
 
 if __name__ == "__main__":

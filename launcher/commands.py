@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from launcher.become import become_module
 from launcher.doctor.command import doctor
 from launcher.importing.command import import_
 from launcher.job_starts import build_resume_settings
+from launcher.module import become_module
 from launcher.plan import Request
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train

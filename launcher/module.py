@@ -1,8 +1,16 @@
 """`python -m launcher.module MODULE ARGUMENTS`: run MODULE as `python -m` would, with orderly ends."""
 
-import _signal  # type: ignore[import-not-found]
 import os
+import signal
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def become_module(module: str, words: Sequence[str]) -> NoReturn:
+    """Replace this process by `python -m launcher.module module words`; it keeps signals, terminal and exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until its last lines below unblock it
+    os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *words])
 
 
 def _command() -> int:
@@ -30,9 +38,9 @@ def _command() -> int:
 
 
 if __name__ == "__main__":
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as in launcher/cli.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in launcher/cli.py
     # The parent blocks Ctrl-C until here, because it would end Python's own startup in a traceback.
-    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     from launcher.entry import run
 
     sys.exit(run(_command))

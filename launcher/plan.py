@@ -15,7 +15,7 @@ from launcher.targets.mpi import mpirun_command
 from launcher.targets.slurm import read_allocation, srun_command
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
-from trainer.contract.ports import check_free, free_port, random_port
+from trainer.contract.rendezvous import check_free, free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}

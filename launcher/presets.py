@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 from pydantic import BaseModel
 
-from launcher.become import become_module
+from launcher.module import become_module
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest
 from trainer.config.yaml_core import plain

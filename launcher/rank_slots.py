@@ -13,7 +13,7 @@ from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation, lost_nodes, srun_command
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, installed_gpus
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class RankSlots:
         Skips `excluded` and prints what is unavailable. Raises UserError if no slot is left.
         """
         if self._launcher == "local":
-            return self._on_this_machine(excluded, total)
+            return self._plan_local(excluded, total)
         if self._launcher == "hostfile":
             # A run that is not elastic may use a host added to the file meanwhile.
             slots = self._slots if total is not None else _flat(select_slots(self._request))
-            return self._on_hosts(slots, excluded, total)
+            return self._plan_hosts(slots, excluded, total)
         if self._allocation is not None:
-            return self._on_nodes(self._allocation, excluded, total)
+            return self._plan_nodes(self._allocation, excluded, total)
         planned = plan(self._request, self._logs)
         return RestartPlan(planned, tuple(range(planned[0]([]).ranks)))
 
-    def _on_this_machine(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
+    def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         now = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
         every = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
         if gone := [str(self._numbers[place]) for place in every if self._gpus and self._gpus[place] not in now]:
@@ -93,7 +93,7 @@ class RankSlots:
         build = partial(local_command, gpus=chosen, num_gpus=len(places), port=port)
         return RestartPlan((build, None), places, idle)
 
-    def _on_hosts(self, slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None) -> RestartPlan:
+    def _plan_hosts(self, slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in slots))
         answering = reachable(hosts, Path.cwd())
         if gone := [host for host in hosts if host not in answering]:
@@ -109,7 +109,7 @@ class RankSlots:
         address = self._request.master_addr if slots[0][0] in kept else None
         return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), places, idle)
 
-    def _on_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
+    def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Choose nodes x ranks per node with the most ranks, because srun starts equally many on each node."""
         lost, size = lost_nodes(allocation), allocation.ranks_per_node
         if lost:

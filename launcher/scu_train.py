@@ -18,7 +18,6 @@ from types import FrameType
 from typing import IO
 
 from launcher.doctor.requirements import check_requirements
-from launcher.supervision.stop_signals import PASSED_ON
 from launcher.supervision.terminal import show
 from trainer.config import UserError
 from trainer.config.scu_flags import (
@@ -32,7 +31,7 @@ from trainer.config.scu_flags import (
     settings,
 )
 from trainer.config.yaml_core import dump
-from trainer.contract.exit_codes import EXIT_OK
+from trainer.contract.exit_codes import EXIT_OK, PASSED_ON
 from trainer.contract.launcher_process import tie_children_to_this_process
 
 # Demo data from the standard library's sources, made in a child process: the launcher imports no trainer.

@@ -10,15 +10,15 @@ from launcher.attempts import Attempts
 from launcher.job_starts import record_end, record_start
 from launcher.plan import Request, plan
 from launcher.rank_slots import RankSlots
-from launcher.supervision.child import run_child
 from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
+from launcher.supervision.processes import run_child
 from launcher.supervision.terminal import say, show
 from trainer.config import LoadedConfig
 from trainer.config.files import UnreadableFile
-from trainer.contract.command_typed import encode_command
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.known_versions import installed_version
 from trainer.contract.launcher_process import tie_children_to_this_process
-from trainer.contract.versions import installed_version
+from trainer.contract.rank_arguments import encode_command
 
 
 def start(

@@ -16,7 +16,7 @@ from typing import IO, Annotated
 
 import typer
 
-from launcher.become import become_module
+from launcher.module import become_module
 from launcher.submit import expand_sweep, load_runs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
@@ -25,8 +25,8 @@ from trainer.config.messages import setting_type
 from trainer.config.values import kinds
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
+from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
 from trainer.contract.launcher_process import tie_children_to_this_process
-from trainer.contract.sweep_record import SweptRun, read_sweep, write_sweep
 
 POLL_S = 0.5
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")

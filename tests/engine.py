@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import LoraSection, TrainingSection, ZeroSection
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter

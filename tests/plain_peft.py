@@ -11,8 +11,8 @@ from trainer.data.batches import collate
 from trainer.data.samples import Sample, Samples
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model, match_vocabulary
-from trainer.model.older_names import names_as_they_are
-from trainer.model.targets import targets_of
+from trainer.model.older_names import keep_target_names
+from trainer.model.targets import resolve_targets
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
@@ -80,12 +80,12 @@ def _with_adapter(model: Any, config: RunConfig, excluded: str | None, new_token
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
-    settings = lora_config(config.lora, excluded=excluded, targets=targets_of(model, config.lora))
+    settings = lora_config(config.lora, excluded=excluded, targets=resolve_targets(model, config.lora))
     if new_tokens:
         settings.trainable_token_indices = {"embed_tokens": new_tokens}
         if not model.config.tie_word_embeddings:
             settings.trainable_token_indices["lm_head"] = new_tokens
-    with names_as_they_are():
+    with keep_target_names():
         adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:

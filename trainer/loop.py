@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from trainer.checkpoint.background import SaveFailed
-from trainer.checkpoint.position import Position
+from trainer.checkpoint.checkpoint import Position
 from trainer.config import TrainingSection, UserError
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.peak import peak_memory_gib

@@ -10,14 +10,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
-from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
-from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
+from trainer.contract.rank_arguments import resume_command
 from trainer.data import StreamBatches
-from trainer.data.prepared import Prepared, fit_max_length, samples_of, skipped_records
+from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
 from trainer.data.step_count import count_steps
 from trainer.evaluation import Evaluation, Measurement
 from trainer.loop import Loop, Parts, report_evaluation
@@ -224,7 +224,7 @@ class Run:
         """Create batches and schedule, and return position and total steps, restored from a checkpoint if given."""
         training = self.config.training
         self.batches = self.task.batches()
-        total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
+        total_steps = count_steps(training, count_samples(self.prepared), self.ranks.world_size)
         assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
         position, state = self.checkpoints.restore(engine, total_steps)
@@ -287,7 +287,7 @@ class Run:
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
             skipped=partial(skipped_records, self.config, self.prepared, self.batches),
             report_start=self._report_start,
-            profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
+            profiler=StepProfiler.for_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
             stragglers=watch_stragglers(engine, self.ranks, self.say),
         )

@@ -14,7 +14,7 @@ from trainer.config import UserError
 from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
-from trainer.contract.rank_variables import read_place
+from trainer.contract.rendezvous import read_place
 from trainer.data.demo_data import demo_data
 from trainer.parallel.ranks.training_process import begin
 

@@ -37,9 +37,9 @@ from benchmarks.bench.report import (
 from benchmarks.bench.trace import Shape, breakdown, categorise_kernels, longest, read_trace
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
+from trainer.contract.known_versions import package_versions
 from trainer.contract.launcher_process import tie_children_to_this_process
-from trainer.contract.output_file import check_result_file
-from trainer.contract.versions import package_versions
+from trainer.contract.output_files import check_result_file
 from trainer.model.base import load_model_config
 
 ROOT = Path(__file__).parents[2]

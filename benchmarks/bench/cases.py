@@ -12,7 +12,7 @@ import yaml
 from benchmarks.bench.assignment import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
 from trainer.model.expert_layers import visited_experts
-from trainer.model.published_shapes import PREFIX, load_shapes, shape_of
+from trainer.model.published_shapes import PREFIX, find_shape, load_shapes
 from trainer.model.random_weights import ROUTER, SKEWED, random_config
 from trainer.setup.preflight import check_packing
 
@@ -69,7 +69,7 @@ def resolve(
         config.write_text(yaml.safe_dump(DEFAULTS))
     of_case = [f"{key}={json.dumps(value)}" for key, value in CASES.get(case, {}).items()]
     run = load_config(config, [*of_case, *overrides]).config
-    name = shape or shape_of(run.base_model)
+    name = shape or find_shape(run.base_model)
     if name is None or name.split(",")[0] not in load_shapes():
         raise UserError(
             f"--shape {shape}: unknown shape; choose from {', '.join(load_shapes())}"

@@ -24,7 +24,7 @@ from benchmarks.compare.results import Comparison, read_results
 from benchmarks.compare.trials import CONTROLLERS, MEASURES, Trial, plan, run_trials
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.config.command_parser import positive_int
+from trainer.config.command_line import positive_int
 from trainer.setup.preflight import prepare
 
 WIDTH = 132

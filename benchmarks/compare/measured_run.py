@@ -16,17 +16,16 @@ from rich.markup import escape
 
 from trainer.checkpoint.run_record import note_written
 from trainer.commands.evaluate import row_losses
-from trainer.commands.scale import SCALES
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
 from trainer.data import Sample, Samples
 from trainer.data.batches import IGNORED, MicroBatch, collate
+from trainer.data.cache import reference_samples
 from trainer.data.prepared import Prepared
-from trainer.data.reference_text import reference_samples
 from trainer.evaluation import Measurement
 from trainer.model.adapter import changes_base_weights
-from trainer.model.adapter_scale import scaled_adapter
+from trainer.model.adapter_scale import SCALES, scaled_adapter
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.engine.protocol import Engine

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from benchmarks.compare.measured_run import DOCUMENTS_FILE
 from benchmarks.compare.trials import Setting, Trial
-from trainer.commands.scale import SCALES, best_scale, cross_validated_losses
 from trainer.config import UserError
+from trainer.model.adapter_scale import SCALES, best_scale, cross_validated_losses
 
 CONFIDENCE = 0.95
 MOMENTS = ("final", "best", "stopped", "scaled")

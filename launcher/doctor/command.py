@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.become import become_module
 from launcher.doctor.other_hosts import MARK, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh, format_answers
 from launcher.doctor.this_host import (
     Check,
@@ -30,6 +29,7 @@ from launcher.doctor.this_host import (
     check_port,
     check_timeouts,
 )
+from launcher.module import become_module
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
@@ -40,7 +40,7 @@ from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.contract.standard_streams import PROGRESS
 
 PROBE_PATIENCE_S = 300.0

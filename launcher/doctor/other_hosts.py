@@ -21,7 +21,7 @@ from launcher.targets.hostfile import SSH, check_reachable
 from launcher.targets.slurm import Allocation
 from trainer.config import UserError
 from trainer.config.files import UnreadableFile, parse_json
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 
 MARK = "zerolora-doctor: "
 # srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.

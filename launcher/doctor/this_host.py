@@ -18,7 +18,7 @@ from launcher.doctor.requirements import GIB, MAMBA, find_cuda, find_gpus, find_
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig, collective_timeout
 from trainer.contract.known_versions import describe_untested
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 
 State = Literal["OK", "WARN", "FAIL"]
 LEAST_FREE_GIB = 1.0

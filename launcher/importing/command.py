@@ -18,7 +18,7 @@ from trainer.config.load import load_text
 from trainer.config.needs import find_unread_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, parse_yaml, read_yaml
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 
 TRANSLATORS: dict[str, Callable[[Foreign], Translation]] = {

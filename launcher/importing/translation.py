@@ -88,7 +88,7 @@ def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str
             name, _, default = name.partition(":")
             name, _, ours = name.partition("=")
             ours = (ours or ALIASES.get(name, name)) if word == "copy" else ""
-            kind = _kind_of(ours) if ours else KINDS.get(word, Any)
+            kind = _setting_kind(ours) if ours else KINDS.get(word, Any)
             unless = (plain(nothing),) if nothing else ()
             table.setdefault(name, Key(kind, ours, plain(default) if default else UNSET, unless))
     for name, why in left_out.items():
@@ -96,7 +96,7 @@ def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str
     return table
 
 
-def _kind_of(ours: str) -> Any:
+def _setting_kind(ours: str) -> Any:
     wanted = kinds(setting_type(ours))
     found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
     return next((kind for known, kind in found if known in wanted), Any)

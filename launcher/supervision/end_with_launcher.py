@@ -10,8 +10,7 @@ import sys
 import time
 from types import FrameType
 
-from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
-from trainer.contract.exit_codes import EXIT_FAILED
+from trainer.contract.exit_codes import EXIT_FAILED, PASSED_ON, to_exit_code
 from trainer.contract.launcher_process import LauncherWatch, exit_with_children
 
 POLL_S = 0.2

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.supervision.terminal import say
 from trainer.config import UserError
 from trainer.contract.heartbeat import Hang, Heartbeat, read_heartbeats
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 
 TRACEBACK_LINES = 12
 TAIL_LINES = 6

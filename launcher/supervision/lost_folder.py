@@ -5,9 +5,8 @@ import time
 from collections.abc import Sequence, Sized
 from pathlib import Path
 
-from launcher.supervision.stop_signals import choose_stop_code
 from launcher.supervision.terminal import say
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_USAGE, choose_stop_code
 
 RETURN_S, STOP_S = 120.0, 5.0
 """How long to wait for the folder after all ranks have ended: normally, and after a signal to stop."""

@@ -18,12 +18,11 @@ import psutil
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions, is_stopped
-from launcher.supervision.stop_signals import PASSED_ON, to_exit_code
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
-from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
-from trainer.contract.prestart_channel import CHECKED, OPTION, StartMessage
-from trainer.contract.rank_variables import host_name
+from trainer.contract.exit_codes import EXIT_FAILED, PASSED_ON, exit_code_after, to_exit_code
+from trainer.contract.rank_arguments import CHECKED, HELD, StartMessage
+from trainer.contract.rendezvous import host_name
 
 POLL_S = 0.05
 HALTED_POLL_S = 1.0
@@ -79,7 +78,7 @@ class PrestartedRanks:
                 with there:
                     held._channels.append(here)
                     output = held._said if held.processes else None
-                    held.processes.append(command.start_rank(variables, there, output, OPTION))
+                    held.processes.append(command.start_rank(variables, there, output, HELD))
         except BaseException:
             held.__exit__()
             raise

@@ -1,16 +1,26 @@
-"""Find, signal and end the processes below the launcher."""
+"""The processes below the launcher: run, find, signal and end them; how many the kernel killed for lack of memory."""
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from types import FrameType
 
 import psutil
 
+from launcher.supervision.failure_report import describe_status
+from launcher.supervision.terminal import say
+from trainer.contract.exit_codes import PASSED_ON, exit_code_after, to_exit_code
 from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 
 END_PATIENCE_S = 10.0
+CGROUPS = Path("/sys/fs/cgroup")
+VMSTAT = Path("/proc/vmstat")
+POLL_S = 0.05
+CHILD_PATIENCE_S = 10.0
 
 
 def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
@@ -68,7 +78,7 @@ def end_sessions(leader_pids: Collection[int]) -> None:
         if time.monotonic() > deadline:
             return
         # Not psutil.wait_procs: it would reap the leaders, and their Popen objects would lose the exit status.
-        time.sleep(0.05)
+        time.sleep(POLL_S)
 
 
 def _sessions(leader_pids: Collection[int]) -> list[psutil.Process]:
@@ -88,3 +98,71 @@ def is_stopped(process: psutil.Process) -> bool:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
         return False
+
+
+def oom_kills(cgroups: Path = CGROUPS, vmstat: Path = VMSTAT) -> int | None:
+    """Return how many processes the out-of-memory killer has ended on this host; None if no counter is readable.
+
+    The sum of the host's counter and those of this process's cgroups: a container may see only its own.
+    """
+    found = _counters(vmstat)
+    for folder in _memory_cgroups(cgroups):
+        # cgroups v2, then v1; only in v2 does a counter include the groups below.
+        found += _counters(folder / "memory.events") + _counters(folder / "memory.oom_control")
+    return sum(found) if found else None
+
+
+def _counters(file: Path) -> list[int]:
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return []
+    return [int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"]
+
+
+def _memory_cgroups(root: Path) -> list[Path]:
+    folders = [root, root / "memory"]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base = root / "memory" if controllers else root
+            own = base / path.lstrip("/")
+            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder != base]
+    return folders
+
+
+def run_child(argv: Sequence[str], failed: str = "") -> int:
+    """Run `python -m launcher.module ...` in this terminal, such as the data's preparation; return its exit code.
+
+    The code is 128 + N after signal N and 75 after SIGUSR1. Signals are forwarded; the child then has
+    `CHILD_PATIENCE_S`, or until a second signal. Prints `failed` if it was killed.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it once it can handle it
+    child = subprocess.Popen(argv, start_new_session=True)
+    came: list[tuple[int, float]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        came.append((number, time.monotonic()))
+
+    before = {number: signal.signal(number, forward) for number in PASSED_ON}
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        while (code := child.poll()) is None:
+            if came and (len(came) > 1 or time.monotonic() - came[0][1] > CHILD_PATIENCE_S):
+                break
+            time.sleep(POLL_S)
+    finally:
+        end_sessions([child.pid])
+        code = child.wait()
+        for passed_on, handler in before.items():
+            signal.signal(passed_on, handler)
+    if came:
+        return exit_code_after(came[0][0])
+    if code < 0 and failed:
+        say(f"{failed}: process {child.pid} on {host_name()} {describe_status(code)}")
+    return to_exit_code(code)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.supervision.failure_report import decode_exit_code
-from launcher.supervision.stop_signals import STOPPED
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
 from launcher.targets.slurm import Allocation, slurmd_timeout
+from trainer.contract.exit_codes import STOPPED
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
 END_PATIENCE_S = 20.0

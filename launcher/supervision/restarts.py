@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.supervision.failure_report import Fault
-from launcher.supervision.stop_signals import STOPPED
 from launcher.supervision.terminal import say
 from trainer.config.files import UnreadableFile, read_text
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOPPED
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_record import (
     MOST_HALVINGS,

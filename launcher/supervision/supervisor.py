@@ -24,18 +24,34 @@ import psutil
 
 from launcher.supervision.build_locks import describe_awaited_build, remove_stale_locks
 from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, report_hang
-from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.lost_folder import FolderWatch, exit_code_without_folder
-from launcher.supervision.processes import end_sessions, find_local_ranks, is_alive, is_stopped, list_trees, send
+from launcher.supervision.processes import (
+    end_sessions,
+    find_local_ranks,
+    is_alive,
+    is_stopped,
+    list_trees,
+    oom_kills,
+    send,
+)
 from launcher.supervision.remote import LauncherLog, Reach
 from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, diagnose_silence, name_hosts
-from launcher.supervision.stop_signals import PASSED_ON, STOPPED, choose_stop_code, is_stopped_by_us, to_exit_code
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
+from trainer.contract.exit_codes import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_RESTART,
+    EXIT_USAGE,
+    PASSED_ON,
+    STOPPED,
+    choose_stop_code,
+    is_stopped_by_us,
+    to_exit_code,
+)
 from trainer.contract.heartbeat import Hang, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.contract.restart_record import RestartNote
 
 POLL_S = 0.1

@@ -18,7 +18,7 @@ from launcher.targets.hostfile import Filters, choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
 from trainer.contract.default_ranks import in_allocation, ranks_per_node
-from trainer.contract.ports import job_port
+from trainer.contract.rendezvous import job_port
 
 NODE_TIMEOUT_S = 60.0
 ASKED_AGAIN_S = 10.0

@@ -104,7 +104,7 @@ def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
     from peft import LoraConfig
 
     from trainer.config import ModelSection
-    from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
+    from trainer.setup.joining import disable_cudnn_attention
     from trainer.tasks.images.encoding import random_conditions
     from trainer.tasks.images.pipeline import read_pipeline
 

@@ -18,7 +18,7 @@ import pytest
 from tests.distributed.conftest import environment
 from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

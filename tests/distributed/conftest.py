@@ -17,7 +17,7 @@ from launcher.targets.local import local_command
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.tiny import make_model, write_chats
 from trainer.contract.default_ranks import visible_gpus
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 GRACE_S = 20.0

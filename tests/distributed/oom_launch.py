@@ -11,7 +11,7 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsolePipe
 from launcher.targets.local import local_command
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
+from trainer.setup.joining import disable_cudnn_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -70,12 +70,12 @@ def fraction(folder: Path) -> float:
     """A quarter more than the estimate for 8 rows, which is less than 16 need."""
     from trainer.commands.estimate import build_planner
     from trainer.config import load_config
-    from trainer.memory.planner import with_changes
+    from trainer.memory.planner import apply_changes
 
     config = load_config(folder / "base.yaml").config
     planner, _ = build_planner(config, torch.cuda.device_count())
-    room = 1.25 * planner.estimate(with_changes(config, {"training.batch_size": FIT})).peak
-    assert planner.estimate(with_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
+    room = 1.25 * planner.estimate(apply_changes(config, {"training.batch_size": FIT})).peak
+    assert planner.estimate(apply_changes(config, {"training.batch_size": 2 * FIT})).peak > 1.2 * room
     return room / torch.cuda.get_device_properties(0).total_memory
 
 
@@ -102,7 +102,8 @@ def test_the_check_before_training_names_three_changes(folder: Path, fraction: f
 
 def test_segments_grow() -> None:
     code = (
-        "import trainer.parallel.ranks.allocator, torch; x = torch.ones(9).cuda(); print(torch.cuda.memory_snapshot())"
+        "import trainer.parallel.ranks.training_process, torch; x = torch.ones(9).cuda(); "
+        "print(torch.cuda.memory_snapshot())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "'is_expandable': True" in done.stdout and "'is_expandable': False" not in done.stdout

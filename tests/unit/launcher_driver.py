@@ -6,7 +6,7 @@ from pathlib import Path
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsolePipe
 from launcher.targets.local import local_command
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 if __name__ == "__main__":
     with ConsolePipe(Path(sys.argv[2]) / "logs") as pipe:

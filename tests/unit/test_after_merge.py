@@ -14,8 +14,8 @@ from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained,
 from trainer.commands import evaluate
 from trainer.commands.atomic_output import check_output
 from trainer.commands.merge import check_saved, main, merge
-from trainer.commands.scale import parse_scale
 from trainer.config import UserError
+from trainer.model.adapter_scale import parse_scale
 
 CPU = torch.device("cpu")
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -13,8 +13,8 @@ PROGRAMS = ("trainer.train", "benchmarks.compare.trial")
 CODE = """
 import importlib, os, sys
 importlib.import_module(sys.argv[1])
-import trainer.parallel.ranks.allocator
-print("torch" in sys.modules, {name: os.environ.get(name) for name in trainer.parallel.ranks.allocator.NAMES})
+from trainer.parallel.ranks.training_process import ALLOCATOR_VARIABLES
+print("torch" in sys.modules, {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES})
 """
 
 

@@ -35,9 +35,9 @@ from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
+from trainer.contract.json_records import read_sweep
 from trainer.contract.lock_file import Lock
 from trainer.contract.restart_record import RestartNote, read_restarts
-from trainer.contract.sweep_record import read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.sample_images import find_sample_images
@@ -259,7 +259,7 @@ def run_command(*words: str) -> tuple[int, str]:
 def test_no_escape_sequence_reaches_the_terminal(place: Path, name: str, field: str, words: str) -> None:
     tree = JSON_FILES[name] | {field: ESCAPES}
     if name == "logs/lock.json":
-        tree["holders"] = list(_asdict(Lock.of_this_process())["holders"])
+        tree["holders"] = list(_asdict(Lock.for_this_process())["holders"])
     with run_with(place, name, json.dumps(tree | ({"time": time.time()} if "time" in tree else {})).encode()):
         code, printed = run_command(*words.split())
     assert "red" in printed and "\x1b" not in printed and "\x9b" not in printed and "owned" not in printed

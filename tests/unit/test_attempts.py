@@ -17,7 +17,7 @@ from launcher.supervision.remote import SrunReach
 from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation
 from trainer.config import load_config
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 from trainer.contract.restart_record import read_restarts
 
 RANK = "tests.unit.attempts_rank"

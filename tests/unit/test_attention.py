@@ -21,7 +21,6 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from trainer.config import ModelSection, UserError
 from trainer.data.batches import MicroBatch
 from trainer.model.base import load_base_model
-from trainer.parallel.ranks.torch_settings import disable_cudnn_attention
 from trainer.patches import packed_attention
 from trainer.patches.packed_attention import (
     VARLEN,
@@ -34,6 +33,7 @@ from trainer.patches.packed_attention import (
     sdpa_with_own_heads,
     varlen_attention,
 )
+from trainer.setup.joining import disable_cudnn_attention
 
 WINDOW = 6
 
@@ -129,7 +129,7 @@ def test_equal_documents_before_others_are_computed_apart(monkeypatch: pytest.Mo
         seen.append(query.shape[2])
         return document_by_document(query, key, value, cu_seqlens)
 
-    monkeypatch.setattr(packed_attention, "_of_any_lengths", flash)
+    monkeypatch.setattr(packed_attention, "_attend_varlen", flash)
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, heads, sum(lengths), 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
     module = torch.nn.Module()

@@ -16,7 +16,7 @@ import pytest
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, make_tokenizer, write_chats
 from trainer.config import CommandParser
-from trainer.config.command_parser import positive_int
+from trainer.config.command_line import positive_int
 
 GOOD = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 

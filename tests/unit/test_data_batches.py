@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config import UserError
 from trainer.data import Batches, MicroBatch, Sample, Samples, SampleStream, StreamBatches, evaluation_batches
 from trainer.data.batches import IGNORED, collate
-from trainer.data.packing import best_fit
+from trainer.data.grouping import best_fit
 from trainer.data.samples import join
 
 PAD = 0

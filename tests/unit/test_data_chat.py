@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from tests.tiny import CHATML
 from trainer.config import UserError
 from trainer.data import render
-from trainer.data.conversations import ChatEncoder, chat_template_of
+from trainer.data.conversations import ChatEncoder, find_chat_template
 from trainer.data.records import Text, Turns
 from trainer.data.tokens import Encoded, encode_spans, encode_texts
 from trainer.model.answers import end_of_turn
@@ -406,7 +406,7 @@ def test_an_endless_template_of_the_tokenizer_names_no_token_and_itself(
     with pytest.raises(UserError, match=r"the tokenizer's own template cannot be used .*give another one here"):
         encode(tokenizer, "{% for %}", TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
-        chat_template_of(tokenizer, " ")
+        find_chat_template(tokenizer, " ")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -426,13 +426,13 @@ def test_the_time_limit_holds_though_python_ignores_an_error_in_a_finalizer() ->
 def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(WORDS)
-    assert chat_template_of(tokenizer, None) == CHATML
-    assert chat_template_of(tokenizer, WORDS) == WORDS
-    assert chat_template_of(tokenizer, str(file)) == WORDS
+    assert find_chat_template(tokenizer, None) == CHATML
+    assert find_chat_template(tokenizer, WORDS) == WORDS
+    assert find_chat_template(tokenizer, str(file)) == WORDS
     with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: no template in it and no such file"):
-        chat_template_of(tokenizer, "missing.jinja")
+        find_chat_template(tokenizer, "missing.jinja")
     with pytest.raises(UserError, match=r"chat_template=.*: cannot be read \(Is a directory\); name a file that"):
-        chat_template_of(tokenizer, str(tmp_path))
+        find_chat_template(tokenizer, str(tmp_path))
     file.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"chat_template=.*: is not UTF-8 text \(.*0xe9.*\); save it as such"):
-        chat_template_of(tokenizer, str(file))
+        find_chat_template(tokenizer, str(file))

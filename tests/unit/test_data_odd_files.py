@@ -16,8 +16,8 @@ import datasets
 import pytest
 
 from trainer.config import SourceSection, UserError
-from trainer.data.sources import content_key, read_source, rows_of
-from trainer.data.text_files import record_of
+from trainer.data.sources import content_key, read_rows, read_source
+from trainer.data.text_files import parse_row
 
 PAIR = {"prompt": "p", "completion": "c"}
 LINE = json.dumps(PAIR) + "\n"
@@ -35,7 +35,7 @@ def read(path: str, *, streaming: bool = False, **settings: Any) -> list[dict[st
     source = SourceSection(path=path, **settings)
     if not streaming:
         content_key(source, "dataset")
-    return list(map(record_of, rows_of(read_source(source, "dataset", streaming=streaming), source, "dataset")))
+    return list(map(parse_row, read_rows(read_source(source, "dataset", streaming=streaming), source, "dataset")))
 
 
 def write(name: str, content: str | bytes) -> None:

@@ -26,7 +26,7 @@ def prepared(
     return prepare_data(section, tokenizer, seed=seed, cache_dir=Path("cache"), max_length_of_model=limit)
 
 
-def samples_of(data: PreparedData) -> list[Sample]:
+def count_samples(data: PreparedData) -> list[Sample]:
     assert isinstance(data.train, Samples)
     return list(data.train)
 
@@ -43,12 +43,12 @@ def write_texts(name: str, *lines: str) -> None:
 def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokenizerBase, streaming: bool) -> None:
     write_texts("texts.jsonl", *("one two three " * count for count in (1, 40, 2, 41)))
     whole = prepared(tokenizer, path="texts.jsonl", max_length=4096)
-    lengths = [len(sample.input_ids) for sample in samples_of(whole)]
+    lengths = [len(sample.input_ids) for sample in count_samples(whole)]
     limit = max(lengths[0], lengths[2])
     left = prepared(
         tokenizer, path="texts.jsonl", max_length=limit, too_long="drop", streaming=streaming, shuffle=False
     )
-    kept = list(islice(left.train.read(0), 4)) if isinstance(left.train, SampleStream) else samples_of(left)
+    kept = list(islice(left.train.read(0), 4)) if isinstance(left.train, SampleStream) else count_samples(left)
     assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
@@ -62,10 +62,10 @@ def test_long_texts_become_several_documents_that_learn_every_token_once(
     tokenizer: PreTrainedTokenizerBase, streaming: bool
 ) -> None:
     write_texts("texts.jsonl", *("one two three " * count for count in (1, 40, 41)))
-    whole = samples_of(prepared(tokenizer, path="texts.jsonl", max_length=4096))
+    whole = count_samples(prepared(tokenizer, path="texts.jsonl", max_length=4096))
     split = prepared(tokenizer, path="texts.jsonl", max_length=16, too_long="split", streaming=streaming, shuffle=False)
     count = sum(-(-(len(sample.input_ids) - 1) // 15) for sample in whole)
-    parts = list(islice(split.train.read(0), count)) if isinstance(split.train, SampleStream) else samples_of(split)
+    parts = list(islice(split.train.read(0), count)) if isinstance(split.train, SampleStream) else count_samples(split)
     assert max(len(part.input_ids) for part in parts) == 16 and len(parts) == count
     learnt = [token for part in parts for token in part.input_ids[1:]]
     assert learnt == [token for sample in whole for token in sample.input_ids[1:]]
@@ -82,7 +82,7 @@ def test_the_parts_of_a_text_are_held_out_together_and_conversations_are_cut(
     assert data.evaluation is not None and data.stats.evaluation is not None
     assert data.stats.evaluation.records == 2 and len(held_out) > 2
     numbers = [
-        {c for text in texts(tokenizer, part) for c in text if c.isdigit()} for part in (samples_of(data), held_out)
+        {c for text in texts(tokenizer, part) for c in text if c.isdigit()} for part in (count_samples(data), held_out)
     ]
     assert [len(part) for part in numbers] == [8, 2] and not numbers[0] & numbers[1]
     write_chats(Path("chats.jsonl"), 10)
@@ -95,12 +95,12 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
     data = prepared(tokenizer)
     rows = [json.loads(line)["messages"] for line in Path("chats.jsonl").read_text().splitlines()]
     expected = [tokenizer.apply_chat_template(row, tokenize=False) for row in rows]
-    assert texts(tokenizer, samples_of(data)) == expected
+    assert texts(tokenizer, count_samples(data)) == expected
     assert data.evaluation is None
     stats = data.stats
     assert (stats.records, stats.documents, stats.samples, stats.dropped, stats.truncated) == (30, 30, 30, 0, 0)
-    assert stats.tokens == sum(len(sample.input_ids) for sample in samples_of(data))
-    assert stats.target_tokens == sum(sum(sample.trained) for sample in samples_of(data)) > 0
+    assert stats.tokens == sum(len(sample.input_ids) for sample in count_samples(data))
+    assert stats.target_tokens == sum(sum(sample.trained) for sample in count_samples(data)) > 0
     assert stats.trained_fraction == stats.target_tokens / stats.tokens
     assert stats.lines()[0] == "dataset: format messages (found by the field messages)"
 
@@ -108,27 +108,27 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
 def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 30)
     whole, cut = prepared(tokenizer), prepared(tokenizer, max_length=30)
-    longer = [sample for sample in samples_of(whole) if len(sample.input_ids) > 30]
+    longer = [sample for sample in count_samples(whole) if len(sample.input_ids) > 30]
     left = [sample for sample in longer if any(sample.trained[1:30])]
     assert 0 < len(left) < len(longer) < 30
     assert cut.stats.truncated == len(left) and cut.stats.dropped == len(longer) - len(left)
     assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.lines()[1]
-    kept = [sample for sample in samples_of(whole) if any(sample.trained[1:30])]
-    assert [sample.input_ids for sample in samples_of(cut)] == [sample.input_ids[:30] for sample in kept]
+    kept = [sample for sample in count_samples(whole) if any(sample.trained[1:30])]
+    assert [sample.input_ids for sample in count_samples(cut)] == [sample.input_ids[:30] for sample in kept]
 
 
 def test_packs_hold_every_document_once(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 60)
     alone, packed = prepared(tokenizer), prepared(tokenizer, packing=True, max_length=100)
     documents = []
-    for sample in samples_of(packed):
+    for sample in count_samples(packed):
         assert len(sample.input_ids) == sum(sample.document_lengths) == len(sample.trained) <= 100
         start = 0
         for length in sample.document_lengths:
             documents.append((sample.input_ids[start : start + length], sample.trained[start : start + length]))
             start += length
-    assert sorted(documents) == sorted((sample.input_ids, sample.trained) for sample in samples_of(alone))
-    assert packed.stats.samples == len(samples_of(packed)) < 40 and packed.stats.documents == 60
+    assert sorted(documents) == sorted((sample.input_ids, sample.trained) for sample in count_samples(alone))
+    assert packed.stats.samples == len(count_samples(packed)) < 40 and packed.stats.documents == 60
     assert packed.stats.packing_efficiency == packed.stats.tokens / (100 * packed.stats.samples) > 0.85
     assert packed.stats.target_tokens == alone.stats.target_tokens
 
@@ -137,7 +137,7 @@ def test_held_out_records_are_no_others(tokenizer: PreTrainedTokenizerBase) -> N
     lines = [f"line number {index}" for index in range(50)]
     write_texts("a.jsonl", *lines)
     data = prepared(tokenizer, path="a.jsonl", val_split=0.2)
-    train, held_out = texts(tokenizer, samples_of(data)), texts(tokenizer, data.evaluation)
+    train, held_out = texts(tokenizer, count_samples(data)), texts(tokenizer, data.evaluation)
     assert len(train) == 40 and len(held_out) == 10
     assert sorted(train + held_out) == sorted(f"{line}<|im_end|>" for line in lines)
     assert data.stats.evaluation is not None and data.stats.evaluation.records == 10
@@ -152,7 +152,7 @@ def test_an_evaluation_source_of_its_own(tokenizer: PreTrainedTokenizerBase) -> 
     write_texts("a.jsonl", "one", "two")
     Path("b.jsonl").write_text('{"prompt": "three", "completion": " four"}\n')
     data = prepared(tokenizer, path="a.jsonl", evaluation={"path": "b.jsonl"})
-    assert texts(tokenizer, samples_of(data)) == ["one<|im_end|>", "two<|im_end|>"]
+    assert texts(tokenizer, count_samples(data)) == ["one<|im_end|>", "two<|im_end|>"]
     assert texts(tokenizer, data.evaluation) == ["three four<|im_end|>"]
     assert (
         data.stats.notes[1] == "dataset.evaluation: format prompt_completion (found by the fields prompt + completion)"
@@ -167,7 +167,7 @@ def test_weights_of_a_mix(tokenizer: PreTrainedTokenizerBase) -> None:
     )
     mix = [{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "weight": 0.3}, {"path": "c.jsonl"}]
     data = prepared(tokenizer, path=None, mix=mix)
-    found = [text.removesuffix("<|im_end|>") for text in texts(tokenizer, samples_of(data))]
+    found = [text.removesuffix("<|im_end|>") for text in texts(tokenizer, count_samples(data))]
     counts = {text: found.count(text) for text in set(found)}
     assert sorted(count for text, count in counts.items() if text.startswith("a")) == [2] * 5 + [3] * 5
     assert (
@@ -176,15 +176,15 @@ def test_weights_of_a_mix(tokenizer: PreTrainedTokenizerBase) -> None:
         == len([t for t in counts if "b" in t])
     )
     assert data.stats.documents == 29 and data.stats.records == 21
-    assert texts(tokenizer, samples_of(prepared(tokenizer, path=None, mix=mix, workers=2))) == texts(
-        tokenizer, samples_of(data)
+    assert texts(tokenizer, count_samples(prepared(tokenizer, path=None, mix=mix, workers=2))) == texts(
+        tokenizer, count_samples(data)
     )
 
 
 def test_repeated_records_are_not_held_out_and_trained(tokenizer: PreTrainedTokenizerBase) -> None:
     write_texts("a.jsonl", *(f"a{index}" for index in range(10)))
     data = prepared(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": 3.0}], val_split=0.3)
-    train, held_out = texts(tokenizer, samples_of(data)), texts(tokenizer, data.evaluation)
+    train, held_out = texts(tokenizer, count_samples(data)), texts(tokenizer, data.evaluation)
     assert len(train) == 21 and len(held_out) == 3 and not set(train) & set(held_out)
 
 
@@ -198,7 +198,7 @@ def test_workers_change_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
     assert os.environ is environment  # datasets replaces it
     again = prepared(tokenizer, workers=2)
     assert list(Path("cache", again.fingerprint).glob("source-000_*.arrow"))  # two processes wrote a file each
-    assert samples_of(again) == samples_of(one) and again.stats == one.stats
+    assert count_samples(again) == count_samples(one) and again.stats == one.stats
 
 
 def test_second_call_reads_the_cache(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_second_call_reads_the_cache(tokenizer: PreTrainedTokenizerBase, monkeyp
     first = prepared(tokenizer, val_split=0.2)
     monkeypatch.setattr(prepare_module, "_build", lambda *_: pytest.fail("built twice"))
     second = prepared(tokenizer, val_split=0.2)
-    assert samples_of(second) == samples_of(first) and second.stats == first.stats
+    assert count_samples(second) == count_samples(first) and second.stats == first.stats
     assert texts(tokenizer, second.evaluation) == texts(tokenizer, first.evaluation)
 
 
@@ -232,7 +232,7 @@ def test_what_an_interrupted_build_left_is_not_used(tokenizer: PreTrainedTokeniz
     finished = Path("cache") / first.fingerprint
     finished.rename(finished.with_suffix(".building"))
     (finished.with_suffix(".building") / "index.npz").write_bytes(b"half")
-    assert samples_of(prepared(tokenizer)) == samples_of(first)
+    assert count_samples(prepared(tokenizer)) == count_samples(first)
     assert not finished.with_suffix(".building").exists()
 
 
@@ -276,8 +276,8 @@ def test_a_stream_gives_what_memory_gives(tokenizer: PreTrainedTokenizerBase, se
     stored = prepared(tokenizer, **settings)
     streamed = prepared(tokenizer, streaming=True, shuffle=False, **settings)
     assert isinstance(streamed.train, SampleStream)
-    assert list(streamed.train.read(0)) == samples_of(stored)
-    assert list(islice(streamed.train.read(1), 5)) == samples_of(stored)[:5]
+    assert list(streamed.train.read(0)) == count_samples(stored)
+    assert list(islice(streamed.train.read(1), 5)) == count_samples(stored)[:5]
     assert not Path("cache", streamed.fingerprint).exists()
 
 
@@ -391,9 +391,9 @@ def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase)
     ):
         prepared(plain)
     data = prepared(plain, chat_template=tokenizer.chat_template)
-    assert samples_of(data) == samples_of(prepared(tokenizer))
+    assert count_samples(data) == count_samples(prepared(tokenizer))
     write_texts("a.jsonl", "red")
-    assert texts(plain, samples_of(prepared(plain, path="a.jsonl"))) == ["red<|im_end|>"]
+    assert texts(plain, count_samples(prepared(plain, path="a.jsonl"))) == ["red<|im_end|>"]
 
 
 def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase) -> None:

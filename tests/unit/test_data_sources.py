@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from trainer.config import SourceSection, UserError
-from trainer.data.sources import content_key, read_source, rows_of
-from trainer.data.text_files import record_of
+from trainer.data.sources import content_key, read_rows, read_source
+from trainer.data.text_files import parse_row
 
 ROWS = [{"prompt": f"p{index}", "completion": f"c{index}"} for index in range(3)]
 LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
@@ -25,7 +25,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(path: str, *, streaming: bool = False, label: str = "dataset", **settings: Any) -> list[dict[str, Any]]:
     source = SourceSection(path=path, **settings)
-    return list(map(record_of, rows_of(read_source(source, label, streaming=streaming), source, label)))
+    return list(map(parse_row, read_rows(read_source(source, label, streaming=streaming), source, label)))
 
 
 def write_all_kinds() -> None:
@@ -196,7 +196,7 @@ def test_a_stream_refuses_only_where_it_gets_to(tmp_path: Path) -> None:
     good = "".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(11_000))  # more than the 10 MB of one read
     Path("late.jsonl").write_text(good + "{broken\n")
     source = SourceSection(path="late.jsonl")
-    rows = map(record_of, rows_of(read_source(source, "dataset", streaming=True), source, "dataset"))
+    rows = map(parse_row, read_rows(read_source(source, "dataset", streaming=True), source, "dataset"))
     assert next(rows) == {"text": "x" * 1000}
     with pytest.raises(UserError, match=r"line 11001 of late.jsonl is not JSON"):
         list(rows)

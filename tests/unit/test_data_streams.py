@@ -15,7 +15,7 @@ from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
 from trainer.data.documents import DocumentEncoder
-from trainer.data.shared_blocks import SharedBlocks, folder_of_run
+from trainer.data.shared_blocks import SharedBlocks, run_blocks_folder
 
 RECORDS = 1300
 
@@ -114,7 +114,7 @@ def _rank(
     stream = stream_of(tokenizer, **settings)
     if hosts > 1:
         os.environ["SLURMD_NODENAME"] = f"n{rank}"
-        folder = folder_of_run(Path("logs"), "token", is_main=rank == 0)
+        folder = run_blocks_folder(Path("logs"), "token", is_main=rank == 0)
         stream = SampleStream(stream.read, stream.packed, folder / stream.name, stream.name)
     batches = batches_of(stream, rank=rank, world_size=2, accumulation=2)
     found = []
@@ -216,9 +216,9 @@ def test_a_damaged_block_is_made_again(tokenizer: PreTrainedTokenizerBase) -> No
 def test_the_blocks_of_earlier_runs_are_removed(tmp_path: Path) -> None:
     for token in ("old", "own"):
         (tmp_path / f"stream-{token}").mkdir()
-    assert folder_of_run(tmp_path, "own", is_main=False) == tmp_path / "stream-own"
+    assert run_blocks_folder(tmp_path, "own", is_main=False) == tmp_path / "stream-own"
     assert (tmp_path / "stream-old").exists(), "that is for rank 0 to do"
-    folder_of_run(tmp_path, "own", is_main=True)
+    run_blocks_folder(tmp_path, "own", is_main=True)
     assert [path.name for path in tmp_path.glob("stream-*")] == ["stream-own"]
 
 

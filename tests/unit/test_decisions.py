@@ -14,7 +14,7 @@ from trainer.data import MicroBatch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner, with_changes
+from trainer.memory.planner import Lengths, Planner, apply_changes
 from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
@@ -25,7 +25,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "
 def config_of(**changes: Any) -> RunConfig:
     data = {"path": "unset.jsonl", "max_length": 2048, "packing": True}
     config = RunConfig.model_validate({"base_model": "unset", "output_dir": "unset", "dataset": data})
-    return with_changes(config, {"training.batch_size": 4} | changes)
+    return apply_changes(config, {"training.batch_size": 4} | changes)
 
 
 def planner(model_type: str, machine: Machine = GPU, **settings: Any) -> Planner:
@@ -89,7 +89,7 @@ def test_what_is_decided_on_a_cpu_and_why() -> None:
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
     assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (there is no GPU)")
     assert found.line().startswith("decided: attention: sdpa (packs under a mask: no flash attention here), ")
-    assert found.as_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
+    assert found.to_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_head_that_turns_out_otherwise_is_said() -> None:
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
     rules = {"why_not_flat", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
-    may = {"decisions.py", "gather.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_fp8.py"}
+    may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_fp8.py"}
     callers = {
         path.name
         for path in TRAINER.rglob("*.py")

@@ -16,7 +16,7 @@ from ops.head import divergence_sum
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, ScuSection, UserError
 from trainer.data.batches import MicroBatch, collate, with_documents
-from trainer.data.reference_text import reference_samples
+from trainer.data.cache import reference_samples
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.graphed_loss import replace_forward

@@ -103,7 +103,7 @@ def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[s
 
 
 def test_a_number_that_was_given_to_another_process_counts_for_nothing(tmp_path: Path) -> None:
-    own = Holder.of_this_process()
+    own = Holder.for_this_process()
     leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started - 1}])
     take(tmp_path).release()
 
@@ -146,7 +146,7 @@ def test_a_lock_that_was_never_written_to_the_end_is_watched_too(tmp_path: Path)
 
 
 def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
-    own = Holder.of_this_process()
+    own = Holder.for_this_process()
     leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": 0}])
     command = [sys.executable, "-c", HOLD, str(tmp_path), "3"]
     many = [

@@ -12,7 +12,7 @@ import yaml
 from tests.cluster.hosts import needs_programs
 from tests.foreign_files import OURS, write_foreign_files
 from tests.tiny import make_model, write_chats
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 SCRIPTS = Path(sys.executable).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

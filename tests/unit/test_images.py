@@ -293,8 +293,8 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
     from trainer.memory.image_models import observe_activations
     from trainer.model.adapter import apply_adapter
     from trainer.tasks.images.batches import image_evaluation
-    from trainer.tasks.images.loss import NoiseLoss
     from trainer.tasks.images.model import load_image_model
+    from trainer.tasks.images.objective import NoiseLoss
     from trainer.tasks.images.pipeline import read_pipeline
 
     if not (root / family).exists():

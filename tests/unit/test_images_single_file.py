@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import make_pipeline
 from trainer.config import ModelSection, UserError
 from trainer.tasks.images.pipeline import read_pipeline
-from trainer.tasks.images.sampling import pipeline_around
+from trainer.tasks.images.sampling import build_sampling_pipeline
 
 RESNET = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
@@ -110,7 +110,7 @@ def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(tmp_path: Path,
     assert found.folder is not None and found.family.name == family
     (kept,) = (load_file(each) for each in (found.folder / "transformer").glob("*.safetensors"))
     assert all(torch.equal(kept[name], tensor.half()) for name, tensor in weights.items()), "in the dtype of the file"
-    pipeline_around(found.empty_denoiser(), found, torch.device("cpu"))
+    build_sampling_pipeline(found.empty_denoiser(), found, torch.device("cpu"))
 
 
 def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:

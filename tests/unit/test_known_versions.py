@@ -13,7 +13,7 @@ import torch
 
 from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
-from trainer.contract import versions
+from trainer.contract import known_versions
 from trainer.contract.known_versions import KNOWN, describe_untested, require, version_warning
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
@@ -30,7 +30,7 @@ def pinned() -> dict[str, str]:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **wanted: str) -> None:
     real = metadata.version
-    monkeypatch.setattr(versions, "version", lambda name: wanted.get(name.replace("-", "_")) or real(name))
+    monkeypatch.setattr(known_versions, "version", lambda name: wanted.get(name.replace("-", "_")) or real(name))
 
 
 def test_the_pinned_versions_are_the_newest_tested_ones() -> None:
@@ -213,8 +213,8 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
 
 
 def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:
-    from trainer.tasks.images.sampling import _decoded
+    from trainer.tasks.images.sampling import _decode
 
     drawn = SimpleNamespace(vae=None, vae_scale_factor=8)
     with pytest.raises(UserError, match=r"^diffusers .* has no `_unpack_latents`"):
-        _decoded(drawn, torch.zeros(1, 16, 64), 64)
+        _decode(drawn, torch.zeros(1, 16, 64), 64)

@@ -14,7 +14,7 @@ from launcher.supervision.failure_report import (
     last_traceback,
     log_sizes,
 )
-from launcher.supervision.kernel_oom import oom_kills
+from launcher.supervision.processes import oom_kills
 
 CHAINED = """\
 some line

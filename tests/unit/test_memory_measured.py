@@ -11,7 +11,7 @@ import yaml
 from tests.gpu.memory_table import ALLOWED, write_text
 from trainer.commands.estimate import build_planner
 from trainer.config import load_config
-from trainer.memory.planner import Planner, with_changes
+from trainer.memory.planner import Planner, apply_changes
 
 LENGTH, ROWS = 2048, 2
 RUNS = json.loads((Path(__file__).parents[2] / "docs/lab/data/memory_h200.json").read_text())
@@ -41,5 +41,5 @@ def test_the_estimate_is_what_a_card_needed(base: dict[str, Any], gpus: int, row
     named = [f"base_model=random:{row['shape']}", f"adapter={row['adapter']}"]
     config = load_config(base["file"], named).config
     changes = {"training.gradient_checkpointing": row["recompute"], "zero.stage": row["stage"]}
-    found = base["planner"](row["shape"], row["adapter"], gpus).estimate(with_changes(config, changes))
+    found = base["planner"](row["shape"], row["adapter"], gpus).estimate(apply_changes(config, changes))
     assert ALLOWED[0] <= found.peak / row["measured"] <= ALLOWED[1]

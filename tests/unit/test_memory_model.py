@@ -30,7 +30,7 @@ from trainer.memory.bytes import (
     waiting_gradients,
 )
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import Placement, base_weights, bytes_of, gathered
+from trainer.memory.stored_weights import Placement, base_weights, gathered, stored_bytes
 from trainer.memory.widths import Shapes, Weight
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
@@ -255,7 +255,7 @@ def test_a_packed_weight_takes_what_bitsandbytes_gives_it(double_quant: bool, bl
         tensors += [state.state2.absmax, state.state2.code, state.offset]
     real = sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
     weight = Weight(1024 * 1536, packable=True, trained=False, layer=0)
-    assert bytes_of(weight, placement(packed=True, double_quant=double_quant, block_size=block_size)) == real
+    assert stored_bytes(weight, placement(packed=True, double_quant=double_quant, block_size=block_size)) == real
 
 
 def test_the_scales_of_a_4_bit_base_are_a_term_of_their_own() -> None:

@@ -22,7 +22,7 @@ from trainer.memory.advice import Advice, _together, describe_misfit, smaller_ba
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, gib, with_changes
+from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, gib
 from trainer.memory.preflight import plan_for_machine
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
@@ -70,7 +70,7 @@ def test_impossible_amounts(text: str) -> None:
 
 
 def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None:
-    needs = [planner.estimate(with_changes(config, {"zero.stage": stage})).needed for stage in range(4)]
+    needs = [planner.estimate(apply_changes(config, {"zero.stage": stage})).needed for stage in range(4)]
     assert needs == sorted(needs, reverse=True)
     for stage, need in enumerate(needs):
         assert planner.lowest_stage(config, need) == needs.index(need)
@@ -80,7 +80,7 @@ def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None
 def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunConfig) -> None:
     memory = 80 * GIB
     batch = planner.largest_batch(config, memory)
-    found = [planner.estimate(with_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
+    found = [planner.estimate(apply_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
     sizes = [each.needed + int(each.peak * SPARE) for each in found]
     assert sizes[0] <= memory < sizes[1]
     assert planner.largest_batch(config, GIB) == 0
@@ -96,7 +96,7 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
 
 
 def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
-    memory = planner.estimate(with_changes(config, {"training.batch_size": 1})).needed
+    memory = planner.estimate(apply_changes(config, {"training.batch_size": 1})).needed
     assert planner.largest_batch(config, memory) == 1
     assert planner.largest_batch(config, memory - 1) == 0
 
@@ -107,14 +107,14 @@ def test_models_without_sdpa_keep_probabilities(config: RunConfig, packing: bool
     shapes = read_shapes(AutoConfig.for_model("gemma2", **sizes), ModelSection(), LoraSection())
     planner = Planner(shapes, Lengths.assumed(config), BF16_GPU)
     changed = {kind: {"model.attn_implementation": kind, "dataset.packing": packing} for kind in ("auto", "eager")}
-    auto, eager = (planner.estimate(with_changes(config, changes)).peak for changes in changed.values())
+    auto, eager = (planner.estimate(apply_changes(config, changes)).peak for changes in changed.values())
     assert auto == eager
 
 
 def test_shared_heads_are_copied_without_flash_attention(planner: Planner, config: RunConfig) -> None:
     old = replace(planner, machine=replace(planner.machine, flash=False))
     for kernels, more in (("auto", True), ("sdpa", True), ("eager", False)):
-        changed = with_changes(config, {"model.attn_implementation": kernels, "dataset.packing": False})
+        changed = apply_changes(config, {"model.attn_implementation": kernels, "dataset.packing": False})
         assert (old.estimate(changed).peak > planner.estimate(changed).peak) == more
 
 
@@ -122,13 +122,13 @@ def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
     assert few.most_rows(config) == (3, "an epoch of 24 samples has no more for one step")
-    together = with_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
+    together = apply_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
     assert few.most_rows(together) == (8, "global_batch_size is 32")
-    assert few.resolve(with_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8
+    assert few.resolve(apply_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8
 
 
 def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunConfig) -> None:
-    is_open = with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO})
+    is_open = apply_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO})
     for memory, stage in ((80 * GIB, 0), (17 * GIB, 3)):
         resolved = planner.resolve(is_open, memory)
         assert resolved.zero.stage == stage
@@ -137,9 +137,9 @@ def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunCo
 
 
 def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfig) -> None:
-    is_open = with_changes(config, {"training.gradient_checkpointing": "auto", "training.batch_size": 8})
+    is_open = apply_changes(config, {"training.gradient_checkpointing": "auto", "training.batch_size": 8})
     without, every = (
-        planner.estimate(with_changes(is_open, {"training.gradient_checkpointing": way})).needed
+        planner.estimate(apply_changes(is_open, {"training.gradient_checkpointing": way})).needed
         for way in ("none", "non_reentrant")
     )
 
@@ -156,7 +156,7 @@ def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfi
         way, layers = resolved(memory)
         assert way == "non_reentrant" and layers is not None
         there, one_less = (
-            planner.estimate(with_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
+            planner.estimate(apply_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
             for count in (layers, layers - 1 or None)
         )
         assert there <= memory < one_less or (layers == 1 and there <= memory)
@@ -166,14 +166,14 @@ def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfi
 
 def test_auto_skips_a_stage_that_other_settings_forbid(planner: Planner, config: RunConfig) -> None:
     asked = {"zero.stage": AUTO, "training.optimizer": "adamw_8bit", "training.precision": "bf16"}
-    assert planner.resolve(with_changes(config, asked), 200 * GIB).zero.stage == 1
+    assert planner.resolve(apply_changes(config, asked), 200 * GIB).zero.stage == 1
 
 
 def test_auto_without_a_gpu(planner: Planner, config: RunConfig) -> None:
-    resolved = planner.resolve(with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), None)
+    resolved = planner.resolve(apply_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), None)
     assert (resolved.zero.stage, resolved.training.batch_size) == (2, 1)
     assert planner.resolve(config, None) == config
-    by_layer = with_changes(config, {"zero.stage": AUTO, "zero.gather": "layer"})
+    by_layer = apply_changes(config, {"zero.stage": AUTO, "zero.gather": "layer"})
     assert planner.resolve(by_layer, None).zero.stage == 3  # the only one that gathers
 
 
@@ -183,7 +183,7 @@ def test_three_changes_that_fit_come_first(planner: Planner, config: RunConfig) 
     advice = suggest_changes(planner, config, memory)
     assert len(advice) == 3 and all(option.found.needed <= memory for option in advice)
     for option in advice:
-        assert planner.estimate(with_changes(config, option.changes)).needed == option.found.needed
+        assert planner.estimate(apply_changes(config, option.changes)).needed == option.found.needed
     line = describe_misfit(planner, config, memory, "has free")
     assert line.startswith("memory: each GPU needs ") and line.count("GiB)") == 3 and "set training.batch_size=" in line
 
@@ -199,27 +199,27 @@ def test_changes_are_put_together_where_none_is_enough(planner: Planner, config:
 
 
 def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, config: RunConfig) -> None:
-    whole = with_changes(config, {"zero.stage": 0})
+    whole = apply_changes(config, {"zero.stage": 0})
     parts: list[Changes] = [{"zero.stage": 3}, {"zero.stage": 1, "zero.offload_optimizer": True}]
     together = {"zero.stage": 3, "zero.offload_optimizer": True}
-    memory = planner.estimate(with_changes(whole, together)).needed
-    singles = [Advice(changes, planner.estimate(with_changes(whole, changes))) for changes in parts]
+    memory = planner.estimate(apply_changes(whole, together)).needed
+    singles = [Advice(changes, planner.estimate(apply_changes(whole, changes))) for changes in parts]
     assert [advice.changes for advice in _together(planner, whole, memory, singles)] == [together]
 
 
 def test_the_table_and_the_advice_know_the_same_fixes(planner: Planner, config: RunConfig) -> None:
     """What `zerolora estimate` calls fitting the check before a run does not call impossible."""
     for changes in ({}, {"zero.stage": 3, "zero.gather": "module"}):
-        start = with_changes(config, changes)
+        start = apply_changes(config, changes)
         most_offloaded = planner.table(start)[-1].found
         assert most_offloaded is not None
         assert "no change is enough" not in describe_misfit(planner, start, most_offloaded.needed, "has")
 
 
 def test_longer_sequences_and_higher_ranks_need_more(planner: Planner, config: RunConfig) -> None:
-    shorter = with_changes(config, {"dataset.max_length": 512})
+    shorter = apply_changes(config, {"dataset.max_length": 512})
     assert planner.estimate(shorter).needed < planner.estimate(config).needed
-    offloaded = with_changes(config, {"zero.offload_optimizer": True})
+    offloaded = apply_changes(config, {"zero.offload_optimizer": True})
     assert planner.estimate(offloaded).needed < planner.estimate(config).needed
     assert (
         planner.estimate(offloaded).host > planner.estimate(config).host - planner.estimate(config).terms["base model"]
@@ -365,7 +365,7 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
     line = str(refusal.value)
     assert "has free 3.00 GiB; set " in line and line.count("GiB)") == 3
     assert line.endswith("or training.ignore_memory_check=true")
-    ignored = plan_for_machine(BF16_GPU, with_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB)
+    ignored = plan_for_machine(BF16_GPU, apply_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB)
     assert ignored.found is not None and "warning" in ignored.notes[0]
     assert plan_for_machine(BF16_GPU, config, found, 80 * GIB).notes == ()
 
@@ -373,11 +373,11 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
 def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     plan = plan_for_machine(
-        BF16_GPU, with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB
+        BF16_GPU, apply_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB
     )
     assert (plan.config.zero.stage, plan.config.training.batch_size) == (0, 5)  # 20 chats on 4 GPUs
     assert plan.notes[0].startswith("auto: ZeRO stage 0, batch_size 5, ")
-    plan = plan_for_machine(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), found, None)
+    plan = plan_for_machine(BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), found, None)
     assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults without a GPU",)
 
 
@@ -387,4 +387,4 @@ def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunC
     assert plan_for_machine(BF16_GPU, config, unknown, 80 * GIB).found is None
     for memory in (80 * GIB, None):
         with pytest.raises(UserError, match=r"this model has no estimate .* give both a number"):
-            plan_for_machine(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), unknown, memory)
+            plan_for_machine(BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), unknown, memory)

@@ -18,7 +18,7 @@ from trainer.memory import preflight as check
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner, gib, with_changes
+from trainer.memory.planner import Lengths, Planner, apply_changes, gib
 from trainer.memory.preflight import MemoryPlan, check_host_memory, describe_cpu_memory, plan_for_machine, record_memory
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
@@ -36,7 +36,7 @@ def planner(run: dict[str, Any]) -> Planner:
 @pytest.mark.parametrize("run", MEASURED, ids=lambda run: "-".join(str(value) for value in run.values()))
 def test_the_estimate_is_what_a_process_took(run: dict[str, Any]) -> None:
     changes = {"training.batch_size": run["batch"], "dataset.max_length": run["length"], "dataset.packing": True}
-    config = with_changes(config_of(), changes | {"lora.r": 16} | run["settings"])
+    config = apply_changes(config_of(), changes | {"lora.r": 16} | run["settings"])
     assert planner(run).estimate(config).needed == pytest.approx(run["peak_bytes"], rel=WITHIN)
 
 
@@ -53,7 +53,7 @@ def test_a_host_with_less_is_refused_and_one_that_is_full_warned_of(
     monkeypatch.setattr(check, "host_memory_left", lambda: (-(2**50), GIB // 8))
     with pytest.raises(UserError, match=r"^memory: 64 ranks of this host take .*ignore_memory_check=true$"):
         check_host_memory(plan, 64)
-    ignoring = replace(plan, config=with_changes(plan.config, {"training.ignore_memory_check": True}))
+    ignoring = replace(plan, config=apply_changes(plan.config, {"training.ignore_memory_check": True}))
     assert "warning" in check_host_memory(ignoring, 64).notes[-1]
     monkeypatch.setattr(check, "host_memory_left", lambda: (-(2**50), 2**50))
     assert "warning" in check_host_memory(plan, 2).notes[-1]

@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.command_typed import command_typed, encode_command, resume_command
+from trainer.contract.rank_arguments import command_typed, encode_command, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
 from trainer.monitor.summary import end_summary
 

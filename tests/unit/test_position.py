@@ -3,7 +3,7 @@
 import json
 import math
 
-from trainer.checkpoint.position import Position
+from trainer.checkpoint.checkpoint import Position
 
 
 def test_losses_without_a_number_are_json() -> None:

@@ -26,7 +26,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import rounded_weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model, load_base_model, load_model_config
-from trainer.model.integer_weights import IntegerForm, check_rounded, check_torchao, form_of
+from trainer.model.integer_weights import IntegerForm, check_integer_targets, check_torchao, choose_integer_form
 from trainer.model.random_weights import random_config
 from trainer.patches.fake_quantised_lora import compute_rounded
 
@@ -154,27 +154,27 @@ def test_between_the_passes_only_the_input_and_the_parameters_are_kept() -> None
 
 def test_the_largest_group_that_divides_every_layer_is_taken() -> None:
     def group(*widths: int) -> int | None:
-        return form_of(
+        return choose_integer_form(
             "int4", {f"layer{width}": width for width in widths}, torch.bfloat16, setting="training.qat"
         ).group
 
     assert (group(4096, 11008), group(576, 1536), group(96)) == (128, 64, 32)
-    assert form_of("int8", {"a": 100}, torch.bfloat16, setting="training.qat").group is None
+    assert choose_integer_form("int8", {"a": 100}, torch.bfloat16, setting="training.qat").group is None
     with pytest.raises(
         UserError, match=r"training\.qat=int4: .* input width 100 of a\.b; use int8, .* lora\.exclude_modules: \[b\]"
     ):
-        form_of("int4", {"a.b": 100}, torch.bfloat16, setting="training.qat")
+        choose_integer_form("int4", {"a.b": 100}, torch.bfloat16, setting="training.qat")
 
 
 def test_experts_and_layers_that_are_not_linear_are_refused() -> None:
     mixture = empty_model(random_config("random:olmoe-1b-7b"), ModelSection())
     with pytest.raises(UserError, match=r"training\.qat=int4: .* has experts, .* set lora\.experts: false"):
-        check_rounded(mixture, LoraSection(), "int4")
-    check_rounded(mixture, LoraSection(experts=False), "int4")
+        check_integer_targets(mixture, LoraSection(), "int4")
+    check_integer_targets(mixture, LoraSection(experts=False), "int4")
     with pytest.raises(
         UserError, match=r"embed_tokens is Embedding, not a plain linear layer; .*exclude_modules: \[embed_tokens\]"
     ):
-        check_rounded(mixture, LoraSection(experts=False, target_modules=("q_proj", "embed_tokens")), "int8")
+        check_integer_targets(mixture, LoraSection(experts=False, target_modules=("q_proj", "embed_tokens")), "int8")
 
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

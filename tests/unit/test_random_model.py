@@ -8,7 +8,7 @@ import torch
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.base import context_length, empty_model, load_base_model, load_model_config, load_tokenizer
 from trainer.model.expert_layers import expert_modules
-from trainer.model.published_shapes import load_shapes, shape_of
+from trainer.model.published_shapes import find_shape, load_shapes
 
 CPU = torch.device("cpu")
 # Parameters of the published models, from the sizes of their weights.
@@ -151,7 +151,7 @@ def test_a_mistake_is_one_line(name: str, problem: str) -> None:
     ],
 )
 def test_a_model_is_known_by_its_name(name: str, shape: str | None) -> None:
-    assert shape_of(name) == shape
+    assert find_shape(name) == shape
 
 
 @pytest.mark.parametrize(

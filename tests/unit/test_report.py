@@ -14,7 +14,7 @@ from rich.console import Console
 
 from trainer.checkpoint.run_record import write_run_record
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.command_typed import encode_command
+from trainer.contract.rank_arguments import encode_command
 from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw

@@ -18,7 +18,7 @@ from tests.cluster.hosts import needs_programs
 from tests.tiny import make_model, write_chats
 from trainer.config import RunConfig, UserError, load_config, scu_flags
 from trainer.contract.exit_codes import REPORT_DELAY_S
-from trainer.contract.ports import free_port
+from trainer.contract.rendezvous import free_port
 
 CHECKOUT = Path(__file__).parents[2]
 LOG = scu_flags.LOG_FILE.name

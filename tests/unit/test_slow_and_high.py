@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from trainer.checkpoint.position import Position
+from trainer.checkpoint.checkpoint import Position
 from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervision.child import run_child
+from launcher.supervision.processes import run_child
 from tests.distributed.conftest import environment
 from tests.ends import HOST, TRAIN
 from tests.tiny import write_chats
@@ -26,7 +26,7 @@ OF_THE_LAUNCHER = "import sys, launcher.commands; print(*sys.modules, sep='\\n')
 OF_A_RANK = """
 import gc, sys
 import trainer.train
-from trainer.contract.prestart_channel import StartMessage
+from trainer.contract.rank_arguments import StartMessage
 from trainer.parallel.ranks.progress import PROGRESS
 end = PROGRESS.end_start
 def ended():

@@ -9,11 +9,11 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.data import Batches, Samples
 from trainer.data.step_count import (
     count_steps,
+    resolve_eval_and_save_steps,
+    resolve_global_batch,
     smaller_batch_line,
     step_warnings,
     steps_line,
-    with_global_batch,
-    with_looks_in_steps,
 )
 
 
@@ -37,7 +37,7 @@ def config_of(dataset: dict[str, Any] | None = None, **training: Any) -> RunConf
 def test_steps_are_counted_as_training_takes_them(
     samples: int | None, ranks: int, training: dict[str, Any], steps: int | None
 ) -> None:
-    settings = with_global_batch(config_of(**training), samples, ranks).training
+    settings = resolve_global_batch(config_of(**training), samples, ranks).training
     assert count_steps(settings, samples, ranks) == steps
     if samples and settings.batch_size != AUTO and settings.max_steps is None:
         batches = batches_of(settings, samples, ranks)
@@ -90,10 +90,10 @@ def batches_of(training: Any, samples: int, ranks: int) -> Batches:
 def test_the_global_batch_fits_the_data(
     samples: int | None, ranks: int, training: dict[str, Any], resolved: tuple[int, int, int]
 ) -> None:
-    once = with_global_batch(config_of(**({"global_batch_size": "auto"} | training)), samples, ranks)
+    once = resolve_global_batch(config_of(**({"global_batch_size": "auto"} | training)), samples, ranks)
     found = once.training
     assert (found.global_batch_size, found.batch_size, found.gradient_accumulation_steps) == resolved
-    assert with_global_batch(once, samples, ranks) == once, "what is recorded resolves to itself"
+    assert resolve_global_batch(once, samples, ranks) == once, "what is recorded resolves to itself"
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_a_micro_batch_that_is_not_the_one_asked_for_is_said(
     ranks: int, training: dict[str, Any], said: str | None
 ) -> None:
     asked = config_of(**training)
-    line = smaller_batch_line(asked.training, with_global_batch(asked, 1000, ranks).training, ranks)
+    line = smaller_batch_line(asked.training, resolve_global_batch(asked, 1000, ranks).training, ranks)
     assert line is said or (line is not None and said is not None and line.endswith(said)), line
 
 
 def test_a_global_batch_that_ranks_cannot_share() -> None:
     with pytest.raises(UserError, match=r"global_batch_size=64: 3 ranks cannot share it evenly; use 63, or auto"):
-        with_global_batch(config_of(global_batch_size=64), 1000, 3)
+        resolve_global_batch(config_of(global_batch_size=64), 1000, 3)
     with pytest.raises(UserError, match=r"global_batch_size=1: 4 ranks cannot share it evenly; use 4"):
-        with_global_batch(config_of(global_batch_size=1), 1000, 4)
-    assert with_global_batch(config_of(batch_size=3), 1000, 7) == config_of(batch_size=3)
+        resolve_global_batch(config_of(global_batch_size=1), 1000, 4)
+    assert resolve_global_batch(config_of(batch_size=3), 1000, 7) == config_of(batch_size=3)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_a_global_batch_that_ranks_cannot_share() -> None:
     ],
 )
 def test_looks_an_epoch_become_steps(training: dict[str, Any], resolved: tuple[int, int]) -> None:
-    found = with_looks_in_steps(config_of({"val_split": 0.1}, **({"batch_size": 1} | training)), 100, 2)
+    found = resolve_eval_and_save_steps(config_of({"val_split": 0.1}, **({"batch_size": 1} | training)), 100, 2)
     assert (found.training.eval_steps, found.training.save_steps) == resolved
-    assert with_looks_in_steps(found, 100, 2) == found and found.training.evals_per_epoch is None
+    assert resolve_eval_and_save_steps(found, 100, 2) == found and found.training.evals_per_epoch is None
 
 
 def test_few_steps_are_said_with_what_to_change() -> None:

@@ -16,7 +16,7 @@ from trainer.commands.sweep_table import main as show_table
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import UserError
 from trainer.contract.heartbeat import Folder, Heartbeat
-from trainer.contract.sweep_record import read_sweep
+from trainer.contract.json_records import read_sweep
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=4, phase="", collective=None, place=None, collectives_begun=None, idle_s=0.0,

@@ -13,7 +13,7 @@ from tests.tiny import make_model, write_chats
 from trainer.commands.tailor import main as tailor
 from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, load_config
-from trainer.model import capacity
+from trainer.model import adapter as adapter_module
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_more_data_than_the_adapter_holds_is_a_warning(
 ) -> None:
     from trainer.commands.validate import main as validate
 
-    monkeypatch.setattr(capacity, "BITS_PER_TOKEN", 1000.0)
+    monkeypatch.setattr(adapter_module, "BITS_PER_TOKEN", 1000.0)
     words = ("--model", "./model", "--data", "texts.jsonl", "--gpus", "1")
     config, text = made(ground, monkeypatch, *words)
     assert config.lora.r == 64, "the highest of the usual ones that is no wider than the layers"
@@ -127,7 +127,7 @@ def test_more_data_than_the_adapter_holds_is_a_warning(
     assert "# Warning: the data has about " in text
     assert validate(["mine.yaml"]) == 0
     assert "warning: the data has about " in capsys.readouterr().out
-    monkeypatch.setattr(capacity, "BITS_PER_TOKEN", 1.0)
+    monkeypatch.setattr(adapter_module, "BITS_PER_TOKEN", 1.0)
     assert validate(["mine.yaml"]) == 0
     assert "Mbit of information" not in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ import pytest
 
 from launcher.supervision.silence import Silence
 from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import Work, find_collective, find_place, free_host_memory, main_thread_frame
 from trainer.parallel.ranks.progress import PROGRESS, Progress

@@ -11,8 +11,7 @@ import pytest
 
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.ports import check_free, free_port
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import check_free, free_port, host_name
 from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import Report, code_version, differences, meet, summary, unshared_folder
 from trainer.parallel.ranks.group import Ranks

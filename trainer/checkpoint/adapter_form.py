@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
-from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import names_in_file
 
 
@@ -50,11 +50,11 @@ class AdapterForm:
 
     def stored(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the trained tensors in PEFT's shapes, by their names in the file."""
-        return {stored: self._in_peft_form(name, trained[name]) for stored, name in self.names.items()}
+        return {stored: self._to_peft(name, trained[name]) for stored, name in self.names.items()}
 
-    def _in_peft_form(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _to_peft(self, name: str, value: torch.Tensor) -> torch.Tensor:
         factor = self.factors.get(name)
-        return value if factor is None else factor.in_peft_form(value).contiguous()
+        return value if factor is None else factor.to_peft(value).contiguous()
 
     def for_unchanged_base(self) -> "AdapterForm":
         """Return the layout of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.

@@ -21,7 +21,7 @@ from trainer.checkpoint.checkpoint import RankState, checkpoint_sizes
 from trainer.checkpoint.checkpoint_files import publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
-from trainer.contract.full_disk import collect_disk_errors
+from trainer.contract.output_files import collect_disk_errors
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase

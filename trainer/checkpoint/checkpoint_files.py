@@ -105,7 +105,7 @@ def damage(checkpoint: Path) -> str | None:
     """Verify all checksums of a checkpoint; return the first problem, with the file's name, or None."""
     try:
         marker = (checkpoint / MARKER).read_bytes()
-        sums = _sums_in(marker)
+        sums = _parse_checksums(marker)
         if sums is None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in sums.items():
@@ -121,7 +121,7 @@ def damage(checkpoint: Path) -> str | None:
 
 def recorded_checksums(checkpoint: Path) -> dict[str, str]:
     """Return the checksums of a checkpoint's files by name; empty for any other folder."""
-    sums = _sums_in((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
+    sums = _parse_checksums((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
     return {name: digest for name, (digest, _) in (sums or {}).items()}
 
 
@@ -158,7 +158,7 @@ def seal(folder: Path) -> None:
 def reseal(folder: Path, name: str) -> None:
     """Update the checksum of a file that was rewritten on purpose, if the folder is a sealed checkpoint."""
     marker = folder / MARKER
-    sums = _sums_in(marker.read_bytes()) if marker.is_file() else None
+    sums = _parse_checksums(marker.read_bytes()) if marker.is_file() else None
     if sums and name in sums:
         _write_sums(marker, sums | {name: (checksum(folder / name), (folder / name).stat().st_size)})
 
@@ -170,7 +170,7 @@ def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
     os.replace(partial, marker)
 
 
-def _sums_in(marker: bytes) -> dict[str, tuple[str, int]] | None:
+def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
     """Return checksum and size by file name; None for a damaged marker."""
     lines, own = marker[:-33], marker[-33:]
     if own != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():

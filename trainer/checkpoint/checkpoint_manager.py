@@ -11,11 +11,10 @@ import torch
 from rich.markup import escape
 
 from trainer.checkpoint.background import PublishOptions, SaveFailed, Saves, WriteWeights
-from trainer.checkpoint.checkpoint import restore_checkpoint, share_damage
+from trainer.checkpoint.checkpoint import Position, restore_checkpoint, share_damage
 from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
-from trainer.checkpoint.position import Position
 from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared

@@ -20,7 +20,7 @@ from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
 from trainer.config.files import check_shape
-from trainer.data.conversations import chat_template_of
+from trainer.data.conversations import find_chat_template
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -68,7 +68,7 @@ def find_run(
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; give the output_dir of a run")
     config = _read_config(run_dir / CONFIG)
-    if (started_in := _started_in(run_dir)) is not None:
+    if (started_in := _find_start_folder(run_dir)) is not None:
         config = _resolve_paths(config, started_in)
     if config.adapter == "none":
         raise UserError(
@@ -114,7 +114,7 @@ def _read_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: {where}: {first['msg']}; it may be of another version of zerolora") from None
 
 
-def _started_in(run_dir: Path) -> Path | None:
+def _find_start_folder(run_dir: Path) -> Path | None:
     """Return the folder that the run's relative paths start from; None if unknown, or not on this machine."""
     folder = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
     return Path(folder) if folder and _exists(Path(folder) / ".") else None
@@ -150,7 +150,7 @@ def saved_tokenizer(run: FinishedRun) -> Any:
     )
     tokenizer = load_tokenizer(str(run.folder), section)
     if run.config.dataset.chat_template is not None:
-        tokenizer.chat_template = chat_template_of(tokenizer, run.config.dataset.chat_template)
+        tokenizer.chat_template = find_chat_template(tokenizer, run.config.dataset.chat_template)
     return tokenizer
 
 

@@ -16,8 +16,8 @@ from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
 from trainer.config.files import check_shape, read_json
-from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import with_global_batch
+from trainer.data.prepared import Prepared, count_samples
+from trainer.data.step_count import resolve_global_batch
 from trainer.model.base import load_model_config
 
 ALLOW = "--allow-mismatch"
@@ -122,7 +122,7 @@ def run_identity(
     # Before the ranks start, `global_batch_size` is not yet divided among them.
     shared = config
     if prepared is not None and world_size is not None:
-        shared = with_global_batch(config, samples_of(prepared), world_size)
+        shared = resolve_global_batch(config, count_samples(prepared), world_size)
     training = shared.training
     open_batch = world_size is None or training.batch_size == AUTO
     return Identity(
@@ -265,7 +265,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace those of the section.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in OF_PEFT.values()}
-        values["lora"] |= _of_adapter_path(config.lora.adapter_path)
+        values["lora"] |= _initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
     off = {
         "lora": config.adapter == "none",
@@ -292,7 +292,7 @@ def _without_order(name: str, value: Any) -> Any:
     return value
 
 
-def _of_adapter_path(adapter_path: str) -> dict[str, Any]:
+def _initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     """Return the settings of the adapter that training starts from; empty if it is not on this machine yet."""
     folder: Path | None = Path(adapter_path).expanduser()
     if folder is not None and not folder.exists():

@@ -118,7 +118,7 @@ def _check_not_among(config: RunConfig, folder: Path) -> None:
         raise UserError(f"output_dir={folder}: is {what}; use a separate folder")
     if (real / ".git").exists():
         raise UserError(f"output_dir={folder}: is a git checkout; use a separate folder, such as {folder / 'run'}")
-    for name, path in _read_from(config):
+    for name, path in _list_inputs(config):
         read = path.resolve()
         if read == real:
             raise UserError(f"output_dir={folder}: is also {name}; use a separate folder")
@@ -128,7 +128,7 @@ def _check_not_among(config: RunConfig, folder: Path) -> None:
             raise UserError(f"output_dir={folder}: is inside {name} ({path}); use a folder outside of it")
 
 
-def _read_from(config: RunConfig) -> list[tuple[str, Path]]:
+def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:
     """Return (setting, path) of the run's local inputs and its caches."""
     data = config.dataset
     given = [

@@ -19,9 +19,9 @@ from rich.markup import escape
 from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
+from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_record import (
     CONFIG,
     RESULT,
@@ -41,7 +41,7 @@ from trainer.checkpoint.weights import (
 )
 from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.full_disk import collect_disk_errors
+from trainer.contract.output_files import collect_disk_errors
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics

@@ -20,10 +20,10 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.files import read_json, read_text
-from trainer.contract.command_typed import command_typed
 from trainer.contract.home import CHECKOUT
+from trainer.contract.known_versions import package_versions
 from trainer.contract.lock_file import LOCK_FILE
-from trainer.contract.versions import package_versions
+from trainer.contract.rank_arguments import command_typed
 from trainer.contract.whole_files import sync_folder, write_json, write_whole
 
 CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"

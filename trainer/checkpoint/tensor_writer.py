@@ -40,7 +40,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     buffers = [memoryview(len(text).to_bytes(8, "little") + text)]
-    buffers += [_bytes_of(tensor) for _, tensor in ordered if tensor.nbytes]
+    buffers += [_view_bytes(tensor) for _, tensor in ordered if tensor.nbytes]
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), buffers)
     digest = xxhash.xxh3_128()
@@ -67,7 +67,7 @@ def iterate_float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]
             yield names, piece
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's memory without a torch operation, each of which releases the GIL and waits for it again."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from trainer.checkpoint.run_record import note_written
 from trainer.config import UserError
 from trainer.contract.folder_lock import describe_live_holder
-from trainer.contract.full_disk import describe_disk, disk_error
+from trainer.contract.output_files import describe_disk, disk_error
 from trainer.contract.whole_files import apply_umask
 
 

@@ -20,18 +20,18 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import prepare_data
-from trainer.data.conversations import chat_template_of
+from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
+from trainer.memory.bytes import CONTEXT, GIB, Estimate, to_json
 from trainer.memory.decisions import Machine
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
 from trainer.model.base import context_length, load_model_config, load_tokenizer
-from trainer.model.published_shapes import PREFIX, shape_of
+from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
 from trainer.setup.preflight import load_reference
@@ -63,7 +63,7 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
     try:
         tokenizer = load_tokenizer(config.base_model, config.model)
         if config.dataset.chat_template:
-            tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+            tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
         longest = context_length(load_model_config(config.base_model, config.model))
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
@@ -82,7 +82,7 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
-        shape = shape_of(config.base_model)
+        shape = find_shape(config.base_model)
         if shape is None:
             raise
         return random_config(PREFIX + shape), f"{config.base_model} cannot be read here: the published shape {shape}"
@@ -109,12 +109,12 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "length": planner.lengths.longest,
         "sample": planner.sample_text(resolved),
         "steps": None if count_steps(*counted) is None else steps_line(*counted),
-        "estimate": as_json(found),
+        "estimate": to_json(found),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
-        "decisions": planner.decisions(resolved).as_json(),
+        "decisions": planner.decisions(resolved).to_json(),
         "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
@@ -166,7 +166,7 @@ def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
     }
     if choice.found is None:
         return row | {"refused": choice.refusal}
-    return row | as_json(choice.found) | {"fits": choice.found.needed <= memory}
+    return row | to_json(choice.found) | {"fits": choice.found.needed <= memory}
 
 
 def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:

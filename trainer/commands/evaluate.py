@@ -35,13 +35,12 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
-from trainer.commands.scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
-from trainer.config.command_parser import positive_int
-from trainer.contract.output_file import check_result_file
+from trainer.config.command_line import positive_int
+from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
-from trainer.model.adapter_scale import scaled_adapter
+from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.patches.loss_head import TokenLoss

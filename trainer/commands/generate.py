@@ -34,7 +34,7 @@ from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import shown
 from trainer.config.files import check_shape, read_json
-from trainer.data.prompt_files import Prompt, as_text, read_prompts
+from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.answers import prompt_ids, stop_tokens
 from trainer.model.base import context_length
@@ -138,8 +138,8 @@ def encode_prompts(
         except UserError as error:
             if isinstance(prompts, list) and len(prompts) == 1:
                 raise
-            failed.append(as_text(prompt))
-            print(f"error: {shown(as_text(prompt))!r}: {error}", file=sys.stderr, flush=True)
+            failed.append(format_prompt(prompt))
+            print(f"error: {shown(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
 
 def prompt_settings(run: FinishedRun, system: str | None) -> DatasetSection:
@@ -248,7 +248,7 @@ def _run(arguments: argparse.Namespace) -> None:
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
     while batch := list(islice(rows, arguments.batch_size)):
         if len(given) > 1 and streams:
-            console.print(Text(f"> {as_text(batch[0][0])}", style="bold"), soft_wrap=True)
+            console.print(Text(f"> {format_prompt(batch[0][0])}", style="bold"), soft_wrap=True)
         try:
             answers = {
                 name: generate_answers(
@@ -262,7 +262,7 @@ def _run(arguments: argparse.Namespace) -> None:
             continue
         for index, (prompt, _) in enumerate(batch):
             if len(given) > 1:
-                console.print(Text(f"> {as_text(prompt)}", style="bold"), soft_wrap=True)
+                console.print(Text(f"> {format_prompt(prompt)}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         raise UserError(f"{len(failed)} prompts were not answered; see above")

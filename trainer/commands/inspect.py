@@ -20,16 +20,16 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
-from trainer.config.command_parser import positive_int
+from trainer.config.command_line import positive_int
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
-from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
+from trainer.data.step_count import global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
-from trainer.tasks.images.batches import order_of
+from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run
 
@@ -69,7 +69,7 @@ def show_step(
     """
     if not isinstance(data.train, Samples):
         raise UserError("dataset.streaming=true: the samples of a step are only known during the run")
-    training = _training_of(config, len(data.train), ranks)
+    training = _resolve_training(config, len(data.train), ranks)
     batches = Batches(
         data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
         world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
@@ -86,9 +86,9 @@ def show_step(
             )  # fmt: skip
 
 
-def _training_of(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
+def _resolve_training(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
     """Return the settings of a run on `ranks` ranks. Raises UserError if the batch size is chosen at the start."""
-    training = with_global_batch(config, samples, ranks).training
+    training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
     return training
@@ -100,9 +100,9 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:
-        size = global_batch(_training_of(config, len(samples), ranks), ranks)
+        size = global_batch(_resolve_training(config, len(samples), ranks), ranks)
         epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
-        order = order_of(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
+        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
         chosen = order[in_epoch * size : (in_epoch + 1) * size].tolist()
     for index in chosen:
         entry = samples[index]

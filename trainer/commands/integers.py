@@ -21,7 +21,7 @@ from trainer.model.integer_weights import (
     Integers,
     adapted_linears,
     check_torchao,
-    form_of,
+    choose_integer_form,
     why_not_rounded,
 )
 
@@ -57,7 +57,7 @@ class IntegerMerge:
             if reason := why_not_rounded(layer):
                 raise UserError(f"--quantize={self.kind}: {path.removeprefix(IN_PEFT)}: {reason}; merge without it")
         widths = {path.removeprefix(IN_PEFT): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
-        self._form = form_of(self.kind, widths, self.dtype, setting="--quantize")
+        self._form = choose_integer_form(self.kind, widths, self.dtype, setting="--quantize")
         for path, layer in layers.items():
             self._layers[path.removeprefix(IN_PEFT)] = self._rounded(layer, self._form)
 

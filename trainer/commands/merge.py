@@ -33,9 +33,8 @@ from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
 from trainer.commands.requantized import requantize_mxfp4
-from trainer.commands.scale import AUTO, parse_scale
 from trainer.config import CommandParser, UserError
-from trainer.model.adapter_scale import scale_adapter
+from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4

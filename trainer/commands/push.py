@@ -29,7 +29,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.commands.image_adapter import copy_image_files, image_model_card, is_image_run
 from trainer.config import CommandParser, UserError
 from trainer.config.adapter_settings import read_adapter_settings
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, model_card, public_name

@@ -6,18 +6,17 @@ from typing import Any
 import torch
 
 from trainer.config import RunConfig
-from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.step_count import (
+    resolve_eval_and_save_steps,
+    resolve_global_batch,
     smaller_batch_line,
     step_warnings,
     steps_line,
-    with_global_batch,
-    with_looks_in_steps,
 )
 from trainer.memory.preflight import describe_cpu_memory
-from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
 from trainer.model.base import empty_model
-from trainer.model.capacity import too_small
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.targets import unadapted_layers
 from trainer.patches.mamba import unadapted_lines
@@ -41,12 +40,12 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     if not torch.cuda.is_available():
         lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
-    samples = samples_of(prepared)
+    samples = count_samples(prepared)
     if trained is not None and samples is not None:
-        small = too_small(trained, prepared.data.stats.target_tokens, config.lora.r)
+        small = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {small}"] if small else []
-    resolved = with_looks_in_steps(with_global_batch(config, samples, ranks), samples, ranks)
-    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_on_more(config)}")
+    resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
+    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_describe_more_ranks(config)}")
     if smaller := smaller_batch_line(config.training, resolved.training, ranks):
         lines.append(f"note: {smaller}")
     lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
@@ -97,7 +96,7 @@ def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: i
     return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")
 
 
-def _on_more(config: RunConfig) -> str:
+def _describe_more_ranks(config: RunConfig) -> str:
     """Describe how adding ranks changes the batch size and the number of steps."""
     if config.training.global_batch_size is not None:
         return ""

@@ -17,7 +17,7 @@ from rich.table import Table
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, UserError
 from trainer.config.errors import printable
-from trainer.contract.sweep_record import RECORD, read_sweep
+from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.curves import Series, running_mean, series, window_for
 
@@ -48,7 +48,7 @@ def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
     found = [_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not found:
-        raise UserError(f"{folder}: has no {RECORD}; give the output_dir of a `zerolora sweep`")
+        raise UserError(f"{folder}: has no {SWEEP}; give the output_dir of a `zerolora sweep`")
     return sorted(found, key=lambda run: (run.loss is None, run.loss, run.name))
 
 

@@ -24,18 +24,17 @@ from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import default_ranks
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
-from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, with_global_batch
+from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, resolve_global_batch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.model.adapter import adapted_layers, apply_adapter
+from trainer.model.adapter import adapted_layers, apply_adapter, capacity_bits, capacity_warning, information_bits
 from trainer.model.base import context_length, empty_model, load_model_config
-from trainer.model.capacity import capacity_bits, information_bits, too_small
 from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
 from trainer.setup.preflight import check_packing, prepare
 
@@ -108,7 +107,7 @@ def choose_settings(ask: Ask) -> tuple[list[Line], list[str]]:
     samples = _samples(settings, seen)
     length = _length_lines(samples, ask.gpus, seen)
     settings |= {line.name: line.value for line in length}
-    batch = with_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
+    batch = resolve_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
     together = batch.training.global_batch_size
     settings["training.global_batch_size"] = together
     placement = _placement(ask, prepared, settings, samples)
@@ -204,7 +203,7 @@ def _rank(seen: Seen) -> tuple[Line, list[str]]:
     parameters = seen.adapter_parameters(rank)
     capacity = capacity_bits(parameters)
     why = f"{parameters:,} parameters hold about {capacity / 1e6:,.1f} Mbit, the data about {information / 1e6:,.1f}"
-    warning = too_small(parameters, trained, rank)
+    warning = capacity_warning(parameters, trained, rank)
     return Line("lora.r", rank, why), [warning] if warning else []
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.checkpoint.output_folder import find_obstacle
 from trainer.config import CommandParser, UserError, load_config
-from trainer.config.command_parser import positive_int
+from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
 from trainer.setup.early_checks import check_early

@@ -1,10 +1,10 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one error message per mistake."""
 
+from trainer.config.adapter_settings import trained_in_full
 from trainer.config.checks import why_no_graphs
-from trainer.config.command_parser import CommandParser
+from trainer.config.command_line import CommandParser
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
-from trainer.config.gather import engine_stage, engine_zero, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
@@ -17,6 +17,7 @@ from trainer.config.training_sections import (
     collective_timeout,
 )
 from trainer.config.types import AUTO
+from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
 
 __all__ = [
     "AUTO",

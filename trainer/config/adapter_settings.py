@@ -1,4 +1,4 @@
-"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`)."""
+"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`), such as that of `lora.adapter_path`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trainer.config.errors import UserError
 from trainer.config.files import read_json
+from trainer.config.sections import RunConfig
 
 FILE = "adapter_config.json"
 Names = list[str] | str | None
@@ -45,3 +46,14 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{folder}: has no {FILE}; name the folder of a PEFT adapter") from None
     return settings.model_dump(exclude_unset=True)
+
+
+def trained_in_full(config: RunConfig) -> tuple[str, ...]:
+    """Return the names of the modules that the adapter trains and saves in full."""
+    return config.lora.modules_to_save or tuple(read_initial_adapter(config).get("modules_to_save") or ())
+
+
+def read_initial_adapter(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of the adapter at lora.adapter_path; empty if it is not on this machine."""
+    folder = Path(config.lora.adapter_path or "")
+    return read_adapter_settings(folder) if config.lora.adapter_path and (folder / FILE).is_file() else {}

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import DATA_WANTED, UserError, shown
-from trainer.config.gather import gathers_by_layer, read_initial_adapter, why_not_by_layer
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
-from trainer.config.zero_extra import check_extra
+from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
 
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2

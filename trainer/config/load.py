@@ -6,11 +6,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainer.config.checks import unusual_settings
+from trainer.config.command_line import parse_override
 from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
 from trainer.config.mistakes import replace_mistakes
-from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
 
@@ -70,7 +70,7 @@ def load_text(
             f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
-    if lines := mistakes.in_order():
+    if lines := mistakes.sorted_messages():
         raise UserErrors(lines)
     if left_out:
         given.leave_out(left_out)

@@ -144,7 +144,7 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
         if section is not None and part in section.model_fields:
             path.append(str(part))
             kind = section.model_fields[str(part)].annotation
-            section, is_map = _model_in(kind), get_origin(kind) is dict
+            section, is_map = _find_model(kind), get_origin(kind) is dict
         elif is_map or isinstance(part, int) or part.isdigit():
             path.append(str(part))
     return path, section
@@ -159,7 +159,7 @@ def setting_type(dotted: str) -> Any:
             if part not in section.model_fields:
                 return None
             kind = section.model_fields[part].annotation
-            section = _model_in(kind)
+            section = _find_model(kind)
         elif get_origin(kind) is dict and get_args(kind)[1] is not Any:
             kind = get_args(kind)[1]
         else:
@@ -167,11 +167,11 @@ def setting_type(dotted: str) -> Any:
     return kind
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _find_model(annotation: Any) -> type[BaseModel] | None:
     """Return the section in a field's type, also within a tuple or an optional type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
+    return next((model for inner in get_args(annotation) if (model := _find_model(inner))), None)
 
 
 def describe_problem(found: ErrorDetails) -> str:

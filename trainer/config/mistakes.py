@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config.checks import find_invalid_combinations
-from trainer.config.gather import gathers_by_layer
 from trainer.config.messages import describe_errors, setting_names
 from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_message
 from trainer.config.sections import RunConfig
+from trainer.config.zero import gathers_by_layer
 
 _SUGGESTED = re.compile(r"; did you mean ([\w.]+)\?")
 # Values for missing settings without a default, so that the other settings can be checked.
@@ -112,7 +112,7 @@ class Mistakes:
         """Return the number of mistakes in the file, excluding the command line."""
         return sum(order[0] < 2 for order, _ in self._found.values())
 
-    def in_order(self) -> list[str]:
+    def sorted_messages(self) -> list[str]:
         """Return all messages in order."""
         return [text for _, text in sorted(self._found.values())]
 

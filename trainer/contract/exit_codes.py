@@ -1,6 +1,7 @@
-"""The exit codes of launcher and ranks, explained in docs/reference/exit-codes.md."""
+"""Exit codes of launcher and ranks (docs/reference/exit-codes.md), and the signals that stop a run."""
 
 import signal
+from collections.abc import Sequence
 
 EXIT_OK, EXIT_FAILED = 0, 1
 EXIT_USAGE = 2
@@ -13,7 +14,30 @@ EXIT_RESTART = 77
 REPORT_DELAY_S = 3.0
 """Delay before a rank without a message exits, because mpirun and torchrun stop all ranks with the first."""
 
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run in an orderly way; the launcher forwards them."""
+# Exit codes of ranks that were signalled to stop, and have saved or had nothing to save yet.
+STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, EXIT_PREEMPTED}
+# Status of a process signalled before it installed its handler, as its parent, DeepSpeed and shells report it.
+_NOT_STARTED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
+_NOT_STARTED |= {256 - signal.SIGINT, 256 - signal.SIGTERM, 256 - signal.SIGUSR1, 128 + signal.SIGUSR1}
+
 
 def exit_code_after(number: int) -> int:
     """Return 75 after SIGUSR1, which schedulers send before preemption, else 128 + signal, as in a shell."""
     return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+
+
+def is_stopped_by_us(code: int) -> bool:
+    """Return whether an exit code only means that the process was signalled to stop."""
+    return code in STOPPED or code in _NOT_STARTED
+
+
+def to_exit_code(status: int) -> int:
+    """Convert a status of `subprocess` to the exit code of a shell: 128 + N for signal N."""
+    return status if status >= 0 else 128 - status
+
+
+def choose_stop_code(signals: Sequence[int], *, at_once: bool = False) -> int:
+    """Return 75 if SIGUSR1 is among the signals, else 128 + the first, or `at_once` the last, which ended the run."""
+    return EXIT_PREEMPTED if signal.SIGUSR1 in signals else 128 + signals[-1 if at_once else 0]

@@ -55,7 +55,7 @@ class FolderLock:
         A lock of dead holders is taken over. If the holder is alive, this waits if it is an earlier start of this job,
         or if this job resumes from whatever it finds (`resumes`). Raises UserError if the folder stays locked.
         """
-        path, own, watch = lock_path(run_dir), Lock.of_this_process(), _Watch()
+        path, own, watch = lock_path(run_dir), Lock.for_this_process(), _Watch()
         deadline, reported = time.monotonic() + WAIT_S, ""
         while not create_lock(path, own):
             found = read_lock(path)
@@ -94,7 +94,7 @@ class FolderLock:
         lock = found[0]
         if lock.token != token:
             raise _lost_error(run_dir, lock)
-        lock = replace(lock, holders=(lock.holders[0], Holder.of_this_process()))
+        lock = replace(lock, holders=(lock.holders[0], Holder.for_this_process()))
         write_json(path, asdict(lock))
         return cls(run_dir, lock, owns=False)
 
@@ -166,7 +166,7 @@ def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
         return  # later checks report problems of the path
     if found is None or not any(holder.is_alive() for holder in found[0].holders):
         return
-    if not found[0].is_predecessor_of(Lock.of_this_process()) and not (resumes and _under_scheduler()):
+    if not found[0].is_predecessor_of(Lock.for_this_process()) and not (resumes and _under_scheduler()):
         raise _locked_error(run_dir, found[0])
 
 

@@ -1,4 +1,4 @@
-"""Libraries of which zerolora uses private names, and the versions with which these uses are tested.
+"""Versions of libraries: those installed, and those with which the uses of private names are tested.
 
 Private names may change within the version ranges of pyproject.toml. A run with other versions warns once, and a
 missing private name is an error (`require`), so that no feature is disabled silently.
@@ -7,10 +7,13 @@ missing private name is an error (`require`), so that no feature is disabled sil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from trainer.config.errors import UserError
-from trainer.contract.versions import installed_version
+
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "diffusers")
+"""Libraries that affect a run's results."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,16 @@ def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[Non
         yield
     finally:
         setattr(owner, name, before)
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed, such as a mere checkout."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed packages that affect a run's results."""
+    return {package: found for package in PACKAGES if (found := installed_version(package)) is not None}

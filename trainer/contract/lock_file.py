@@ -27,10 +27,10 @@ class Holder:
     """Start in ticks since boot, which distinguishes processes with the same ID."""
 
     @classmethod
-    def of_this_process(cls) -> "Holder":
+    def for_this_process(cls) -> "Holder":
         """Return the holder for the calling process."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        return cls(host, _machine(), os.getpid(), _start_of(os.getpid()) or 0)
+        return cls(host, _machine(), os.getpid(), _process_start(os.getpid()) or 0)
 
     def is_alive(self) -> bool | None:
         """Return whether the process runs; None if it is on another machine."""
@@ -42,7 +42,7 @@ class Holder:
             return False
         except PermissionError:
             pass  # of another user
-        return _start_of(self.pid) in (self.started, None)
+        return _process_start(self.pid) in (self.started, None)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Lock:
     holders: tuple[Holder, ...]
 
     @classmethod
-    def of_this_process(cls) -> "Lock":
+    def for_this_process(cls) -> "Lock":
         """Create a lock for the calling process."""
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(secrets.token_hex(8), since, job, restarts, (Holder.of_this_process(),))
+        return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_this_process(),))
 
     def describe(self) -> str:
         """Describe its holder."""
@@ -140,7 +140,7 @@ def _machine() -> str:
     return " ".join(parts)
 
 
-def _start_of(pid: int) -> int | None:
+def _process_start(pid: int) -> int | None:
     """Return the start of a process in ticks since boot; -1 for a zombie."""
     fields = read_stat(pid)
     return None if fields is None else -1 if fields[0] in "ZX" else int(fields[19])

@@ -297,7 +297,7 @@ def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id:
     """
     assert batch.position_ids is not None, "only packs keep documents apart"
     width = batch.input_ids.shape[1]
-    rows = documents if batch.cu_seqlens is not None else _in_rows(documents, width)
+    rows = documents if batch.cu_seqlens is not None else _split_into_rows(documents, width)
     more = collate(rows, pad_token_id, packed=True, flat=batch.cu_seqlens is not None)
     assert more.position_ids is not None
     if batch.cu_seqlens is None or more.cu_seqlens is None:
@@ -317,7 +317,7 @@ def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id:
     )
 
 
-def _in_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
+def _split_into_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
     """Return the documents joined into rows, in order: as many per row as fit into its width, at least one."""
     rows: list[Sample] = []
     for document in documents:

@@ -19,7 +19,7 @@ from trainer.data.built_folder import built_folder
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.grouping import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
-from trainer.data.shared_blocks import folder_of_host
+from trainer.data.shared_blocks import host_blocks_folder
 from trainer.data.sources import content_key, stamps
 from trainer.data.streams import look_ahead, stream_samples
 
@@ -82,15 +82,15 @@ def prepare_data(
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
-        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_form_of(reports))
+        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_prompt_form(reports))
         name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
-        stream = SampleStream(read, section.packing, folder_of_host(name), name)
+        stream = SampleStream(read, section.packing, host_blocks_folder(name), name)
         return PreparedData(stream, held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 
 
-def _form_of(reports: Sequence[SourceReport]) -> str | None:
+def _prompt_form(reports: Sequence[SourceReport]) -> str | None:
     """Return the form of prompts: None, the chat template, if any source has conversations."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
@@ -151,7 +151,7 @@ def _build(
     stats = replace(
         stats,
         notes=tuple(chain.from_iterable(report.notes for report in reports)),
-        prompt_text=_form_of(reports[: len(train)] or reports),
+        prompt_text=_prompt_form(reports[: len(train)] or reports),
         skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
@@ -173,3 +173,28 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
 def _mapped(file: Path) -> pyarrow.Table:
     """Return a memory-mapped table written by the datasets library."""
     return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
+
+
+def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
+    """Return the reference text at `path`, read and cached as `dataset.path` but with a loss on all tokens.
+
+    The adapted model should predict it as its base does. `setting` names it in errors.
+    Raises UserError if there are none, or if one is longer than `dataset.max_length`: its cut part would be missing.
+    """
+    alone = DatasetSection(
+        path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir
+    )
+    try:
+        prepared = prepare_data(
+            alone, tokenizer, seed=seed, cache_dir=Path(section.cache_dir).expanduser(), max_length_of_model=None
+        )
+    except UserError as error:
+        raise UserError(str(error).replace("dataset.path=", f"{setting}=").replace("dataset:", f"{setting}:")) from None
+    samples = prepared.train
+    assert isinstance(samples, Samples)
+    if prepared.stats.truncated:
+        raise UserError(
+            f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} texts are longer than "
+            f"dataset.max_length={section.max_length}; cut them up, or raise it"
+        )
+    return samples

@@ -25,7 +25,7 @@ LOST_SYSTEM = "a system turn that the chat template leaves out; see dataset.chat
 LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END)
 
 
-def chat_template_of(
+def find_chat_template(
     tokenizer: PreTrainedTokenizerBase, configured: str | None, *, for_tools: bool = False
 ) -> str | None:
     """Return the Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
@@ -61,7 +61,7 @@ def render_prompt(
     `messages` have a role and text content. The text contains the template's special tokens, so tokenize it without
     adding any. Raises UserError if there is no chat template, or it refuses the conversation.
     """
-    source = chat_template_of(tokenizer, section.chat_template)
+    source = find_chat_template(tokenizer, section.chat_template)
     if source is None:
         raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
     chat = lead_with_system([dict(message) for message in messages], section.system_prompt)
@@ -178,7 +178,7 @@ class _Rendered:
             blocks = self._blocks(turn)
             if role != "assistant":
                 ends = [self._end_token(start, end) for start, end in blocks]
-                self.spans += _with_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
+                self.spans += _add_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
             elif blocks:
                 self._add_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
@@ -281,7 +281,7 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
         )
 
 
-def _with_white_space(spans: list[Span], text: str) -> list[Span]:
+def _add_white_space(spans: list[Span], text: str) -> list[Span]:
     """Return the spans, merged where only white space separates them."""
     joined: list[Span] = []
     for start, end in sorted(spans):

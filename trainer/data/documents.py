@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.contract.replacements import replaces
-from trainer.data.conversations import LOST, ChatEncoder, chat_template_of
+from trainer.data.conversations import LOST, ChatEncoder, find_chat_template
 from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import Shape, find_shape, listed
-from trainer.data.records import Text, Turns, answers_of, prompt_form, read_record
-from trainer.data.source_files import where_from
+from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
+from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
-from trainer.data.text_files import record_of
+from trainer.data.text_files import parse_row
 from trainer.data.tokens import Encoded, encode_texts
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ class DocumentEncoder:
         self.max_length = section.max_length
         self.too_long = section.too_long
         self.train_on = frozenset(section.train_on)
-        template = chat_template_of(tokenizer, section.chat_template)
+        template = find_chat_template(tokenizer, section.chat_template)
         self.chat = None
         if template:
-            for_tools = chat_template_of(tokenizer, section.chat_template, for_tools=True)
+            for_tools = find_chat_template(tokenizer, section.chat_template, for_tools=True)
             variables = section.chat_template_kwargs
             self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt, variables, for_tools)
         self.system_prompt = section.system_prompt
@@ -95,8 +95,8 @@ class DocumentEncoder:
         records = []
         for row in rows:
             with suppress(UserError) if self.skips else nullcontext():
-                records.append(record_of(row))
-        return records or [record_of(row) for row in rows]
+                records.append(parse_row(row))
+        return records or [parse_row(row) for row in rows]
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
         """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
@@ -122,11 +122,11 @@ class DocumentEncoder:
     ) -> None:
         """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
         examples = [
-            read_record(record_of(record), shape, place, self.system_prompt)
+            read_record(parse_row(record), shape, place, self.system_prompt)
             for record, place in zip(records, where, strict=True)
         ]
         for example, document, continued in self._split(examples, self.encode(examples, where)):
-            answers = answers_of(example, self.train_on)
+            answers = find_answers(example, self.train_on)
             # A document's first token is not predicted.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length
@@ -234,7 +234,7 @@ def encode_source(
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
     first = encoder.open(list(records.take(ROWS_AT_ONCE)))
-    shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
         with ended_by_sigterm():
@@ -245,7 +245,7 @@ def encode_source(
                 with_indices=True,
                 remove_columns=records.column_names,
                 features=Features(columns),
-                fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
+                fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
                 num_proc=min(workers, len(records)) if workers > 1 else None,
                 cache_file_name=str(file),
                 new_fingerprint=file.stem,
@@ -270,6 +270,6 @@ def _encode_batch(
     return encoder.rows(rows, indices[0], shape, label)
 
 
-def fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_fields(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the fields that any record has, in order of appearance."""
     return list(dict.fromkeys(name for record in records for name in record))

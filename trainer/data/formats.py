@@ -88,7 +88,7 @@ def find_shape(
         names,
         template=source.template,
         template_without_input=source.template_without_input,
-        roles=_roles_of(source),
+        roles=_map_roles(source),
         alpaca_as_chat=has_chat_template,
         note=f"{label}: format {format_}",
     )
@@ -104,7 +104,7 @@ def _detect(
         optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
         fields = " + ".join(names[name] for name in REQUIRED[format_])
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
-        roles = _roles_of(source)
+        roles = _map_roles(source)
         return Shape(format_, {**optional, **names}, roles=roles, alpaca_as_chat=has_chat_template, note=note)
 
     if REJECTED & set(columns) and not source.fields:
@@ -128,10 +128,10 @@ def _detect(
     for format_, names in COMMON_NAMES:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
-    raise UserError(f"{label}.format=auto: {_not_found(source, columns, label)}")
+    raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
 
-def _roles_of(source: SourceSection) -> dict[str, str]:
+def _map_roles(source: SourceSection) -> dict[str, str]:
     return {name.strip().lower(): role for role, names in source.roles.items() for name in names}
 
 
@@ -156,7 +156,7 @@ def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label:
     )
 
 
-def _not_found(source: SourceSection, columns: Sequence[str], label: str) -> str:
+def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:
     """Return the message for records of no known format."""
     if "input_ids" in columns:
         return (
@@ -208,7 +208,7 @@ def _template_names(source: SourceSection, columns: Sequence[str], label: str) -
     return names
 
 
-def kind_of(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Describe the type of a JSON value for a message."""
     names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
     return "nothing" if value is None else names.get(type(value), type(value).__name__)

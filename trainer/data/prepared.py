@@ -49,6 +49,6 @@ def skipped_records(config: RunConfig, prepared: Prepared, batches: Any) -> dict
     return counts if config.dataset.on_bad_record == "skip" else {}
 
 
-def samples_of(prepared: Prepared) -> int | None:
+def count_samples(prepared: Prepared) -> int | None:
     """Return the number of training samples of one epoch; None for a stream."""
     return None if isinstance(prepared.data.train, SampleStream) else len(prepared.data.train)

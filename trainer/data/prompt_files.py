@@ -8,9 +8,9 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape, listed
 from trainer.data.records import Turns, read_record
-from trainer.data.source_files import READERS, suffix_of
-from trainer.data.sources import read_source, rows_of
-from trainer.data.text_files import record_of
+from trainer.data.source_files import READERS, data_suffix
+from trainer.data.sources import read_rows, read_source
+from trainer.data.text_files import parse_row
 
 Prompt = str | list[dict[str, Any]]
 """A text, or the turns of a conversation up to the model's answer."""
@@ -25,8 +25,8 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
     """
     source = SourceSection(path=path)
     try:
-        for number, row in enumerate(rows_of(read_source(source, setting, streaming=True), source, setting), start=1):
-            yield _prompt_of(record_of(row), f"{setting}={path}, record {number}")
+        for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
+            yield _read_prompt(parse_row(row), f"{setting}={path}, record {number}")
     except UserError as error:
         raise UserError(str(error).replace(f"{setting}.path=", f"{setting}=")) from None
 
@@ -34,16 +34,16 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
     """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts."""
     for text in texts:
-        is_file = suffix_of(Path(text)) in READERS and os.path.isfile(text)
+        is_file = data_suffix(Path(text)) in READERS and os.path.isfile(text)
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 
 
-def as_text(prompt: Prompt) -> str:
+def format_prompt(prompt: Prompt) -> str:
     """Return a prompt as text to show: the last turn of a conversation."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def _prompt_of(record: dict[str, Any], where: str) -> Prompt:
+def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     name = next((name for name in FIELDS if record.get(name)), None)
     if name is None or not isinstance(record[name], str | list):
         found = listed(field for field, value in record.items() if value)

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from trainer.config import UserError
-from trainer.data.formats import REQUIRED, Shape, kind_of, listed
+from trainer.data.formats import REQUIRED, Shape, describe_type, listed
 
 ROLES = {
     "system": "system",
@@ -84,7 +84,7 @@ class _Fields(Mapping[str, Any]):
         )
 
 
-def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
+def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
     """Return for each trained answer whether it is nonempty; text without a prompt is not an answer."""
     if isinstance(example, Text):
         return [bool(example.completion.strip())] if example.prompt else []
@@ -200,7 +200,7 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
     ignored = _lead_with_system(messages, record, shape, where)
     silent = _silent_turns(turns, f"{where}, turn", len(messages) - len(turns))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, silent, ignored + _unread_of(turns, column))
+    return Turns(messages, tools, silent, ignored + _list_unread(turns, column))
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
@@ -208,7 +208,7 @@ def _turns(value: Any, column: str, where: str) -> list[Any]:
     return [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
 
 
-def _unread_of(turns: list[Any], column: str) -> tuple[str, ...]:
+def _list_unread(turns: list[Any], column: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
 
 
@@ -227,7 +227,7 @@ def _read_conversational_pair(
     ]
     ignored = _lead_with_system(lists[0], record, shape, where)
     silent = _silent_turns(columns["completion"], f"{where}, completion turn", len(lists[0]))
-    ignored += tuple(chain.from_iterable(_unread_of(turns, shape.names[name]) for name, turns in columns.items()))
+    ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
     return Turns(lists[0] + lists[1], tools, silent.union(range(len(lists[0]))), ignored)
 
@@ -237,7 +237,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
     instruction, output = (_text(record, shape.names[name], where) for name in ("instruction", "output"))
     extra = record.get(shape.names.get("input", "input")) or ""
     if not isinstance(extra, str):
-        raise UserError(f"{where}: {shape.names['input']} is {kind_of(extra)}, not text")
+        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}, not text")
     if not shape.alpaca_as_chat:
         prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
         return Text(_after_system(_system(record, shape, where) or system_prompt, prompt), output)
@@ -245,7 +245,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
     _lead_with_system(messages, record, shape, where)
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise UserError(f"{where}: history holds {kind_of(pair)}, not pairs of question and answer")
+            raise UserError(f"{where}: history holds {describe_type(pair)}, not pairs of question and answer")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     request = f"{instruction}\n\n{extra}" if extra else instruction
     return Turns([*messages, {"role": "user", "content": request}, {"role": "assistant", "content": output}])
@@ -254,7 +254,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
     if not isinstance(turn, Mapping):
-        raise UserError(f"{where}: is {kind_of(turn)}, not a record with {keys[0]} and {keys[1]}")
+        raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
@@ -310,7 +310,7 @@ def _content(content: Any, key: str, where: str) -> str:
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are not text; images and sound are not trained on")
     if not isinstance(content, str):
-        raise UserError(f"{where}: {key} is {kind_of(content)}, not text")
+        raise UserError(f"{where}: {key} is {describe_type(content)}, not text")
     return content
 
 
@@ -361,12 +361,12 @@ def _list(value: Any, name: str, where: str) -> list[Any]:
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: {name} is no list of JSON ({error.msg}, column {error.colno})") from None
     if not isinstance(value, list):
-        raise UserError(f"{where}: {name} is {kind_of(value)}, not a list")
+        raise UserError(f"{where}: {name} is {describe_type(value)}, not a list")
     return value
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name} is {kind_of(value)}, not text")
+        raise UserError(f"{where}: {name} is {describe_type(value)}, not text")
     return value

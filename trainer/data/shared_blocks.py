@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from trainer.config import UserError
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.data.samples import Sample
 
 # Blocks made ahead of the needed one, and so the number of ranks that tokenize at the same time.
@@ -35,7 +35,7 @@ Block = tuple[list[Sample], int]
 """The documents of a block and the number of its skipped records."""
 
 
-def folder_of_host(key: str) -> Path:
+def host_blocks_folder(key: str) -> Path:
     """Return the folder of blocks for the ranks of one launcher on this host; removed when one of them ends."""
     parent = psutil.Process(os.getppid())
     base = Path(tempfile.gettempdir()) / f"zerolora-{os.getuid()}"
@@ -44,7 +44,7 @@ def folder_of_host(key: str) -> Path:
     return folder
 
 
-def folder_of_run(logs: Path, token: str, *, is_main: bool) -> Path:
+def run_blocks_folder(logs: Path, token: str, *, is_main: bool) -> Path:
     """Return the folder of blocks for the ranks of all hosts, in the logs of the run with the lock `token`.
 
     Rank 0 removes those of earlier runs, and this one at the end.
@@ -79,7 +79,7 @@ class SharedBlocks:
         for passed in [passed for passed in self._ahead if passed < number]:
             del self._ahead[passed]
         try:
-            records = self._records_of(number, number)
+            records = self._take_records(number, number)
         except UserError:
             made = self._wait_for(number) if self._folder is not None else None
             if made is None:
@@ -117,7 +117,7 @@ class SharedBlocks:
     def _make_one(self, needed: int) -> bool:
         """Tokenize the first unclaimed block from `needed` on; return whether there was one."""
         for number in range(needed, needed + AHEAD):
-            records = self._records_of(number, needed)
+            records = self._take_records(number, needed)
             if records is None:
                 return False
             if self._file(number).exists() or (number in self._bad and number > needed) or not self._claim(number):
@@ -145,7 +145,7 @@ class SharedBlocks:
                 return False
         return True
 
-    def _records_of(self, number: int, needed: int) -> Records | None:
+    def _take_records(self, number: int, needed: int) -> Records | None:
         """Return the records of a block, dropping those before `needed`."""
         while self._read <= number:
             if self._failure is None:

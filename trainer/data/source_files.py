@@ -26,45 +26,45 @@ SPLIT_WORDS = {
 }
 
 
-def where_from(source: SourceSection, label: str) -> str:
+def describe_source(source: SourceSection, label: str) -> str:
     """Return the source as configured, for the beginning of a message."""
     return f"{label}.path={shown(source.path)}"
 
 
-def suffix_of(path: Path) -> str:
+def data_suffix(path: Path) -> str:
     """Return the file's suffix without .gz or another compression."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
 
-def files_of(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
+def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
     """Return the data files of a path: the file itself, or the folder's files of the split."""
-    where = where_from(source, label)
+    where = describe_source(source, label)
     kinds = ", ".join(READERS)
     if local.is_file():
         if source.data_files:
             raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file itself; remove one")
-        if suffix_of(local) not in READERS:
+        if data_suffix(local) not in READERS:
             ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
             ending = ending or "a file without an ending"
             packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not is_of_split(local, split) and suffix_of(local) != ".json":  # .json may have a list per split
+        if not is_in_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
             raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
     try:
-        files = [file for file in sorted(local.rglob("*")) if file.is_file() and suffix_of(file) in READERS]
+        files = [file for file in sorted(local.rglob("*")) if file.is_file() and data_suffix(file) in READERS]
         next(local.iterdir(), None)  # rglob silently skips an unreadable folder
     except OSError as error:
         raise UserError(f"{where}: the folder cannot be read ({error.strerror}); fix its permissions") from None
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
     # A README next to the data is not data.
-    files = [file for file in files if suffix_of(file) != ".md"] or files
+    files = [file for file in files if data_suffix(file) != ".md"] or files
     if not files:
         raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
     if source.data_files:
         return _one_kind(_named_files(source, local, files, label), where)
-    by_split = {file: _split_of(file.relative_to(local)) for file in files}
+    by_split = {file: _find_split(file.relative_to(local)) for file in files}
     splits = {name for name in by_split.values() if name}
     if splits:
         files = [file for file in files if by_split[file] == _split_word(split)]
@@ -90,7 +90,7 @@ def _named_files(source: SourceSection, local: Path, files: list[Path], label: s
 
 
 def _one_kind(files: list[Path], where: str) -> list[Path]:
-    readers = sorted({READERS[suffix_of(file)] for file in files})
+    readers = sorted({READERS[data_suffix(file)] for file in files})
     if len(readers) > 1:
         raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); name one file, or use dataset.mix")
     return files
@@ -101,12 +101,12 @@ def _split_word(split: str) -> str:
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 
-def is_of_split(file: Path, split: str) -> bool:
+def is_in_split(file: Path, split: str) -> bool:
     """Return whether a single file has the split: any file has train, and others a file with that name."""
-    return split == "train" or _split_of(Path(file.name)) == _split_word(split)
+    return split == "train" or _find_split(Path(file.name)) == _split_word(split)
 
 
-def _split_of(path: Path) -> str | None:
+def _find_split(path: Path) -> str | None:
     """Return a file's split by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):

@@ -16,7 +16,7 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, files_of, is_of_split, suffix_of, where_from
+from trainer.data.source_files import READERS, data_suffix, describe_source, find_data_files, is_in_split
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import RAW, raw_records
 
@@ -34,7 +34,7 @@ _NOT_DATA = {
 def read_source(
     source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
 ) -> "Dataset | IterableDataset":
-    """Return the rows of a source in order, at most `max_samples`; `record_of` converts them to records.
+    """Return the rows of a source in order, at most `max_samples`; `parse_row` converts them to records.
 
     `label` is the setting's name in messages (dataset, dataset.mix.0, dataset.evaluation). With `streaming` nothing is
     read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
@@ -78,7 +78,7 @@ def content_key(source: SourceSection, label: str) -> str:
                     digest.update(chunk)
         except OSError as error:
             raise UserError(
-                f"{where_from(source, label)}: {file.name} cannot be read ({error.strerror}); "
+                f"{describe_source(source, label)}: {file.name} cannot be read ({error.strerror}); "
                 "fix its permissions, or copy it"
             ) from None
     return digest.hexdigest()
@@ -88,7 +88,7 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
     """Return the local files of a source."""
     if _is_saved_dataset(local):
         return sorted(local.rglob("*.arrow"))
-    return [file for name in split_names(source.split, label) for file in files_of(source, local, name, label)]
+    return [file for name in split_names(source.split, label) for file in find_data_files(source, local, name, label)]
 
 
 def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
@@ -103,13 +103,13 @@ def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
 
 def _empty(source: SourceSection, label: str) -> UserError:
     head = "; the first line of a CSV file names its columns" if ".csv" in str(source.path).lower() else ""
-    return UserError(f"{where_from(source, label)}: no records in it{head}; give a data set that has some")
+    return UserError(f"{describe_source(source, label)}: no records in it{head}; give a data set that has some")
 
 
 def local_path(source: SourceSection, label: str) -> Path | None:
     """Return the path on this machine, None for a hub name. Raises UserError for a local path that does not exist."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
-    where = where_from(source, label)
+    where = describe_source(source, label)
     if not source.path.strip():
         raise UserError(f"{where}: is empty; give a file, a folder or the name of a hub data set")
     if "://" in source.path:
@@ -132,7 +132,7 @@ def local_path(source: SourceSection, label: str) -> Path | None:
 def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     """Raise UserError for a missing path, unless it may be a name on the hub."""
     assert source.path is not None
-    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or suffix_of(path) in READERS
+    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or data_suffix(path) in READERS
     if not looks_local:
         return
     existing = path.parent
@@ -160,8 +160,8 @@ def _read_files(
     from datasets import Dataset, Features, IterableDataset, Value
 
     datasets = _library()
-    where, files = where_from(source, label), files_of(source, local, split, label)
-    names, kind = [str(file) for file in files], READERS[suffix_of(files[0])]
+    where, files = describe_source(source, label), find_data_files(source, local, split, label)
+    names, kind = [str(file) for file in files], READERS[data_suffix(files[0])]
     if source.text_mode != "line" and kind != "text":
         raise UserError(
             f"{label}.text_mode={source.text_mode}: only for .txt and .md files; {where} is {kind}: remove it"
@@ -175,7 +175,7 @@ def _read_files(
     try:
         if kind == "parquet":
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
-        inside = split if local.is_file() and not is_of_split(local, split) else "train"
+        inside = split if local.is_file() and not is_in_split(local, split) else "train"
         arguments = {"files": names, "kind": kind, "where": where, "label": label, "split": inside}
         arguments["text_mode"] = source.text_mode
         features = Features({RAW: Value("string")})
@@ -213,8 +213,8 @@ def _read_errors() -> tuple[type[Exception], ...]:
     return (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
 
 
-def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows, for `record_of`. Raises UserError if a stream cannot be read."""
+def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows, for `parse_row`. Raises UserError if a stream cannot be read."""
     rows = iter(records)
     while True:
         try:
@@ -240,13 +240,13 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
-                f"{where_from(source, label)}: cannot be read, since {cause.filename} cannot be written "
+                f"{describe_source(source, label)}: cannot be read, since {cause.filename} cannot be written "
                 f"({cause.strerror}); fix its permissions, or name another folder with HF_DATASETS_CACHE"
             )
     if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
         return _empty(source, label)
     return UserError(
-        f"{where_from(source, label)}: cannot be read as {kind} ({error.__cause__ or error}); "
+        f"{describe_source(source, label)}: cannot be read as {kind} ({error.__cause__ or error}); "
         "is it whole? copy it again"
     )
 
@@ -258,7 +258,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
     try:
         loaded = _library().load_from_disk(str(local))
     except (ValueError, OSError) as error:
-        raise UserError(f"{where_from(source, label)}: cannot be read as a saved data set ({error})") from None
+        raise UserError(f"{describe_source(source, label)}: cannot be read as a saved data set ({error})") from None
     if isinstance(loaded, Dataset):
         if split not in ("train", str(loaded.split)):
             raise UserError(no_such_split(label, split, shown(source.path)))
@@ -273,7 +273,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     datasets = _library()
-    where = where_from(source, label)
+    where = describe_source(source, label)
     disable_retries_without_network(str(source.path))
     try:
         return datasets.load_dataset(

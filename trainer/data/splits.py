@@ -47,12 +47,12 @@ def read_split(
 
     names = split_names(split, label)
     parts = [
-        _part_of(read(name), name, spec.strip(), label) for name, spec in zip(names, split.split("+"), strict=True)
+        _select_part(read(name), name, spec.strip(), label) for name, spec in zip(names, split.split("+"), strict=True)
     ]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def _part_of(records: "Dataset | IterableDataset", name: str, spec: str, label: str) -> "Dataset | IterableDataset":
+def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, label: str) -> "Dataset | IterableDataset":
     from datasets import Dataset, ReadInstruction
 
     if spec == name:

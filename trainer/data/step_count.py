@@ -45,7 +45,7 @@ def warmup_steps(training: TrainingSection, total: int) -> int:
     return min(math.ceil(training.warmup_ratio * total), total - 1)
 
 
-def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
+def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
     """Return the configuration with `training.global_batch_size` divided into micro-batches and accumulation.
 
     `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, that leaves the run ENOUGH_STEPS steps. So it only
@@ -73,7 +73,7 @@ def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
-def with_looks_in_steps(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
+def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
     """Return the configuration with evals_per_epoch and saves_per_epoch as steps; needs the global batch.
 
     With best_checkpoint, saves coincide with evaluations.

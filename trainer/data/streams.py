@@ -21,13 +21,13 @@ import numpy as np
 import pyarrow
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.documents import DocumentEncoder, SourceReport, fields_of
+from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
 from trainer.data.formats import Shape, find_shape
-from trainer.data.packing import best_fit
+from trainer.data.grouping import best_fit
 from trainer.data.samples import Sample, SampleIterator, join
 from trainer.data.shared_blocks import Block, SharedBlocks
-from trainer.data.source_files import where_from
-from trainer.data.sources import read_source, rows_of
+from trainer.data.source_files import describe_source
+from trainer.data.sources import read_rows, read_source
 
 BLOCK_ROWS = 64
 # Records from which a shuffled stream draws the next one.
@@ -65,12 +65,12 @@ def stream_samples(
 
 def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
     """Report on a stream from its first block. Raises UserError if it cannot be read."""
-    rows = list(islice(rows_of(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
+    rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
-        raise UserError(f"{where_from(source, label)}: no records in it; give a data set that has some")
+        raise UserError(f"{describe_source(source, label)}: no records in it; give a data set that has some")
     first = encoder.open(rows)
-    shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
-    columns = encoder.rows(rows, 0, shape, where_from(source, label))
+    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
+    columns = encoder.rows(rows, 0, shape, describe_source(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
     return encoder.report(label, shape, first[0], table)
@@ -91,7 +91,7 @@ class SourceStream:
         folder: Path | None,
     ) -> None:
         self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
-        self._place = where_from(source, label) + (" (in shuffled order)" if section.shuffle else "")
+        self._place = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
         self._block, self._taken = int(state["block"]), int(state["taken"])
         self._skipped, self._skipped_in_block = int(state.get("skipped", 0)), 0
         self._documents: list[Sample] | None = None
@@ -131,7 +131,7 @@ class SourceStream:
             records = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         elif section.shuffle:
             records = records.shuffle(seed=seed)
-        rows = rows_of(records, source, label)
+        rows = read_rows(records, source, label)
         while block := list(islice(rows, BLOCK_ROWS)):
             yield block
 

@@ -1,8 +1,8 @@
 """Read the records of JSON, CSV and text files without guessing types.
 
-A record travels as one JSON text (`RAW`) until `record_of` opens it, so that `007`, `NA` and `2024-01-01` stay what
+A record travels as one JSON text (`RAW`) until `parse_row` opens it, so that `007`, `NA` and `2024-01-01` stay what
 they are and records of one file may differ in their fields. A line that cannot be read travels as its error message,
-which `record_of` raises: whoever reads the records decides whether to stop or to skip it. Mistakes that concern a whole
+which `parse_row` raises: whoever reads the records decides whether to stop or to skip it. Mistakes that concern a whole
 file raise UserError at once. Messages name the file, the line and, for bytes, their offset.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config import UserError
-from trainer.data.formats import TURN_LISTS, kind_of
+from trainer.data.formats import TURN_LISTS, describe_type
 from trainer.data.splits import no_such_split
 
 RAW = "zerolora_record"
@@ -65,7 +65,7 @@ def raw_records(
                 yield {RAW: text}
 
 
-def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record in a row of any source. Raises UserError for a line that could not be read."""
     if RAW not in row:
         return {name: _without_padding(value) for name, value in row.items()}
@@ -185,7 +185,7 @@ def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
             _raise_if_bad(line)
             record = _json_value(line.strip(), file, where, at)
             if not isinstance(record, dict):
-                raise UserError(f"{where}: line {at} of {file.name} {_not_a_record(record)}")
+                raise UserError(f"{where}: line {at} of {file.name} {_describe_wrong_type(record)}")
             yield line
         except UserError as error:
             yield json.dumps(str(error))
@@ -223,11 +223,11 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
 
 def _refuse_lines_of_lists(first: str, file: Path, where: str, line: int) -> NoReturn:
     """Raise UserError for a file with a JSON value on every line that is not a record."""
-    raise UserError(f"{where}: line {line} of {file.name} {_not_a_record(json.loads(first))}")
+    raise UserError(f"{where}: line {line} of {file.name} {_describe_wrong_type(json.loads(first))}")
 
 
-def _not_a_record(value: Any) -> str:
-    return f'holds {kind_of(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
+def _describe_wrong_type(value: Any) -> str:
+    return f'holds {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
 def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]:
@@ -236,10 +236,12 @@ def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]
         yield value
         return
     if not isinstance(value, list):
-        raise UserError(f"{where}: {file.name} {_not_a_record(value)}")
+        raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
     for number, record in enumerate(value, start=1):
         is_record = isinstance(record, dict)
-        yield json.dumps(record if is_record else f"{where}: item {number} of {file.name} {_not_a_record(record)}")
+        yield json.dumps(
+            record if is_record else f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
+        )
 
 
 def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
@@ -267,7 +269,7 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
     lines = _lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
     tab = file.with_suffix("").suffix if file.suffix.lower() in OPENERS else file.suffix
-    separator = "\t" if tab.lower() == ".tsv" else separator_of(sniffed)
+    separator = "\t" if tab.lower() == ".tsv" else detect_separator(sniffed)
     reader = csv.reader(chain(sniffed, lines), delimiter=separator, strict=True)
     names: list[str] = []
     begin = 1
@@ -305,7 +307,7 @@ def _column_names(cells: list[str], place: str) -> list[str]:
     return names
 
 
-def separator_of(lines: list[str]) -> str:
+def detect_separator(lines: list[str]) -> str:
     """Return the separator that splits the first line into the most cells; the comma if none does."""
     first = [line for line in lines if line.strip()][:1]
     cells = {separator: sum(len(row) for row in csv.reader(first, delimiter=separator)) for separator in SEPARATORS}

@@ -1,4 +1,4 @@
-"""A rank that is started before the checks are done (trainer/contract/prestart_channel.py), until its start message.
+"""A rank that is started before the checks are done (trainer/contract/rank_arguments.py), until its start message.
 
 It imports the libraries. The first rank checks the run and prepares the data, on the user's terminal; the results are
 reused for training. The others read the model's files. Nothing is written to the run's folder.
@@ -17,7 +17,7 @@ from types import FrameType
 from trainer.config import UserError, load_config
 from trainer.config.errors import find_path_mistake
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
-from trainer.contract.prestart_channel import CHECKED, OPTION, StartMessage, take_channel
+from trainer.contract.rank_arguments import CHECKED, HELD, StartMessage, take_channel
 from trainer.contract.standard_streams import forgiving_stream
 from trainer.data.prepared import Prepared
 from trainer.entry.rank import main as train
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
     with _quiet():
         import_common_modules()
-    config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
+    config, overrides = argv[0], [word for word in argv[1:] if word != HELD]
     found: Prepared | ModelFiles | None
     if os.environ["RANK"] == "0":
         code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))

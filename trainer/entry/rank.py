@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, collective_timeout, load_config
-from trainer.contract import command_typed
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.heartbeat import clear_heartbeats
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rank_arguments import TYPED
+from trainer.contract.rendezvous import host_name
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import open_console, tell_torchrun
 from trainer.parallel.ranks.agreement import first_rank_decides
@@ -151,7 +151,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by deepspeed and torch's launch")
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
     parser.add_argument("--lock", help="token of the launcher's lock of the output folder")
-    parser.add_argument(command_typed.OPTION, help="the command typed by the user, for the run's record")
+    parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
     parser.add_argument("--profile-start", action="store_true", help="report the time spent before the first step")
     parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)

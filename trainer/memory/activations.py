@@ -247,7 +247,7 @@ def _split(shapes: Shapes, work: Work) -> tuple[list[Layer], list[Layer]]:
     return list(shapes.layers[:count]), list(shapes.layers[count:])
 
 
-def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
+def mixer_backward_bytes(layer: Layer, mixer: Mixer, work: Work) -> int:
     """Return the bytes of gradients alive at once: residual stream and branch, inner width, projections."""
     if mixer.kind == "experts":
         rows = work.tokens * mixer.choices * (2 * mixer.width_in + mixer.width_projected + 2 * mixer.width_inner)
@@ -282,9 +282,9 @@ def dequantized_bytes(mixer: Mixer, work: Work) -> int:
     return max(largest, together) if together <= DEQUANTISED_AT_ONCE else largest
 
 
-def backward_of_layer(shapes: Shapes, work: Work) -> int:
+def layer_backward_bytes(shapes: Shapes, work: Work) -> int:
     """Return the largest number of bytes that the backward pass of a layer needs in addition to kept activations."""
-    needs = [backward_of_mixer(layer, mixer, work) for layer in shapes.layers for mixer in layer.mixers]
+    needs = [mixer_backward_bytes(layer, mixer, work) for layer in shapes.layers for mixer in layer.mixers]
     return max(needs, default=0)
 
 

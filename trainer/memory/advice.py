@@ -21,7 +21,7 @@ class Advice:
 
     def text(self) -> str:
         """Format the settings as typed on the command line, with the memory that they need."""
-        settings = " ".join(f"{name}={_as_typed(value)}" for name, value in self.changes.items())
+        settings = " ".join(f"{name}={_format_value(value)}" for name, value in self.changes.items())
         return f"{settings} ({gib(self.found.needed)})"
 
 
@@ -123,7 +123,7 @@ def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
     return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}
 
 
-def _as_typed(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

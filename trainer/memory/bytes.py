@@ -10,7 +10,7 @@ from typing import Any
 from trainer.memory.activations import (
     FP32,
     Work,
-    backward_of_layer,
+    layer_backward_bytes,
     loss_head,
     recomputed_layer,
     total_activation_bytes,
@@ -20,7 +20,6 @@ from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
     base_weights,
-    bytes_of,
     dequantised_experts,
     fetched_weights,
     gathered,
@@ -28,6 +27,7 @@ from trainer.memory.stored_weights import (
     quantisation_state,
     rounded_weight,
     shard_size,
+    stored_bytes,
 )
 from trainer.memory.widths import Shapes
 
@@ -104,7 +104,7 @@ def estimate(
     if seen is None:
         kept, head = total_activation_bytes(shapes, work), loss_head(shapes, work)
         going_back = work.larger_pass
-        block, of_layer = recomputed_layer(shapes, going_back), backward_of_layer(shapes, going_back)
+        block, of_layer = recomputed_layer(shapes, going_back), layer_backward_bytes(shapes, going_back)
     else:
         kept, head, block, of_layer = seen.kept, 0, seen.block, seen.backward
     layers, outside = gathered(shapes, placement)
@@ -217,7 +217,7 @@ def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
-        total += shard_size(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
+        total += shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
         total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers[: work.recomputed_layers])
     return total
@@ -229,7 +229,7 @@ def disk(shapes: Shapes, placement: Placement, checkpoints: int) -> int:
     return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights
 
 
-def as_json(found: Estimate) -> dict[str, Any]:
+def to_json(found: Estimate) -> dict[str, Any]:
     """Convert the estimate to plain numbers for JSON."""
     return {
         "peak_bytes": found.peak,

@@ -96,7 +96,7 @@ class Decisions:
         for each in fields(self):
             yield each.name, getattr(self, each.name)
 
-    def as_json(self) -> dict[str, dict[str, object]]:
+    def to_json(self) -> dict[str, dict[str, object]]:
         """Convert the decisions for run.json and `estimate --json`."""
         return {name: {"value": found.value, "reason": found.reason} for name, found in self.named()}
 

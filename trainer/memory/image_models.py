@@ -19,7 +19,7 @@ from trainer.contract.replacements import replaces
 from trainer.memory.bytes import Estimate, Seen, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
-from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
+from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, apply_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
@@ -60,7 +60,7 @@ class ImagePlanner(Planner):
         if config.training.gradient_checkpointing != "auto":
             return super().resolve(config, memory)
         for way in ("none", "non_reentrant"):
-            resolved = super().resolve(with_changes(config, {RECOMPUTATION: way}), memory)
+            resolved = super().resolve(apply_changes(config, {RECOMPUTATION: way}), memory)
             if memory is None or self.estimate(resolved).needed <= memory:
                 break
         return resolved

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.memory.observed import kept_by_activation, kept_by_norm, leaves_layout, read_experts
+from trainer.memory.observed import leaves_layout, observe_activation, observe_norm, read_experts
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
@@ -60,7 +60,7 @@ def read_shapes(
         vocabulary=rows + grown,
         tied=tied,
         weights=weights,
-        norm=_kept_by_norms(outside, hidden),
+        norm=_norm_bytes(outside, hidden),
         layers=tuple(_layer(block, hidden, rotary=rotary, packed=in_mxfp4 or fp8 is not None) for block in blocks),
         facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
         softcap=caps_scores(model_config),
@@ -127,11 +127,11 @@ def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, packed: b
         if holds_experts(module):
             mixers.append(replace(read_experts(block, module, hidden), packed=packed))
     norms = [child for child in block.children() if is_residual_norm(child, hidden)]
-    return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))
+    return Layer(hidden, _norm_bytes(norms, hidden), tuple(mixers))
 
 
-def _kept_by_norms(norms: list[nn.Module], hidden: int) -> NormBytes:
-    kept = [kept_by_norm(norm, hidden) for norm in norms]
+def _norm_bytes(norms: list[nn.Module], hidden: int) -> NormBytes:
+    kept = [observe_norm(norm, hidden) for norm in norms]
     return NormBytes(len(norms), sum(each[2] for each in kept), sum(each[4] for each in kept))
 
 
@@ -182,7 +182,7 @@ def _mixer(module: nn.Module, projections: list[tuple[str, nn.Module]], *, rotar
         own_softmax=isinstance(getattr(module, "sinks", None), nn.Parameter),
         relaid=kind == "attention" and (hasattr(module, "kv_b_proj") or _is_relaid(module, rotary, head)),
         scan=_scan(module) if kind == "recurrent" else 0,
-        activated=kept_by_activation(module) if kind in ("gated", "plain") else 0.0,
+        activated=observe_activation(module) if kind in ("gated", "plain") else 0.0,
     )
 
 

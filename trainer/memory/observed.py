@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ops.experts import padded
 from trainer.memory.widths import Mixer
-from trainer.model.expert_forward import activation_of
+from trainer.model.expert_forward import detect_activation
 from trainer.model.expert_layers import DOWN, expert_names, expert_shape, expert_width, takes_all_tokens
 from trainer.patches.norm_mlp_rope import ROTARY
 
@@ -20,7 +20,7 @@ USUAL = 2.0  # SiLU and GELU keep their input, and the next operation keeps thei
 _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def kept_by(
+def observe_saved_bytes(
     function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype = torch.float32
 ) -> tuple[float, bool] | None:
     """Return the bytes that a function keeps per row of `width`, and whether these include its result.
@@ -46,12 +46,12 @@ def kept_by(
     return size, y.untyped_storage().data_ptr() in kept
 
 
-def kept_by_norm(norm: nn.Module, width: int) -> dict[int, int]:
+def observe_norm(norm: nn.Module, width: int) -> dict[int, int]:
     """Return the bytes per token that a frozen norm's own code keeps, by bytes of an element (2, 4)."""
     kept = {}
     for dtype in (torch.bfloat16, torch.float32):
         twin = copy.deepcopy(norm).to_empty(device="cpu").to(dtype).requires_grad_(False)
-        found = kept_by(twin, width, dtype)
+        found = observe_saved_bytes(twin, width, dtype)
         kept[dtype.itemsize] = FP32 * (width + 1) if found is None else int(found[0])
     return kept
 
@@ -71,12 +71,12 @@ def leaves_layout(module: nn.Module, rotated: int, head: int) -> bool:
     return bool(queries.transpose(1, 2).is_contiguous())
 
 
-def kept_by_activation(module: nn.Module) -> float:
+def observe_activation(module: nn.Module) -> float:
     """Return what the activation function of a feed-forward layer keeps, in units of its input."""
     width = 8
     for child in module.children():
         if not list(child.parameters()) and not isinstance(child, nn.Dropout | nn.Identity):
-            found = kept_by(child, width)
+            found = observe_saved_bytes(child, width)
             if found is not None:
                 return found[0] / (FP32 * width) + (not found[1])
     return USUAL
@@ -93,7 +93,7 @@ def read_experts(block: nn.Module, module: Any, hidden: int) -> Mixer:
     projected = sum(shape[1] * shape[2] // hidden for shape in shapes.values()) - inner
     chosen = [k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)]
     choices = shapes[DOWN][0] if takes_all_tokens(module) or not chosen else chosen[0]
-    found = kept_by(module._apply_gate, projected) if hasattr(module, "_apply_gate") else None
+    found = observe_saved_bytes(module._apply_gate, projected) if hasattr(module, "_apply_gate") else None
     ranks = [rank for each in adapters for rank in each.r.values()]
     return Mixer(
         kind="experts",
@@ -107,6 +107,6 @@ def read_experts(block: nn.Module, module: Any, hidden: int) -> Mixer:
         largest_weight=max(torch.Size(shape).numel() for shape in shapes.values()),
         activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
         choices=choices,
-        by_operator=bool(adapters) and activation_of(module) is not None,
-        known_gate=activation_of(module) is not None,
+        by_operator=bool(adapters) and detect_activation(module) is not None,
+        known_gate=detect_activation(module) is not None,
     )

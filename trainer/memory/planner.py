@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
 from trainer.data.samples import Samples
-from trainer.data.step_count import with_global_batch
+from trainer.data.step_count import resolve_global_batch
 from trainer.memory.activations import Work
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
@@ -82,7 +82,7 @@ class Planner:
 
     def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
         """Return the estimate after some changes, or why they cannot be combined."""
-        changed = with_changes(config, changes)
+        changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
         except UserError as error:
@@ -91,8 +91,8 @@ class Planner:
 
     def table(self, config: RunConfig) -> list[Choice]:
         """Return every stage, without and with each kind of offload."""
-        config = with_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
-        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _offloads_of(stage)]
+        config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
+        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _list_offloads(stage)]
         return [self.choice(config, changes) for changes in variations]
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
@@ -125,7 +125,7 @@ class Planner:
         fits, too_large = 0, most + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
-            found = self.estimate(with_changes(config, {"training.batch_size": middle}))
+            found = self.estimate(apply_changes(config, {"training.batch_size": middle}))
             if found.needed + (int(found.peak * SPARE) if middle > 1 else 0) <= memory:
                 fits = middle
             else:
@@ -141,10 +141,10 @@ class Planner:
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolved(config, memory)
-        without = self._resolved(with_changes(config, {RECOMPUTATION: "none"}), memory)
+        without = self._resolved(apply_changes(config, {RECOMPUTATION: "none"}), memory)
         if memory is None or self.estimate(without).needed <= memory:
             return without
-        every = self._resolved(with_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
+        every = self._resolved(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
         return every if self.estimate(every).needed > memory else self._fewest_layers(every, memory)
 
     def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
@@ -152,7 +152,7 @@ class Planner:
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            tried = with_changes(config, {LAYERS: middle})
+            tried = apply_changes(config, {LAYERS: middle})
             if self.estimate(tried).needed <= memory:
                 best, enough = tried, middle
             else:
@@ -161,16 +161,16 @@ class Planner:
 
     def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, self.machine.world_size
-        config = with_global_batch(config, samples, ranks)
+        config = resolve_global_batch(config, samples, ranks)
         stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
         if batch_open:
-            config = with_changes(config, {"training.batch_size": 1})
+            config = apply_changes(config, {"training.batch_size": 1})
         if stage_open:
             stage = self._cpu_stage(config) if memory is None else self.lowest_stage(config, memory)
-            config = with_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
+            config = apply_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
         if batch_open and memory is not None:
-            config = with_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
-        config = with_global_batch(config, samples, ranks)
+            config = apply_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
+        config = resolve_global_batch(config, samples, ranks)
         check_combinations(config)
         return config
 
@@ -274,7 +274,7 @@ OFFLOADS: dict[str, Changes] = {
 }
 
 
-def _offloads_of(stage: int) -> list[str]:
+def _list_offloads(stage: int) -> list[str]:
     return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
 
 
@@ -286,7 +286,7 @@ def _reference_rows(config: RunConfig) -> int:
     return math.ceil(scu.reference_share * training.batch_size * training.gradient_accumulation_steps)
 
 
-def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a copy of the configuration with `section.setting` or top-level settings replaced."""
     sections: dict[str, dict[str, Any]] = {}
     top: dict[str, Any] = {}

@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
-from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import with_global_batch, with_looks_in_steps
+from trainer.data.prepared import Prepared, count_samples
+from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit, smaller_samples
-from trainer.memory.bytes import CONTEXT, Estimate, as_json
+from trainer.memory.bytes import CONTEXT, Estimate, to_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
-from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, gib, with_changes
+from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks
@@ -72,7 +72,7 @@ def plan_memory(
 
 def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
     """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
-    config = with_global_batch(config, samples_of(prepared), machine.world_size)
+    config = resolve_global_batch(config, count_samples(prepared), machine.world_size)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = _planner(machine, config, prepared)
@@ -84,8 +84,8 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
             ) from None
         if config.training.gradient_checkpointing == "auto":
-            config = with_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
-        config = with_looks_in_steps(config, samples_of(prepared), machine.world_size)
+            config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
+        config = resolve_eval_and_save_steps(config, count_samples(prepared), machine.world_size)
         images = isinstance(prepared.model_config, Pipeline)
         unread = decide_for_images(config, machine) if images else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
@@ -94,7 +94,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
         raise UserError(
             f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
         )
-    resolved = with_looks_in_steps(planner.resolve(config, memory), samples_of(prepared), machine.world_size)
+    resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), count_samples(prepared), machine.world_size)
     found = planner.estimate(resolved)
     notes = []
     if is_open:
@@ -129,7 +129,7 @@ def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> st
     way, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
-    without = planner.estimate(with_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
+    without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
     return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
@@ -215,9 +215,9 @@ def record_memory(
     on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"
     record = read_json(path)
-    record["decisions"] = plan.decisions.as_json()
+    record["decisions"] = plan.decisions.to_json()
     record["memory"] = {
-        "predicted": None if found is None else as_json(found),
+        "predicted": None if found is None else to_json(found),
         "measured_bytes": measured,
         "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
         "halvings": [asdict(halving) for halving in halvings],

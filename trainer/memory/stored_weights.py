@@ -52,13 +52,13 @@ def rounded(size: int) -> int:
     return -(-size // ALLOCATION) * ALLOCATION
 
 
-def bytes_of(weight: Weight, placement: Placement) -> int:
+def stored_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of a stored weight: elements x e, or 1 or 1/2 byte each plus scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
     if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
-        return rounded(weight.elements) + scales_of(weight, placement)
-    return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
+        return rounded(weight.elements) + scale_bytes(weight, placement)
+    return rounded((weight.elements + 1) // 2) + scale_bytes(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
@@ -66,7 +66,7 @@ def is_packed(weight: Weight, placement: Placement) -> bool:
     return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
 
 
-def scales_of(weight: Weight, placement: Placement) -> int:
+def scale_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of the scales of a quantized weight.
 
     8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
@@ -108,12 +108,12 @@ def rounded_weight(shapes: Shapes, placement: Placement) -> int:
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of frozen weights and scales on this rank: whole, a shard at stage 3, or 0 if offloaded."""
-    return held(sum(bytes_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
+    return held(sum(stored_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
 def quantisation_state(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of the scales in `base_weights`."""
-    return held(sum(scales_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
+    return held(sum(scale_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
 def held(size: int, placement: Placement) -> int:
@@ -132,11 +132,11 @@ def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
         return 0, 0
     fetched = fetched_weights(shapes, placement)
     layers = [
-        sum(bytes_of(weight, placement) for weight in fetched if weight.layer == index)
+        sum(stored_bytes(weight, placement) for weight in fetched if weight.layer == index)
         for index in range(len(shapes.layers))
     ]
     of_layers = GATHERED_LAYERS * max(layers, default=0)
-    outside = max((bytes_of(weight, placement) for weight in fetched if weight.layer < 0), default=0)
+    outside = max((stored_bytes(weight, placement) for weight in fetched if weight.layer < 0), default=0)
     if placement.by_layer:
         return of_layers, outside
     ahead = of_layers + placement.prefetch * placement.element

@@ -1,4 +1,4 @@
-"""PEFT adapters on the base model: configuration, parameter counts and a check that every layer gets a gradient."""
+"""PEFT adapters on the base model: configuration, parameters, capacity, a check that every layer gets a gradient."""
 
 import re
 from collections.abc import Collection
@@ -14,13 +14,17 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import is_named
 from trainer.model.reached_layers import find_reached
-from trainer.model.saved_adapter import check_found_again, load_adapter, tail, write_for_peft
-from trainer.model.targets import Targets, excluded_modules, targets_of
+from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
+from trainer.model.targets import Targets, excluded_modules, resolve_targets
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, trained_parameters
 from trainer.parallel.engine.linear_layers import model_shape
 from trainer.parallel.engine.partitioned import whole_size
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # the layer, and the rest of the name after the expert's index
+BITS_PER_PARAMETER = 2.0
+"""Capacity of a trained parameter (Allen-Zhu and Li, "Knowledge Capacity Scaling Laws", 2024)."""
+BITS_PER_TOKEN = 1.0
+"""Approximate information of a token of text to a pretrained model."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def apply_adapter(
         adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
     else:
         token_ids = {path: added_token_ids for path in token_layers(model, lora)} if added_token_ids else None
-        targets, excluded = targets_of(model, lora), excluded_modules(model, lora)
+        targets, excluded = resolve_targets(model, lora), excluded_modules(model, lora)
         peft_config = lora_config(
             lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type
         )
@@ -112,10 +116,10 @@ def apply_adapter(
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None
         if targets is not None:
             set_dropout(adapted, lora.dropout)
-            write_for_peft(adapted, targets, excluded)
+            set_saved_targets(adapted, targets, excluded)
         if lora.init == "loftq":
             _start_from_quantisation_error(adapted, base_model)
-    check_found_again(adapted)
+    check_reloadable(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -296,3 +300,27 @@ class GradientCheck:
                 f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
                 f"{broken[0]}; lower training.learning_rate, use precision: bf16, or check the data"
             )
+
+
+def capacity_bits(parameters: float) -> float:
+    """Return the capacity in bits of an adapter with this many parameters."""
+    return BITS_PER_PARAMETER * parameters
+
+
+def information_bits(trained_tokens: float) -> float:
+    """Return the information in bits of data with this many trained tokens, whatever the number of epochs."""
+    return BITS_PER_TOKEN * trained_tokens
+
+
+def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
+    """Return a warning if the data has more information than the adapter can hold.
+
+    LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
+    """
+    capacity, information = capacity_bits(parameters), information_bits(trained_tokens)
+    if capacity >= information:
+        return None
+    return (
+        f"the data has about {information / 1e6:,.1f} Mbit of information and an adapter of r={rank} holds about "
+        f"{capacity / 1e6:,.1f}: more data than it can learn; use a higher lora.r, or adapter: none"
+    )

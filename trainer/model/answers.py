@@ -6,7 +6,7 @@ import torch
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.conversations import chat_template_of, render_prompt
+from trainer.data.conversations import find_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
@@ -72,6 +72,6 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 def end_of_turn(tokenizer: Any) -> int | None:
     """Return the token after an answer in the chat template (which may start the next turn), or None."""
-    source = chat_template_of(tokenizer, None)
+    source = find_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closing(after_call=False).strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

@@ -9,10 +9,16 @@ from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
-from trainer.model.model_source import check_config_file, check_settings, check_source, no_tokenizer, unreadable
+from trainer.model.model_source import (
+    check_config_file,
+    check_settings,
+    check_source,
+    no_tokenizer_error,
+    unreadable_error,
+)
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
-from trainer.model.tensor_files import SafetensorsFiles, check_finite, is_here
+from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 
@@ -37,7 +43,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # configuration classes raise many kinds of errors for bad values
-        raise unreadable("base_model", base_model, error) from None
+        raise unreadable_error("base_model", base_model, error) from None
     check_settings(f"base_model={base_model}", config)
     return config
 
@@ -47,7 +53,7 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
 
     Raises UserError if a file is damaged or missing, or the weights do not fit the model.
     """
-    if is_random(base_model) or not is_here(base_model, section):
+    if is_random(base_model) or not has_local_weights(base_model, section):
         return []
     model_class = type(empty_model(model_config, section))
     files = SafetensorsFiles(base_model, section)
@@ -92,9 +98,9 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
-        raise unreadable(setting, name, error, tokenizer=True) from None
+        raise unreadable_error(setting, name, error, tokenizer=True) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise no_tokenizer(setting, name)  # for some models transformers builds an empty tokenizer without files
+        raise no_tokenizer_error(setting, name)  # for some models transformers builds an empty tokenizer without files
     return tokenizer
 
 
@@ -202,6 +208,6 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
         with no_init_weights(), init_empty_weights():
             model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, IndexError, AssertionError) as error:
-        raise unreadable("base_model", model_config.name_or_path, error, model_config=model_config) from error
+        raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_forward import Adapter, adapted_forward
-from trainer.model.expert_layers import expert_modules, expert_shape
-from trainer.model.older_names import names_as_they_are
+from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_shape
+from trainer.model.older_names import keep_target_names
 
 
 @replaces(
@@ -91,10 +90,10 @@ class ParamWrapper(lora.ParamWrapper):
 
 @contextmanager
 def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
-    """Make PEFT use our wrapper for experts, and take target names literally (`names_as_they_are`)."""
+    """Make PEFT use our wrapper for experts, and take target names literally (`keep_target_names`)."""
     found = expert_modules(model).values()
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in found})
-    with names_as_they_are():
+    with keep_target_names():
         yield
 
 

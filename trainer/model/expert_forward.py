@@ -36,15 +36,15 @@ def adapted_forward(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
 ) -> Tensor:
     """Call the module `experts` with its usual arguments and with adapters on some of its tensors, by name."""
-    compute: Callable[..., Tensor] = _each_on_all_tokens
+    compute: Callable[..., Tensor] = _run_dense
     tensors: tuple[Tensor, ...] = (hidden,)
     if not takes_all_tokens(experts):
         index = next(iter(named.values())) if index is None else index
         weights = list(named.values())[-1] if weights is None else weights
-        operands = _operands(experts, hidden)
+        operands = _build_weight_operands(experts, hidden)
         if operands is not None:
-            return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
-        compute, tensors = _in_plain_torch, (hidden, index, weights)
+            return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
+        compute, tensors = _run_plain, (hidden, index, weights)
     if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
         # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
@@ -52,7 +52,7 @@ def adapted_forward(
     return compute(experts, adapters, *tensors)
 
 
-def _for_operator(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
+def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
     into, out_of = adapters.get(GATE_UP), adapters.get(DOWN)
     return ops.ExpertAdapter(
         gate_up_down=into.a_ERI if into else None,
@@ -65,12 +65,12 @@ def _for_operator(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
     )
 
 
-def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
+def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
     """Return the frozen weights for the operator; None if it does not support these experts."""
     if hidden.is_cuda and ops.loaded() is None:
         return None  # the operators are only loaded for training
-    activation = activation_of(experts)
-    gate_up, down = (_matrix(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
+    activation = detect_activation(experts)
+    gate_up, down = (_build_matrix_operand(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
     if activation is None or gate_up is None or down is None:
         return None
     return ops.ExpertWeights(
@@ -89,7 +89,7 @@ def _packing(weight: Any) -> Any | None:
     return getattr(weight, "packing", None)
 
 
-def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
+def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     weight = getattr(experts, name)
     layout = _packing(weight)
     if layout is None:
@@ -131,14 +131,14 @@ class Gate:
 _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
 
 
-def activation_of(experts: Any) -> Gate | None:
+def detect_activation(experts: Any) -> Gate | None:
     """Return which of the operator's activations these experts use, found by trying; None if it is another."""
     if experts not in _KNOWN:
-        _KNOWN[experts] = _find_activation(experts)
+        _KNOWN[experts] = _try_activations(experts)
     return _KNOWN[experts]
 
 
-def _find_activation(experts: Any) -> Gate | None:
+def _try_activations(experts: Any) -> Gate | None:
     if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
         return None
     if takes_all_tokens(experts):
@@ -166,7 +166,7 @@ def _find_activation(experts: Any) -> Gate | None:
     return None
 
 
-def _in_plain_torch(
+def _run_plain(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
@@ -210,15 +210,15 @@ class _Products:
         return y + self.adapter.scale * F.linear(F.linear(kept.to(a.dtype), a), b).to(y.dtype)
 
 
-def _each_on_all_tokens(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
+def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
     """Compute Llama 4's experts on rows [E T, H], all tokens per expert; PEFT has A at the outputs, B at the inputs."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
-    gate, up = _batched(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
-    y_ETH = _batched(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
+    gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
+    y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
     return y_ETH.reshape(-1, y_ETH.shape[-1])
 
 
-def _batched(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
+def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
     if _packing(weight_EIO) is not None:  # dequantised one by one
         y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:

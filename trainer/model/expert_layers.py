@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
@@ -107,3 +107,31 @@ def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
                 if each.dim() == 2 and (len(each) == len(experts) or re.search(r"\.router(_\w+)?\.", name)):
                     found[name] = each
     return found
+
+
+class ExpertFactor(nn.Module):
+    """One factor of all experts, A [E, R, I] or B [E, O, R]."""
+
+    def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
+        """Convert PEFT's matrix; `down` marks A, which projects down to the rank."""
+        super().__init__()
+        self.down, self.experts = down, experts
+        self.weight = nn.Parameter(self.from_peft(weight).contiguous())
+        self.register_load_state_dict_pre_hook(self._convert_loaded)
+
+    def to_peft(self, weight: Tensor) -> Tensor:
+        """Return the factor in PEFT's shape: A [E R, I], B [O, R E]."""
+        if self.down:
+            return weight.flatten(0, 1)
+        return weight.permute(1, 2, 0).flatten(1)
+
+    def from_peft(self, weight: Tensor) -> Tensor:
+        """Undo `to_peft`."""
+        if self.down:
+            return weight.unflatten(0, (self.experts, -1))
+        return weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+    def _convert_loaded(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state and state[name].dim() == 2:
+            state[name] = self.from_peft(state[name])

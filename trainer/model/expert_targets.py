@@ -41,7 +41,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
         for name in expert_names(module):
             known = aliases(path, name)
             wanted = lora.target_modules == ALL_LINEAR or any(
-                names_experts(target, known) for target in (*lora.target_modules, *lora.target_parameters)
+                matches_aliases(target, known) for target in (*lora.target_modules, *lora.target_parameters)
             )
             if wanted and not (excluded and any(re.fullmatch(excluded, alias) for alias in known)):
                 found.append(f"{path}.{name}")
@@ -74,13 +74,13 @@ def aliases(path: str, name: str) -> list[str]:
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 
 
-def names_of_experts(model: nn.Module) -> list[str]:
+def list_expert_aliases(model: nn.Module) -> list[str]:
     """Return all names of all tensors of fused experts."""
     layers = expert_modules(model).items()
     return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
 
 
-def names_experts(target: str, known: list[str]) -> bool:
+def matches_aliases(target: str, known: list[str]) -> bool:
     """Return whether a name in the settings matches a tensor with these aliases."""
     return any(is_named(target, alias) for alias in known)
 
@@ -107,15 +107,15 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    experts, known = expert_modules(model), names_of_experts(model)
+    experts, known = expert_modules(model), list_expert_aliases(model)
     unknown = unknown_experts(model)
     none = f"adapters do not support the experts of {unknown}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     for name in lora.target_parameters:
-        if names_experts(name, known):
+        if matches_aliases(name, known):
             if not lora.experts:
                 raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
-        elif not any(_ends(path, name) for path in matrices):
+        elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
                 raise UserError(f"lora.target_parameters={name}: {none}; remove it")
             words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
@@ -129,13 +129,13 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             if "experts" in name.split("."):
                 raise UserError(f"lora.target_modules={name}: {none}; name layers, or all-linear")
     for name in lora.target_modules if experts else ():
-        if names_experts(name, known) and not lora.experts and "experts" in name.split("."):
+        if matches_aliases(name, known) and not lora.experts and "experts" in name.split("."):
             raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
         if one := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             every = name[: one.start(1)] + "*" + name[one.end(1) :]
             raise UserError(
                 f"lora.target_modules={name}: names one expert, but all experts of a layer are adapted together; use "
-                f"{every if names_experts(every, known) else 'experts'}"
+                f"{every if matches_aliases(every, known) else 'experts'}"
             )
 
 
@@ -160,7 +160,9 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
         raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
     named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
     routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
-    if lora is not None and not any(_ends(path, name.removesuffix(".weight")) for path in routers for name in named):
+    if lora is not None and not any(
+        _ends_with(path, name.removesuffix(".weight")) for path in routers for name in named
+    ):
         name = _last(routers[0]) if routers else "gate"
         raise UserError(
             f"{setting}: the router is not trained, so this loss has no effect; add {name} to lora.modules_to_save or "
@@ -185,12 +187,12 @@ def below(name: str) -> str:
 
 def is_named(name: str, path: str) -> bool:
     """Return whether the path ends in `name`, or matches it as a regular expression."""
-    return _ends(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
+    return _ends_with(path, name) or (is_pattern(name) and re.fullmatch(name, path) is not None)
 
 
 def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _ends(path: str, name: str) -> bool:
+def _ends_with(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")

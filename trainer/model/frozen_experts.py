@@ -25,7 +25,7 @@ from trainer.model.packed_experts import PackedExperts
 )
 def compute_dequantized(module: nn.Module) -> None:
     """Replace the forward of a module with packed experts by one on dequantised weights."""
-    module.forward = partial(forget_weights, module, module.forward)
+    module.forward = partial(forward_frozen, module, module.forward)
 
 
 def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
@@ -33,11 +33,11 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
     return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
 
 
-def forget_weights(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
-        return _computed(module, forward, args, kwargs)
+        return _compute(module, forward, args, kwargs)
     places: list[Any] = [*args, *kwargs.values()]
     return _FrozenExperts.apply(module, forward, len(args), tuple(kwargs), *places)
 
@@ -51,7 +51,7 @@ class _FrozenExperts(torch.autograd.Function):
         ctx.others = [None if isinstance(each, Tensor) else each for each in places]
         ctx.is_tensor = [isinstance(each, Tensor) for each in places]
         ctx.save_for_backward(*(each for each in places if isinstance(each, Tensor)))
-        result: Tensor = _computed(module, forward, places[:count], dict(zip(names, places[count:], strict=True)))
+        result: Tensor = _compute(module, forward, places[:count], dict(zip(names, places[count:], strict=True)))
         return result
 
     @staticmethod
@@ -64,15 +64,15 @@ class _FrozenExperts(torch.autograd.Function):
         wanted = [each.requires_grad_() for each, need in zip(places, needs, strict=True) if need]
         with torch.enable_grad():
             kwargs = dict(zip(ctx.names, places[ctx.count :], strict=True))
-            y = _computed(ctx.module, ctx.experts, places[: ctx.count], kwargs)
+            y = _compute(ctx.module, ctx.experts, places[: ctx.count], kwargs)
         found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         return None, None, None, None, *(next(found) if need else None for need in needs)
 
 
-def _computed(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own = vars(module)
     packed = packed_tensors(module)
-    own.update({name: _BUFFERS.filled(name, parameter) for name, parameter in packed.items()})
+    own.update({name: _BUFFERS.fill(name, parameter) for name, parameter in packed.items()})
     try:
         return forward(*args, **kwargs)
     finally:
@@ -87,7 +87,7 @@ class _Buffers:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._held: dict[tuple[Any, ...], weakref.ref[PackedExperts]] = {}
 
-    def filled(self, name: str, parameter: PackedExperts) -> Tensor:
+    def fill(self, name: str, parameter: PackedExperts) -> Tensor:
         layout = parameter.packing
         key = (name, layout.dtype, parameter.device)
         buffer = self._buffers.get(key)

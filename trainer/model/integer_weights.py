@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.model.targets import layers_to_adapt, targets_of
+from trainer.model.targets import layers_to_adapt, resolve_targets
 from trainer.parallel.engine.linear_layers import is_linear
 
 Integers = Literal["int8", "int4"]
@@ -62,7 +62,7 @@ class IntegerForm:
         return values, scales.view(len(weight_OI), -1)
 
 
-def form_of(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
+def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
     """Choose the form for layers with these input widths in a model of this type.
 
     Raises UserError, naming `setting`, if no group size divides a layer's width.
@@ -80,10 +80,10 @@ def form_of(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, se
     )
 
 
-def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
+def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None:
     """Raise UserError if layers adapted by `lora` have no integer form; the model is still without weights."""
     setting = f"training.qat={kind}"
-    targets = targets_of(model, lora)
+    targets = resolve_targets(model, lora)
     if targets is not None and targets.experts:
         raise UserError(
             f"{setting}: {type(model).__name__} has experts, which are not rounded; set lora.experts: false"
@@ -99,7 +99,7 @@ def check_rounded(model: Any, lora: LoraSection, kind: Integers) -> None:
             f"{setting}: {odd} is {type(layers[odd]).__name__}, not a plain linear layer; leave it out with "
             f"lora.exclude_modules: [{odd.rpartition('.')[2]}]"
         )
-    form_of(
+    choose_integer_form(
         kind, {path: layer.weight.shape[1] for path, layer in layers.items()}, torch.float32, setting="training.qat"
     )
 

@@ -62,9 +62,9 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
         )
     if method and method != MXFP4 and not is_fp8:
         raise UserError(
-            f"{setting}: is already quantised ({_of_method(model_config, method)}); name the full-precision model that "
-            "it was made from, with adapter: qlora for a base in 4 bits, or in 8 with quantization.quant_type: fp8 or "
-            "int8"
+            f"{setting}: is already quantised ({_describe_quantization(model_config, method)}); name the "
+            "full-precision model that it was made from, with adapter: qlora for a base in 4 bits, or in 8 with "
+            "quantization.quant_type: fp8 or int8"
         )
     named = (getattr(model_config, "architectures", None) or [""])[0] or ""
     if named.endswith(OTHER_HEADS):
@@ -120,7 +120,7 @@ def quantization_method(model_config: Any) -> str | None:
     return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "unknown method"))
 
 
-def _of_method(model_config: Any, method: str) -> str:
+def _describe_quantization(model_config: Any, method: str) -> str:
     settings = quantization_settings(model_config) or {}
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "LLM.int8 of bitsandbytes"

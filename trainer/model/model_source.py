@@ -99,7 +99,7 @@ def check_config_file(base_model: str) -> None:
         return
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(f"{said}: {_instead_of_config(folder)}")
+        raise UserError(f"{said}: {_describe_missing_config(folder)}")
     if (folder / FILE).exists():
         raise UserError(
             f"{said}: also holds an adapter, and transformers would load that with its base instead of these weights; "
@@ -142,7 +142,7 @@ def check_settings(said: str, model_config: Any) -> None:
         raise UserError(f"{said}: config.json: {fault.problem}; copy it again from the model") from None
 
 
-def _instead_of_config(folder: Path) -> str:
+def _describe_missing_config(folder: Path) -> str:
     """Describe a folder without config.json, and the fix."""
     if (folder / FILE).exists():
         base = None
@@ -156,7 +156,7 @@ def _instead_of_config(folder: Path) -> str:
     return "the folder has no config.json; name the folder of a saved model"
 
 
-def unreadable(
+def unreadable_error(
     setting: str, name: str, error: Exception, *, tokenizer: bool = False, model_config: Any = None
 ) -> UserError:
     """Return the error for a configuration or tokenizer that transformers failed to read from a folder or the hub.
@@ -175,8 +175,8 @@ def unreadable(
     if not tokenizer:
         return UserError(f"{said}: no model can be built from config.json ({reason}); copy it again from the model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return no_tokenizer(setting, name)
-    return UserError(f"{said}: {_tokenizer_fault(folder, reason)}")
+        return no_tokenizer_error(setting, name)
+    return UserError(f"{said}: {_describe_tokenizer_fault(folder, reason)}")
 
 
 def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -184,13 +184,13 @@ def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from _values(value) if isinstance(value, dict) else [(name, value)]
 
 
-def no_tokenizer(setting: str, name: str) -> UserError:
+def no_tokenizer_error(setting: str, name: str) -> UserError:
     place = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
     return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
 
 
-def _tokenizer_fault(folder: Path, reason: str) -> str:
+def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         try:
             if file.exists():

@@ -26,7 +26,7 @@ from trainer.contract.replacements import replaces
     upstream="https://github.com/huggingface/peft/issues/3711",
 )
 @contextmanager
-def names_as_they_are() -> Iterator[None]:
+def keep_target_names() -> Iterator[None]:
     """Disable the translation while PEFT adds an adapter to a model."""
     import peft.utils.transformers_weight_conversion as conversion
 
@@ -38,7 +38,7 @@ def names_as_they_are() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = translate
 
 
-def taken_for_experts(model: Any, names: set[str]) -> set[str]:
+def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
     """Return the names of linear layers that PEFT would mistake for parts of experts when it loads an adapter."""
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig
@@ -57,7 +57,7 @@ def taken_for_experts(model: Any, names: set[str]) -> set[str]:
     return taken
 
 
-def refused_by_peft(model: Any, names: set[str]) -> dict[str, str]:
+def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
     """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
@@ -104,11 +104,11 @@ def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     base, prefix = adapted.get_base_model(), "base_model.model."
     tensors = {name.removeprefix(prefix): torch.empty(0, device="cpu") for name in lost}
     stored = [prefix + name for name in revert(base, tensors)]
-    of_checkpoint = {name: older for older, name in loaded_names(adapted, stored).items()}
-    missing = [name for name in lost if name not in of_checkpoint]
+    checkpoint_names = {name: older for older, name in loaded_names(adapted, stored).items()}
+    missing = [name for name in lost if name not in checkpoint_names]
     if missing:
         raise UserError(
             f"lora.target_modules: PEFT could not reload {len(missing)} of {len(own)} tensors of this adapter, "
             f"first {missing[0]}; leave their layers out with lora.exclude_modules"
         )
-    return {name: of_checkpoint.get(name, name) for name in own}
+    return {name: checkpoint_names.get(name, name) for name in own}

@@ -169,7 +169,7 @@ class PackedExperts(nn.Parameter):
             return out
         if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
-            scales = _scales_in_32_bits(sections, layout).view(-1)
+            scales = _dequantize_scales(sections, layout).view(-1)
             return _read_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(layout.shape)
         for index in range(layout.experts):
             matrix = self.expert(index)
@@ -184,13 +184,13 @@ class PackedExperts(nn.Parameter):
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
             return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
-        return _from_4_bits(sections, index, layout)
+        return _dequantize_nf4(sections, index, layout)
 
 
-def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
+def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
     """Dequantise one expert's matrix as `dequantize_4bit` of bitsandbytes would."""
     own = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
-    scales = _scales_in_32_bits(sections | own, layout).view(-1)
+    scales = _dequantize_scales(sections | own, layout).view(-1)
     count = layout.rows * layout.cols
     if count % layout.block == 0 or scales.device.type != "cpu":
         out = torch.empty((1, count), dtype=layout.dtype, device=scales.device)
@@ -201,7 +201,7 @@ def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout)
     return (sections["book"][codes] * of_each).to(layout.dtype).view(layout.rows, layout.cols)
 
 
-def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:
+def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:
     if not layout.double_quant:
         return sections["scales"]
     nested = sections["nested"].repeat_interleave(NESTED_BLOCK, dim=1)[:, : layout.blocks]

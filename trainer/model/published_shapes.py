@@ -40,7 +40,7 @@ def shape_settings(base_model: str) -> dict[str, Any]:
     return settings
 
 
-def shape_of(base_model: str) -> str | None:
+def find_shape(base_model: str) -> str | None:
     """Return the shape that a model's name begins with, ignoring case and punctuation, or None."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)

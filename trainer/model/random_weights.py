@@ -46,7 +46,7 @@ def random_config(base_model: str) -> Any:
         raise UserError(f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration")
     for key, value in settings.items():
         if key not in published or published[key] != value:
-            settings[key] = _of_its_kind(base_model, key, value, known)
+            settings[key] = _check_value(base_model, key, value, known)
     _resize_layer_lists(settings, published)
     # Ids of the byte tokenizer: those of the published model may be beyond its 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
@@ -74,7 +74,7 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
             settings[key] = [value[index % len(value)] for index in range(int(layers or 0))]
 
 
-def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
+def _check_value(base_model: str, key: str, value: Any, known: Any) -> Any:
     """Return a setting's value, whole floats as integers. Raises UserError if it has the wrong type or range."""
     from transformers.activations import ACT2CLS
 
@@ -160,20 +160,20 @@ class RandomTensors:
         """Return a tensor on the device; with `index`, that slice of its first dimension (kept, of length one)."""
         if name in self._packed:
             count, *shape = self._packed[name]
-            return torch.cat([self._packed_of(name, each, shape) for each in _chosen(count, index)])
+            return torch.cat([self._draw_packed(name, each, shape) for each in _select_experts(count, index)])
         like = self._like[name]
         if like.dim() == 3 and ".experts." in name:
-            return torch.cat([self._drawn(f"{name} {each}", like[:1]) for each in _chosen(len(like), index)])
+            return torch.cat([self._draw(f"{name} {each}", like[:1]) for each in _select_experts(len(like), index)])
         if like.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
             return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
-        whole = self._drawn(name, like)
+        whole = self._draw(name, like)
         if name in self._routers:
             skew(whole)
         return whole if index is None else whole[index : index + 1]
 
-    def _packed_of(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
+    def _draw_packed(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
         """Draw random codes; with this exponent their standard deviation is close to that of the other weights."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
@@ -184,10 +184,10 @@ class RandomTensors:
         seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
         return torch.Generator(self._device).manual_seed(seed)
 
-    def _drawn(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _draw(self, name: str, like: torch.Tensor) -> torch.Tensor:
         drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._generator(name))
 
 
-def _chosen(count: int, index: int | None) -> Sequence[int]:
+def _select_experts(count: int, index: int | None) -> Sequence[int]:
     return range(count) if index is None else [index]

@@ -96,16 +96,16 @@ class _Pass:
         self._probes: dict[str, Tensor] = {}
         alike = _drop_repeated_layers(model) if once else set
         for path, module in model.named_modules():
-            _give_values(module)
+            _fill_parameters(module)
             if module is head:
                 module.forward = lambda hidden: hidden
             elif isinstance(module, Conv1D) or is_linear(module):
                 self._probes[path] = torch.zeros((), requires_grad=True)
-                module.forward = partial(self._pass_on, path, module)
+                module.forward = partial(self._probe_forward, path, module)
             elif holds_experts(module):
-                module.forward = _add_up
+                module.forward = _sum_inputs
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
-        leaves = {id(leaf) for leaf in _leaves(logits)}
+        leaves = {id(leaf) for leaf in _find_leaves(logits)}
         reached = {path for path, probe in self._probes.items() if id(probe) in leaves}
         # Of experts that are layers of their own, a few tokens visit some.
         kinds = {ONE_EXPERT.sub(r"\1*\2", path) for path in reached}
@@ -113,21 +113,21 @@ class _Pass:
         self.linear, self.reached = (set(alike(paths)) for paths in (self._probes, reached))
         self.called = set(alike(self.called))
 
-    def _pass_on(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _probe_forward(self, path: str, module: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return a tensor of the layer's output shape that depends on `x` and on the layer's probe."""
         self.called.add(path)
         width = getattr(module, "out_features", None) or module.nf
         return x[..., :1].float().expand(*x.shape[:-1], width) + self._probes[path]
 
 
-def _give_values(module: nn.Module) -> None:
+def _fill_parameters(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         value = torch.full((), 1.0 if parameter.dim() < 2 else 0.02).expand(parameter.shape)
         own = value if parameter.numel() > SMALL else value.clone()
         setattr(module, name, nn.Parameter(own, requires_grad=False))
 
 
-def _add_up(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+def _sum_inputs(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
     """Return a tensor that depends on the hidden states and routing weights passed to experts."""
     floats = [each for each in (*others, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
     return hidden + sum(each.sum() for each in floats)
@@ -141,22 +141,22 @@ def _drop_repeated_layers(model: Any) -> Any:
     path, layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
-        numbers.setdefault(_kind_of(layer), []).append(number)
+        numbers.setdefault(_layer_signature(layer), []).append(number)
     firsts = {same[0]: same for same in numbers.values()}
     parent, _, name = path.rpartition(".")
     kept = {str(number): layers[number] for number in firsts}
     layers._modules = kept  # under their original indices
     setattr(model.get_submodule(parent), name, layers)
 
-    def with_dropped(paths: Any) -> Iterator[str]:
+    def add_dropped(paths: Any) -> Iterator[str]:
         for each in paths:
             own = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", each)
             yield from [each] if own is None else [f"{path}.{same}{own[2]}" for same in firsts[int(own[1])]]
 
-    return with_dropped
+    return add_dropped
 
 
-def _kind_of(layer: nn.Module) -> Any:
+def _layer_signature(layer: nn.Module) -> Any:
     """Return a key that is equal for layers that differ only in their index: modules, flags and weight shapes."""
     lists = (path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList))
     if any(not path.endswith("experts") for path in lists):
@@ -172,7 +172,7 @@ def _kind_of(layer: nn.Module) -> Any:
     )
 
 
-def _leaves(result: Tensor) -> Iterator[Tensor]:
+def _find_leaves(result: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors that would get a gradient of `result`."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
-from trainer.model.older_names import names_in_file, taken_for_experts
+from trainer.model.older_names import find_expert_like_names, names_in_file
 from trainer.model.targets import Targets
 
 
@@ -104,7 +104,7 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
     return bool(found) and all(isinstance(module, nn.Linear) for module in found)
 
 
-def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None:
+def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None) -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
     Layers with names that PEFT reserves for experts (peft#3711) are given by their weight, which PEFT treats alike.
@@ -112,7 +112,7 @@ def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None
     config, base = adapted.peft_config["default"], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
     weights = [path.replace(".base_layer", "") for path, _ in base.named_parameters()]
-    taken = taken_for_experts(base, {path.rpartition(".")[2] for path in targets.modules})
+    taken = find_expert_like_names(base, {path.rpartition(".")[2] for path in targets.modules})
     by_weight = [f"{path}.weight" for path in targets.modules if path.rpartition(".")[2] in taken]
     by_name = [path for path in targets.modules if path.rpartition(".")[2] not in taken]
     not_excluded = [path for path in paths if not (excluded and re.fullmatch(excluded, path))]
@@ -122,7 +122,7 @@ def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None
     config._custom_modules = None
 
 
-def check_found_again(adapted: Any) -> None:
+def check_reloadable(adapted: Any) -> None:
     """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
 
     Applies PEFT's own rules for names, without a second model: the saved settings must match exactly the adapted

@@ -31,7 +31,7 @@ def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> lis
     return sorted(own & never) if server == "vllm" else []
 
 
-def train_without(name: str) -> str:
+def describe_exclusion(name: str) -> str:
     """Return the advice for training without adapters on layers of this name."""
     if name in ("gate", "router"):
         return f"take {name} out of lora.target_modules and lora.target_parameters"
@@ -60,7 +60,7 @@ def serving_notes(config: RunConfig, model: Any) -> list[str]:
         if target == "llama.cpp" and lora.experts and expert_modules(model):
             names = ["experts"]
         notes += [
-            f"export.target={target}: {server} does not apply adapters of {name}; {train_without(name)}"
+            f"export.target={target}: {server} does not apply adapters of {name}; {describe_exclusion(name)}"
             for name in names
         ]
     return [f"{note}; or serve the merged model (zerolora export --format hf)" for note in notes]

@@ -71,7 +71,7 @@ class Stored:
             else:
                 one_by_one = type(self.converter.operations[0]).__name__ == "MergeModulelist"
                 parts[pattern] = [files.read(name, None if one_by_one else expert) for name in names]
-        return self._converted(parts)[self.target]
+        return self._convert(parts)[self.target]
 
     def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
         """Return the parameters built by the conversion: several if one tensor is split."""
@@ -79,9 +79,9 @@ class Stored:
             pattern: [torch.empty(shapes[name], device="meta") for name in names]
             for pattern, names in self.names.items()
         }
-        return list(self._converted(empty))
+        return list(self._convert(empty))
 
-    def _converted(self, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    def _convert(self, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         converter = deepcopy(self.converter)
         for pattern, tensors in parts.items():
             for name, tensor in zip(self.names[pattern], tensors, strict=False):
@@ -107,19 +107,19 @@ def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str
     Raises UserError if a parameter has none.
     """
     shapes = files.shapes()
-    found = _mxfp4(model, shapes)
-    for stored in _by_mapping(model, shapes):
+    found = _find_mxfp4(model, shapes)
+    for stored in _find_by_mapping(model, shapes):
         targets = [stored.target] if stored.converter is None else stored.targets(shapes)
         for target in targets:
             found.setdefault(target, Stored(target, *_rest(stored)))
-    return _with_tied(model, found, base_model)
+    return _add_tied(model, found, base_model)
 
 
 def _rest(stored: Stored) -> tuple[Any, ...]:
     return stored.names, stored.converter, stored.key, stored.like, stored.config
 
 
-def _by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
+def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
     """Collect the stored tensors as `convert_and_load_state_dict_in_model` of transformers does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -146,7 +146,7 @@ def _by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
     return found
 
 
-def _mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
+def _find_mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
     """Find the parameters with stored blocks and scales, with or without the model's prefix."""
     prefix, found = f"{model.base_model_prefix}.", {}
     for target, _ in model.named_parameters():
@@ -156,7 +156,7 @@ def _mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
     return found
 
 
-def _with_tied(model: Any, found: dict[str, Stored], base_model: str) -> dict[str, Stored]:
+def _add_tied(model: Any, found: dict[str, Stored], base_model: str) -> dict[str, Stored]:
     tied = set(require(model, "all_tied_weights_keys", "transformers"))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(parameters[name]): stored for name, stored in found.items() if name in parameters}

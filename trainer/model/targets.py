@@ -26,11 +26,11 @@ from trainer.model.expert_targets import (
     expert_targets,
     is_named,
     is_router,
-    names_experts,
-    names_of_experts,
+    list_expert_aliases,
+    matches_aliases,
     other_parameters,
 )
-from trainer.model.older_names import refused_by_peft, taken_for_experts
+from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
 from trainer.parallel.engine.partitioned import whole_shape
@@ -53,17 +53,17 @@ class Targets:
         return (*self.experts, *self.others)
 
 
-def targets_of(model: Any, lora: LoraSection) -> Targets | None:
+def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
     """Return all adapted paths if PEFT cannot find them by name (experts, regular expressions), or None."""
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
-    ambiguous = taken_for_experts(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
+    ambiguous = find_expert_like_names(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or by_path):
         return None
     return Targets(
         tuple(layers_to_adapt(model, lora)),
-        tuple(expert_targets(model, lora, _pattern_of(beyond_text(model)))),
+        tuple(expert_targets(model, lora, _build_pattern(find_non_text_modules(model)))),
         tuple(other_parameters(model, lora)),
         expert_rank(model, lora),
     )
@@ -91,38 +91,40 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be without weights."""
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
-    towers = beyond_text(model)
-    beyond = _pattern_of(towers)
+    towers = find_non_text_modules(model)
+    beyond = _build_pattern(towers)
     check_experts(model, lora, beyond)
-    of_experts, cannot = names_of_experts(model), layers_that_cannot_learn(model)
+    expert_aliases, cannot = list_expert_aliases(model), find_untrainable_layers(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
-        if lora.experts and names_experts(name, of_experts):
+        if lora.experts and matches_aliases(name, expert_aliases):
             continue
         found = {path for path in paths if is_named(name, path)}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
         if found and not within:
             raise UserError(f"lora.target_modules={shown(name)}: is outside the language model and never sees text")
         if not found & linear:
-            inner = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
-            advice = f"is not a layer, but contains some; use {inner}" if inner else _nothing(name, linear, "layer")
+            inner = _summarize_names(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
+            advice = f"is not a layer, but contains some; use {inner}" if inner else _suggest(name, linear, "layer")
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
         if within & linear <= set(cannot):
             reason = cannot[min(within & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); name other layers")
     # A tower may be named although it is always excluded; names that occur only inside one would have no effect.
-    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {*of_experts}
+    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {
+        *expert_aliases
+    }
     for name in lora.exclude_modules:
         if not any(re.fullmatch(below(name), path) for path in known):
-            raise UserError(f"lora.exclude_modules={shown(name)}: {_nothing(name, known, 'module')}")
+            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={shown(name)}: {_nothing(name, set(paths), 'module')}")
+            raise UserError(f"lora.modules_to_save={shown(name)}: {_suggest(name, set(paths), 'module')}")
     kept = list(layers_to_adapt(model, lora))
     adapted = [*kept, *expert_targets(model, lora, beyond), *other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
-                raise UserError(f"lora.{setting}={shown(name)}: {_nothing(name, set(adapted), 'adapted layer')}")
+                raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
         raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
@@ -138,29 +140,29 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     patterns = [below(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(below("experts"))  # each expert is a module
-    patterns += filter(None, [_pattern_of(beyond_text(model))])
+    patterns += filter(None, [_build_pattern(find_non_text_modules(model))])
     never_read: Any = getattr(model, "never_read", list)
     patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
-    left_out = layers_that_cannot_learn(model)
+    left_out = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
-        left_out |= _not_by_default(model)
+        left_out |= _find_excluded_by_default(model)
     others = {path for path, module in model.named_modules() if _has_matrix(module)} - set(left_out)
-    patterns += filter(None, [_pattern_of(list(left_out), others)])
+    patterns += filter(None, [_build_pattern(list(left_out), others)])
     return "|".join(patterns) or None
 
 
-def layers_that_cannot_learn(model: Any) -> dict[str, str]:
+def find_untrainable_layers(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that an adapter cannot train, with the reason."""
     if hasattr(model, "usual_targets"):
         return {}
-    beyond, found = _pattern_of(beyond_text(model)), dict(find_reached(model).unreached)
+    beyond, found = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    refused = refused_by_peft(model, {path.rpartition(".")[2] for path in linear})
+    refused = find_refused_names(model, {path.rpartition(".")[2] for path in linear})
     found |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
     return {path: reason for path, reason in found.items() if not (beyond and re.fullmatch(beyond, path))}
 
 
-def _not_by_default(model: Any) -> dict[str, str]:
+def _find_excluded_by_default(model: Any) -> dict[str, str]:
     """Return the paths of linear layers that `all-linear` does not include, with the reason."""
     routers = {name.removesuffix(".weight") for name in router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -173,10 +175,10 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     if lora.adapter_path:
         return []
     base, all_linear = model.get_base_model(), lora.target_modules == ALL_LINEAR
-    excluded, towers = "|".join(map(below, lora.exclude_modules)), beyond_text(base)
-    special = (_not_by_default(base) if all_linear else {}) | layers_that_cannot_learn(base)
+    excluded, towers = "|".join(map(below, lora.exclude_modules)), find_non_text_modules(base)
+    special = (_find_excluded_by_default(base) if all_linear else {}) | find_untrainable_layers(base)
     reasons: dict[str, list[str]] = defaultdict(list)
-    for path, module in _without_adapter(base):
+    for path, module in _find_unadapted(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
             continue
         if module is base.get_output_embeddings():
@@ -193,7 +195,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
             reasons["lora.experts: false"].append(path)
         else:
             reasons["PEFT has no adapter for them"].append(path)
-    return [f"without adapter: {_names_of(paths)}: {reason}" for reason, paths in reasons.items()]
+    return [f"without adapter: {_summarize_names(paths)}: {reason}" for reason, paths in reasons.items()]
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -201,7 +203,7 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(len(whole_shape(own)) > 1 for own in module.parameters(recurse=False))
 
 
-def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers that have no adapter and are not trained, in full or in part."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -220,7 +222,7 @@ def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path.replace(".base_layer", ""), module
 
 
-def beyond_text(model: Any) -> list[str]:
+def find_non_text_modules(model: Any) -> list[str]:
     """Return the paths of image and audio towers and projectors: modules outside the one that embeds the tokens."""
     if model.config.get_text_config() is model.config:
         return []
@@ -242,7 +244,7 @@ def _custom_linears(model: nn.Module) -> list[str]:
     return [path for path, module in linear if path not in quantised and not is_linear(module)]
 
 
-def _pattern_of(paths: list[str], others: Collection[str] = ()) -> str | None:
+def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
     """Return a regular expression for these paths and all below, for every layer index unless `others` would match."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
@@ -259,16 +261,16 @@ def _is_target(path: str, lora: LoraSection) -> bool:
     return any(is_named(name, path) for name in lora.target_modules)
 
 
-def _nothing(name: str, paths: set[str], what: str) -> str:
+def _suggest(name: str, paths: set[str], what: str) -> str:
     """Describe that a name matches nothing, with a suggestion and the existing names."""
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
     hint = f"did you mean {nearest[0]}? There" if nearest else "there"
-    return f"matches no {what} of this model; {hint} are: {_names_of(paths)}"
+    return f"matches no {what} of this model; {hint} are: {_summarize_names(paths)}"
 
 
-def _names_of(paths: Any) -> str:
+def _summarize_names(paths: Any) -> str:
     """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
     counts = Counter(_last_name(path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]

@@ -38,12 +38,12 @@ class SafetensorsFiles:
         """Read the headers of files that begin with `stem`. Raises UserError if there are none or one is damaged."""
         self._setting = f"base_model={base_model}"
         folder = _checkpoint_folder(base_model, section)
-        self._file_of: dict[str, Path] = {}
+        self._files: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in files_in(folder, self._setting, stem=stem):
             headers = _headers(file, self._setting)
             self._headers |= headers
-            self._file_of |= dict.fromkeys(headers, file)
+            self._files |= dict.fromkeys(headers, file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
@@ -53,13 +53,13 @@ class SafetensorsFiles:
         """Return the dtypes of all tensors, as safetensors names them (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
 
-    def file_of(self, name: str) -> Path:
+    def find_file(self, name: str) -> Path:
         """Return the file that contains a tensor."""
-        return self._file_of[name]
+        return self._files[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor on the CPU; with `index`, that slice of its first dimension (kept, of length one)."""
-        with safe_open(str(self._file_of[name]), framework="pt") as handle:
+        with safe_open(str(self._files[name]), framework="pt") as handle:
             if index is None:
                 return torch.as_tensor(handle.get_tensor(name))
             return torch.as_tensor(handle.get_slice(name)[index : index + 1])
@@ -75,7 +75,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
         if bad := int((~torch.isfinite(own)).sum()):
             what, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
             if not torch.isfinite(stored).all():
-                what, fix = "NaN or infinite", f"download or copy {files.file_of(name).name} again"
+                what, fix = "NaN or infinite", f"download or copy {files.find_file(name).name} again"
             raise UserError(f"{setting}: {bad:,} of {own.numel():,} values of {name} are {what}; {fix}")
 
 
@@ -95,7 +95,7 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
         raise UserError(
             f"{setting}: has {others[0]}, but neither {weights} nor {index.name}; copy what is missing from the model"
         )
-    named = _named_in(index, setting)
+    named = _read_index(index, setting)
     missing = [name for name in named if not (folder / name).exists()]
     if missing:
         raise UserError(
@@ -105,7 +105,7 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
     return [folder / name for name in named]
 
 
-def _named_in(index: Path, setting: str) -> list[str]:
+def _read_index(index: Path, setting: str) -> list[str]:
     try:
         named = sorted(set(read_json(index, Index).weight_map.values()))
     except UnreadableFile as error:
@@ -124,11 +124,11 @@ def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]
     try:
         entries, _, _ = read_safetensors_header(file)
     except UnreadableFile as error:
-        raise UserError(f"{setting}: {file.name} {_what_is_wrong(file, error)}") from None
+        raise UserError(f"{setting}: {file.name} {_describe_damage(file, error)}") from None
     return {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
 
 
-def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
+def _describe_damage(file: Path, error: UnreadableFile) -> str:
     try:
         with file.open("rb") as handle:
             begin = handle.read(64)
@@ -138,7 +138,7 @@ def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
     return next(kinds, f"{error.problem}; download or copy it again")
 
 
-def is_here(base_model: str, section: ModelSection) -> bool:
+def has_local_weights(base_model: str, section: ModelSection) -> bool:
     """Return whether the weights are in a folder or the hub's cache, so that headers can be read without a download."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -149,7 +149,7 @@ def is_here(base_model: str, section: ModelSection) -> bool:
     if not isinstance(index, str):
         return isinstance(try_to_load_from_cache(base_model, WEIGHTS, revision=revision), str)
     # Missing files are downloaded when the model is loaded.
-    return all((Path(index).parent / name).exists() for name in _named_in(Path(index), f"base_model={base_model}"))
+    return all((Path(index).parent / name).exists() for name in _read_index(Path(index), f"base_model={base_model}"))
 
 
 def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:

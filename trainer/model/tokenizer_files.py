@@ -25,7 +25,7 @@ NAMES = (
     "merges.txt",
 )  # fmt: skip
 """Files from which a tokenizer can be loaded."""
-OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
+LOCAL_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 """Settings in which transformers records where it loaded a tokenizer from."""
 
 
@@ -35,15 +35,15 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
     `revision` is the revision of its repository on the hub.
     """
     try:
-        own = _portable(_source_files(tokenizer.name_or_path, revision))
-        if own and _identity(_loaded(own)) == _identity(tokenizer):
+        own = _make_portable(_source_files(tokenizer.name_or_path, revision))
+        if own and _identity(_load(own)) == _identity(tokenizer):
             return own
     except UserError:
         pass  # files that need custom code, or more files than are copied
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        root = Path(folder)
-        return _portable({str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()})
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return _make_portable({str(file.relative_to(folder)): file.read_bytes() for file in files})
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
@@ -66,7 +66,7 @@ def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
     return found
 
 
-def _loaded(files: Mapping[str, bytes]) -> Any:
+def _load(files: Mapping[str, bytes]) -> Any:
     """Load the tokenizer as a run does: from a folder without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
@@ -80,10 +80,10 @@ def _identity(tokenizer: Any) -> tuple[Any, ...]:
     return kept, special, tokenizer.chat_template
 
 
-def _portable(files: dict[str, bytes]) -> dict[str, bytes]:
+def _make_portable(files: dict[str, bytes]) -> dict[str, bytes]:
     """Rewrite settings that only transformers 5 can load, and drop local paths."""
     settings: dict[str, Any] = parse_json(files[SETTINGS], Path(SETTINGS)) if SETTINGS in files else {}
-    kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
+    kept = {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS}
     if kept.get("tokenizer_class") == "TokenizersBackend":
         kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(kept.get("extra_special_tokens"), list):

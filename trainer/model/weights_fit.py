@@ -37,7 +37,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
         stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
     model_config = full_precision(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
-    with _quiet():
+    with _suppress_loading_output():
         try:
             model, found = model_class.from_pretrained(
                 None,
@@ -49,9 +49,9 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
                 output_loading_info=True,
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
-            raise UserError(f"{setting}: {_incomplete(files)}; {SAME_MODEL}, or download it again") from None
-    of_experts = any("expert" in name for name, *_ in found["mismatched_keys"])
-    if of_experts and (lost := _lost_expert(files)):
+            raise UserError(f"{setting}: {_describe_incomplete(files)}; {SAME_MODEL}, or download it again") from None
+    expert_mismatch = any("expert" in name for name, *_ in found["mismatched_keys"])
+    if expert_mismatch and (lost := _describe_missing_expert(files)):
         raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
     return judge_loading(setting, model, found)
 
@@ -59,15 +59,15 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
     name, asked = type(model).__name__, len(model.state_dict())
-    extra = _whole_layers(model, found["unexpected_keys"])
+    extra = _describe_extra_layers(model, found["unexpected_keys"])
     if found["missing_keys"]:
-        first, count = min(found["missing_keys"], key=_natural), len(found["missing_keys"])
+        first, count = min(found["missing_keys"], key=_natural_sort_key), len(found["missing_keys"])
         raise UserError(
             f"{setting}: {count} of the {asked} weights of {name} as config.json describes it are in none of its files "
             f"(first: {first}) and would be random; {SAME_MODEL}, or download it again"
         )
     if found["mismatched_keys"]:
-        wrong = sorted(found["mismatched_keys"], key=lambda each: _natural(each[0]))
+        wrong = sorted(found["mismatched_keys"], key=lambda each: _natural_sort_key(each[0]))
         first, has, wanted = wrong[0]
         raise UserError(
             f"{setting}: {len(wrong)} of {asked} weights do not fit config.json (first: {first} has shape "
@@ -75,11 +75,11 @@ def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
         )
     if extra:
         raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL}")
-    left = sorted(found["unexpected_keys"], key=_natural)
+    left = sorted(found["unexpected_keys"], key=_natural_sort_key)
     return [f"{len(left)} stored tensors are not part of {name} and are ignored (first: {left[0]})"] if left else []
 
 
-def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
+def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
     """Describe surplus stored layers (`2 layers in model.layers, and the files have 3`); empty if there are none.
 
     Models trained with multi-token prediction store extra layers after their own, which are allowed.
@@ -103,10 +103,9 @@ def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError for weights in 8 bits, which would be loaded without their scales."""
     if scales := scales_by_weight(files):
-        raise UserError(
-            f"{setting}: {min(scales, key=_natural)} is stored in FP8, but config.json does not say so; {SAME_MODEL}"
-        )
-    for name, kind in sorted(files.types().items(), key=lambda each: _natural(each[0])):
+        first = min(scales, key=_natural_sort_key)
+        raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not say so; {SAME_MODEL}")
+    for name, kind in sorted(files.types().items(), key=lambda each: _natural_sort_key(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
             raise UserError(
@@ -115,11 +114,11 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
             )
 
 
-def _incomplete(files: SafetensorsFiles) -> str:
-    return _lost_expert(files) or "its stored tensors do not match those that config.json describes"
+def _describe_incomplete(files: SafetensorsFiles) -> str:
+    return _describe_missing_expert(files) or "its stored tensors do not match those that config.json describes"
 
 
-def _lost_expert(files: SafetensorsFiles) -> str | None:
+def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
     """Describe the first missing tensor of an expert that other experts or layers have, or return None."""
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in files.shapes():
@@ -127,27 +126,27 @@ def _lost_expert(files: SafetensorsFiles) -> str | None:
             layers[match[1]][match[3]].add(int(match[2]))
     everyone = set().union(*(present for tensors in layers.values() for present in tensors.values()))
     kinds = {tensor for tensors in layers.values() for tensor in tensors}
-    for layer, tensors in sorted(layers.items(), key=lambda each: _natural(each[0])):
+    for layer, tensors in sorted(layers.items(), key=lambda each: _natural_sort_key(each[0])):
         for tensor in sorted(kinds):
             for index in sorted(everyone - tensors.get(tensor, set())):
-                return f"{layer}.{index}.{tensor} {_missing_from(files, layer, index)}"
+                return f"{layer}.{index}.{tensor} {_describe_expected_file(files, layer, index)}"
     return None
 
 
-def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
+def _describe_expected_file(files: SafetensorsFiles, layer: str, index: int) -> str:
     """Describe where a tensor of an expert should be: the file with the rest of the expert, or of the layer."""
-    names = sorted(files.shapes(), key=_natural)
+    names = sorted(files.shapes(), key=_natural_sort_key)
     near = [name for name in names if name.startswith(f"{layer}.{index}.")]
     near += [name for name in names if name.startswith(f"{layer}.")]
-    return f"is in none of its files ({files.file_of(near[0]).name} has {near[0]})"
+    return f"is in none of its files ({files.find_file(near[0]).name} has {near[0]})"
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_loading_output() -> Iterator[None]:
     """Suppress the loading report and progress bar of transformers; our messages replace them."""
     from transformers.utils import logging
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.replacements import replaces
-from trainer.model.expert_factor import ExpertFactor
-from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
+from trainer.model.expert_layers import DOWN, ExpertFactor, expert_modules, expert_shape, takes_all_tokens
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.parallel.ranks.group import sum_over_ranks
 

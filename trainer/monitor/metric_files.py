@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.contract.full_disk import collect_disk_errors
+from trainer.contract.output_files import collect_disk_errors
 from trainer.monitor.console import warn
 
 METRICS_FILE = "metrics.jsonl"

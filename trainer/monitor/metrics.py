@@ -14,8 +14,8 @@ from rich.console import Console
 
 from trainer.config import LoggingSection, UserError
 from trainer.config.files import UnreadableFile, read_bytes, read_text
-from trainer.contract.metric_records import MOST_METRICS_BYTES, parse_record
-from trainer.contract.metric_records import Record as Record
+from trainer.contract.json_records import MOST_METRICS_BYTES, parse_record
+from trainer.contract.json_records import Record as Record
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.display import Display
 from trainer.monitor.gpu import GpuMetrics

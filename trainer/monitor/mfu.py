@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from trainer.data import MicroBatch
-from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import (
     DOWN,
+    ExpertFactor,
     expert_elements,
     expert_shape,
     holds_experts,

@@ -39,7 +39,7 @@ class StepProfiler:
         self._range: Any = None
 
     @classmethod
-    def of_run(
+    def for_run(
         cls, config: RunConfig, rank: int, total_steps: int, engine: object, steering: object | None
     ) -> "StepProfiler | None":
         """Return a profiler of the last `logging.profile_steps` steps of a run; None if that is 0."""

@@ -19,7 +19,7 @@ from trainer.model.integer_weights import (
     Integers,
     adapted_linears,
     check_torchao,
-    form_of,
+    choose_integer_form,
     why_not_rounded,
 )
 from trainer.parallel.engine.partitioned import whole_shape
@@ -49,17 +49,17 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     layers = adapted_linears(model)
     form = rounded_form(layers, kind, dtype)
     for layer in layers.values():
-        replace(layer, "forward", _forward_of(layer, form))
+        replace(layer, "forward", _build_forward(layer, form))
     return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
 
 
 def rounded_form(layers: Mapping[str, Any], kind: Integers, dtype: torch.dtype) -> IntegerForm:
     """Return the integer format in which these adapted layers are trained and saved."""
     widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
-    return form_of(kind, widths, dtype, setting="training.qat")
+    return choose_integer_form(kind, widths, dtype, setting="training.qat")
 
 
-def _forward_of(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
+def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
     for name in ("_disable_adapters", "_active_adapter"):
         require(layer, name, "peft")
     plain_forward, adapter = layer.forward, layer.active_adapters[0]

@@ -8,9 +8,9 @@ from torch import nn
 
 from trainer.contract.replacements import replaces
 from trainer.model.expert_adapter import ParamWrapper
-from trainer.model.expert_forward import activation_of, adapted_forward
+from trainer.model.expert_forward import adapted_forward, detect_activation
 from trainer.model.expert_layers import expert_modules
-from trainer.model.frozen_experts import forget_weights, packed_tensors
+from trainer.model.frozen_experts import forward_frozen, packed_tensors
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
@@ -31,7 +31,7 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
             wrapped.setdefault(id(module.get_base_layer()), []).append(module)
     counts: Counter[tuple[str, str]] = Counter()
     for experts in expert_modules(model).values():
-        by_operator = activation_of(experts) is not None
+        by_operator = detect_activation(experts) is not None
         if id(experts) in wrapped:
             what = _described(wrapped[id(experts)])
         elif by_operator and on_gpu:
@@ -40,7 +40,7 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
         else:
             if _is_gathered_by_deepspeed(experts):
                 # The model's own code would keep views of what is gathered until the backward pass.
-                replace(experts, "forward", partial(forget_weights, experts, experts.forward))
+                replace(experts, "forward", partial(forward_frozen, experts, experts.forward))
             continue
         counts[what, "by the operator" if by_operator else "in plain torch, for their gate is not the operator's"] += 1
     return [f"experts: {count} layers {what}, {how}" for (what, how), count in counts.items()]

@@ -219,9 +219,9 @@ class _Group:
     def install(self) -> None:
         """Replace the layers' forward."""
         for index, member in enumerate(self.members):
-            replace(member.layer, "forward", self._forward_of(index, member))
+            replace(member.layer, "forward", self._build_forward(index, member))
 
-    def _forward_of(self, index: int, member: _Member) -> Callable[..., Tensor]:
+    def _build_forward(self, index: int, member: _Member) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or not member.applies_to(x):
                 return member.plain_forward(x, *args, **kwargs)
@@ -304,7 +304,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
     # Scaled so that the sums over all tokens stay in the range of fp16.
     grads = [draw(TEST_TOKENS, up.shape[0]).detach() / up.shape[0] ** 0.5 for up in ups]
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
-    truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
+    truth = _run_plain(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
     grad_x, *others = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
     allowed = 1e-3 if dtype == torch.float32 else 2e-2
     for times in repeats:
@@ -314,7 +314,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
         pairs = [("output", *pair) for pair in zip(ours, truth, strict=True)]
         pairs += [("gradient", got, wanted) for got, wanted in zip(our_grads, (grad_x, *others), strict=True)]
         for what, got, wanted in pairs:
-            error = _error_of(got.detach(), wanted.detach(), times)
+            error = _relative_error(got.detach(), wanted.detach(), times)
             if not error <= allowed:
                 raise ValueError(
                     f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
@@ -323,7 +323,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
                 )
 
 
-def _error_of(got: Tensor, wanted: Tensor, times: int) -> float:
+def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
     """Return the RMS of the difference, relative to that of `wanted`, per repetition or of their sum."""
     if got.shape == wanted.shape:  # of factors, whose gradients add up
         differences = [got.float() - times * wanted]
@@ -334,7 +334,7 @@ def _error_of(got: Tensor, wanted: Tensor, times: int) -> float:
     return float((mean / wanted.square().mean()) ** 0.5)
 
 
-def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
+def _run_plain(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
     outputs = []
     for member, down, up in zip(members, downs, ups, strict=True):
         base = member.base

@@ -13,7 +13,7 @@ from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model.adapter import count_parameters
-from trainer.model.targets import beyond_text
+from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.patches.replace import replace
 
@@ -57,11 +57,11 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
 
     # Conv1D is GPT-2's linear layer, with its weight transposed.
     linear = (nn.Linear, nn.Embedding, LoraLayer, Conv1D)
-    towers = tuple(f"{path}." for path in beyond_text(_base_of(model)))
+    towers = tuple(f"{path}." for path in find_non_text_modules(_find_base(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     adapted = {id(wrapper.get_param()) for wrapper in wrappers}
     found: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
-    for path, module in _base_of(model).named_modules():
+    for path, module in _find_base(model).named_modules():
         if isinstance(module, linear) or f"{path}.".startswith(towers):
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -80,7 +80,7 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     return lines
 
 
-def _base_of(model: Any) -> Any:
+def _find_base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -114,11 +114,11 @@ def call_projections_of_mamba(model: Any) -> list[str]:
     """
     mixers = [module for module in model.modules() if _is_mamba_2(module)]
     for module in mixers:
-        require(_file_of(module), WHOLE_LAYER_KERNEL, "transformers")
+        require(_modeling_file(module), WHOLE_LAYER_KERNEL, "transformers")
     changed = [module for module in mixers if type(module.out_proj) is not nn.Linear]
     for module in changed:
-        if getattr(_file_of(module), WHOLE_LAYER_KERNEL) is not _no_kernel:
-            replace(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
+        if getattr(_modeling_file(module), WHOLE_LAYER_KERNEL) is not _no_kernel:
+            replace(_modeling_file(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
     if why_not := _why_not_used(*SCAN):
@@ -154,7 +154,7 @@ def _why_not_imported(package: str, name: str) -> str:
     return ""
 
 
-def _file_of(module: nn.Module) -> Any:
+def _modeling_file(module: nn.Module) -> Any:
     return sys.modules[type(module).__module__]
 
 

@@ -183,15 +183,15 @@ def varlen_attention(
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
     if documents * max_seqlen == tokens and window is None:
-        return _of_equal_lengths(query, key, value, documents, scaling, dropout).unsqueeze(0), None
+        return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
-        return _of_any_lengths(query, key, value, cu_seqlens, longest, scaling, dropout, window).unsqueeze(0), None
+        return _attend_varlen(query, key, value, cu_seqlens, longest, scaling, dropout, window).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
-    of_equal = _of_equal_lengths(q, k, v, equal_documents, scaling, dropout)
+    of_equal = _attend_batched(q, k, v, equal_documents, scaling, dropout)
     bounds = cu_seqlens[equal_documents:] - at
-    of_others = _of_any_lengths(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
+    of_others = _attend_varlen(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
     return torch.cat([of_equal, of_others]).unsqueeze(0), None
 
 
@@ -209,7 +209,7 @@ def equal_documents_first(batch: MicroBatch) -> dict[str, int]:
     return {"equal_documents": equal, "others_seqlen": max(lengths[equal:])}
 
 
-def _of_any_lengths(
+def _attend_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -237,7 +237,7 @@ def _of_any_lengths(
     return out
 
 
-def _of_equal_lengths(
+def _attend_batched(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
     """Compute documents as batch rows, [T, heads, head_dim]; dense kernels (cuDNN on Hopper) need 58 % of the time.

@@ -56,18 +56,18 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     flat = base.config._attn_implementation in FLAT_ATTENTION
-    seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
+    seen = _find_attention_fault(token_loss, model, pad_token_id, device, flat=flat)
     if seen and base.config._attn_implementation == VARLEN:
         disable_varlen(base)
         flat = False
-        seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
+        seen = _find_attention_fault(token_loss, model, pad_token_id, device, flat=flat)
     if seen:
         raise UserError(f"dataset.packing=true: in {type(base).__name__} {seen}; set dataset.packing: false")
     return flat
 
 
 @torch.no_grad()
-def _what_is_seen(
+def _find_attention_fault(
     token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, *, flat: bool
 ) -> str | None:
     """Return what is wrong with the attention over a pack of two documents; None if it is correct."""

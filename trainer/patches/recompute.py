@@ -47,7 +47,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     kept = "kept on the device"
     if training.offload_activations:
         offload = HostCopies()
-        run = partial(_with_offload, offload, run)
+        run = partial(_run_with_offload, offload, run)
         model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
         kept = "kept in host memory"
     if mode == "selective":
@@ -167,7 +167,7 @@ def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callabl
     return checkpointed
 
 
-def _with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     # These hooks see only the tensors that the checkpoint itself keeps: inside it, its own hooks apply.
     with torch.autograd.graph.saved_tensors_hooks(offload.keep, offload.give_back):
         return run(function, *args)

@@ -84,7 +84,7 @@ def build_divergence(given: SteeringInputs) -> Divergence:
     if fits and not held_out:
         say(f"scu: fewer than {FEWEST} reference texts, so none is held out: scu.scale_to_target does nothing")
     states, visits = None, given.total_steps * reference.rows
-    if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), visits, len(texts)):
+    if _pays(scu.reference_cache, size := _count_state_bytes(engine, texts), visits, len(texts)):
         states = BaseStates.compute(engine, given.token_loss, reference)
         kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
@@ -103,7 +103,7 @@ def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) ->
     return size <= MOST_STATES and visits >= 2 * texts if wanted == "auto" else wanted
 
 
-def _bytes_of_states(engine: Engine, texts: list[Sample]) -> int:
+def _count_state_bytes(engine: Engine, texts: list[Sample]) -> int:
     base = engine.module.get_base_model()
     width: int = base.config.get_text_config().hidden_size
     return sum(len(text.input_ids) - 1 for text in texts) * width * base.dtype.itemsize

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import UserError
-from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_layers import ExpertFactor
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 from trainer.parallel.engine.partitioned import (
     get_local_shard,
@@ -212,7 +212,7 @@ def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chu
 
 def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
     """Return the position of consecutive pairs in a flat adapter; empty if they are not contiguous there."""
-    numbers = [flat.rows_of([getattr(pair, side) for pair in part]) for side in ("a", "b")]
+    numbers = [flat.find_rows([getattr(pair, side) for pair in part]) for side in ("a", "b")]
     if None in numbers:
         return {}
     (block_a, rows_a), (block_b, rows_b) = cast(list[tuple[int, slice]], numbers)

@@ -156,7 +156,7 @@ def _proportional_integral(law: Law, state: State, measured: float) -> State:
     assert state.smoothed is not None and state.error is not None
     level = law.ema * _level(law, measured) + (1.0 - law.ema) * _level(law, state.smoothed)
     error = level - _level(law, law.target)
-    after = replace(state, smoothed=_of_level(law, level), error=error)
+    after = replace(state, smoothed=_measure_from_level(law, level), error=error)
     if abs(error) <= law.deadband:
         return after
     bound = ERROR_BOUND[law.form]
@@ -189,7 +189,7 @@ def _level(law: Law, measured: float) -> float:
     return math.log(ratio / (1.0 - ratio))
 
 
-def _of_level(law: Law, level: float) -> float:
+def _measure_from_level(law: Law, level: float) -> float:
     return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
 
 

@@ -1,4 +1,4 @@
-"""Join a run: the ranks form a process group and agree on all decisions before weights are loaded."""
+"""Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
-from trainer.config import RunConfig, collective_timeout
+from trainer.config import RunConfig, TrainingSection, collective_timeout
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
-from trainer.data.prepared import Prepared, samples_of, share_stream
-from trainer.data.shared_blocks import folder_of_run
+from trainer.contract.replacements import replaces
+from trainer.data.prepared import Prepared, count_samples, share_stream
+from trainer.data.shared_blocks import run_blocks_folder
 from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -19,7 +20,6 @@ from trainer.parallel.ranks.agreement import meet
 from trainer.parallel.ranks.device_ahead import hash_triton_ahead
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
-from trainer.parallel.ranks.torch_settings import set_up_torch
 from trainer.tasks.images.task import ImageTask
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Task
@@ -64,7 +64,7 @@ def join(
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
-    _print_steps(config, resolved, samples_of(prepared), ranks.world_size, say)
+    _print_steps(config, resolved, count_samples(prepared), ranks.world_size, say)
     return Joined(resolved, prepared, device, precision, memory, task)
 
 
@@ -73,7 +73,7 @@ def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock 
     world = meet(ranks, config, lock.token if lock is not None else "")
     form_process_group(ranks, collective_timeout(config.training))
     if world.hosts > 1:
-        blocks = folder_of_run(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
+        blocks = run_blocks_folder(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
         prepared = share_stream(prepared, blocks)
     say(world.summary)
     if (warning := known_versions.version_warning()) is not None:
@@ -88,3 +88,31 @@ def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ran
         say(f"note: {smaller}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
+
+
+def set_up_torch(training: TrainingSection, device: torch.device) -> None:
+    """Apply the settings of `training` that are global to torch, and turn cuDNN's attention off."""
+    torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = training.cudnn_benchmark
+        disable_cudnn_attention()
+        if training.memory_fraction:
+            torch.cuda.set_per_process_memory_fraction(training.memory_fraction, device)
+
+
+@replaces(
+    "cuDNN as a backend of `scaled_dot_product_attention`",
+    library="torch",
+    read_in="2.13.0",
+    why="its gradients are NaN with a mask if the last tile of 128 tokens holds 64, and at FLUX's shapes",
+    active="training on a GPU; causal attention without a mask over whole tiles still uses cuDNN",
+    test="tests/unit/test_attention.py: test_cudnn_is_left_to_whole_tiles",
+    upstream="https://github.com/pytorch/pytorch/issues/196678",
+)
+def disable_cudnn_attention() -> None:
+    """Let torch use cuDNN's attention in this process only on request (packed_attention.py).
+
+    Its gradient is NaN with a mask if the last tile of 128 tokens holds 64 (torch 2.11 to 2.13, pytorch#196678), and
+    reads out of bounds at FLUX's shapes (torch 2.11, cuDNN 9.19, an H200).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)

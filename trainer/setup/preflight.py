@@ -21,18 +21,18 @@ from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data import Samples, prepare_data
-from trainer.data.conversations import chat_template_of
-from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.cache import reference_samples
+from trainer.data.conversations import find_chat_template
+from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.prompt_files import sample_prompts
-from trainer.data.reference_text import reference_samples
-from trainer.data.step_count import step_warnings, with_global_batch
+from trainer.data.step_count import resolve_global_batch, step_warnings
 from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss, check_visited
-from trainer.model.integer_weights import check_rounded, check_torchao
+from trainer.model.integer_weights import check_integer_targets, check_torchao
 from trainer.model.model_kind import check_kind
-from trainer.model.model_source import check_source, unreadable
+from trainer.model.model_source import check_source, unreadable_error
 from trainer.model.served_layers import serving_notes
 from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
@@ -76,7 +76,7 @@ def prepare(
     else:
         prepared = _prepare_text(config, report, model_files)
     # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
-    step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
+    step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 
@@ -148,7 +148,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.dataset.chat_template:
         # Saved with the tokenizer, so that the adapter is used with the prompts it was trained on.
-        tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+        tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
     check_visited(config.base_model, empty)
@@ -157,7 +157,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
         notes += bias_lines(empty, config.lora.adapter_path)
         check_added_tokens(empty, config.lora, tokenizer.convert_tokens_to_ids(list(config.model.added_tokens)))
     if config.training.qat:
-        check_rounded(empty, config.lora, config.training.qat)
+        check_integer_targets(empty, config.lora, config.training.qat)
     notes += serving_notes(config, empty)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
@@ -263,4 +263,4 @@ def _check_adapter_on_hub(name: str) -> None:
     try:
         PeftConfig.from_pretrained(name)
     except Exception as error:  # invalid values raise any exception in PEFT
-        raise unreadable("lora.adapter_path", name, error) from None
+        raise unreadable_error("lora.adapter_path", name, error) from None

@@ -11,7 +11,7 @@ from rich.markup import escape
 from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
-from trainer.data.prompt_files import as_text
+from trainer.data.prompt_files import format_prompt
 from trainer.model.answers import answer_prompt, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -121,7 +121,7 @@ class LanguageTask:
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
         for asked in self._prepared.sample_prompts:
-            ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), as_text(asked)
+            ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
             self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
             folder.save_answer(prompt, when, answer.strip())

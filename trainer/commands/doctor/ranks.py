@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainer.commands.doctor.probe import MARK, Finding
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.agreement import Report, build_report, differences
 from trainer.parallel.ranks.group import Ranks, end_process, form_process_group, leave_process_group
 

@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
 from trainer.model.base import empty_model, load_model_config
-from trainer.model.expert_forward import activation_of
+from trainer.model.expert_forward import detect_activation
 from trainer.model.expert_layers import (
     DOWN,
     GATE_UP,
@@ -71,7 +71,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     settings = read_adapter_settings(folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     config = load_model_config(base_model, section)
-    tensors = _by_names_in_model(tensors, folder, empty_model(config, section))
+    tensors = _rename_to_model(tensors, folder, empty_model(config, section))
     model = empty_model(config, section)
     factors = _factors(tensors, settings, model)
     factors |= _zero_parts(factors, model)
@@ -81,7 +81,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     return {names.find(path): found for path, found in factors.items()}
 
 
-def _by_names_in_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
+def _rename_to_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
     """Return the tensors by their names in the model, from files that use these or the checkpoint's names.
 
     Raises UserError if a tensor is missing or does not fit the model.
@@ -130,7 +130,7 @@ def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
         own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
         for name in expert_names(module) if own is not None else ():
             experts, *shape = expert_shape(module, name)
-            wide, out = _in_and_out(module, name, shape)
+            wide, out = _find_widths(module, name, shape)
             for part in PARTS[name]:
                 paths = [f"{holder}.{index}.{part}" for index in range(experts)]
                 assert own is not None
@@ -138,7 +138,7 @@ def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     return made
 
 
-def _in_and_out(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
+def _find_widths(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
     first, second = shape
     return (first, second) if is_transposed(module) else (second, first)
 
@@ -183,7 +183,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     if takes_all_tokens(module):  # PEFT has A on the side of its outputs
         a_ERI, b_EOR = b_EOR.mT, a_ERI.mT
-    gate = activation_of(module)
+    gate = detect_activation(module)
     rows = [b_EOR]
     if len(PARTS[name]) == 2:
         interleaved = gate is not None and gate.interleaved

@@ -33,7 +33,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
         raise UserError(f"--format gguf-lora: llama.cpp ties the output head to the embedding here; {MERGED}")
     rank = max(len(found.a_RI) for found in factors.values())
     alpha = max(found.scale for found in factors.values()) * rank
-    named = {_name(layer, config): _as_llama_cpp_rotates(layer, found, config) for layer, found in factors.items()}
+    named = {_name(layer, config): _reorder_rotary(layer, found, config) for layer, found in factors.items()}
     writer = GGUFWriter(output, MODEL_ARCH_NAMES[ARCHITECTURES[config.architectures[0]][0]])
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
@@ -61,7 +61,7 @@ def _name(layer: str, config: Any) -> str:
     return str(found)
 
 
-def _as_llama_cpp_rotates(layer: str, found: Factors, config: Any) -> Factors:
+def _reorder_rotary(layer: str, found: Factors, config: Any) -> Factors:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     own = layer.rpartition(".")[2]
     if not ARCHITECTURES[config.architectures[0]][1] or own not in heads:

@@ -14,7 +14,7 @@ from gguf import TokenType
 from jinja2 import TemplateError
 
 from trainer.config import UserError
-from trainer.data.conversations import chat_template_of
+from trainer.data.conversations import find_chat_template
 from trainer.model.answers import end_of_turn
 
 # Pre-tokenization of GPT-4's descendants; %s is the grouping of digits.
@@ -67,7 +67,7 @@ def _add_marks(writer: Any, tokenizer: Any) -> None:
     chats = _chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
-    template = chat_template_of(tokenizer, None)
+    template = find_chat_template(tokenizer, None)
     if template:
         writer.add_chat_template(template)
     if chats:

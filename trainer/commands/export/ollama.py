@@ -37,7 +37,7 @@ class ChatParts:
         # A final brace would merge with those of the following placeholder.
         return is_kept("".join(texts)) and not any("{{" in text or '"""' in text or text[-1:] == "{" for text in texts)
 
-    def in_go(self) -> str:
+    def to_go(self) -> str:
         """Return the same as a Go template for Ollama."""
         branches: list[str] = []
         for role in self.around:
@@ -149,7 +149,7 @@ def modelfile(
     elif parts is None:
         lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses from the GGUF.")
     else:
-        lines.append(f'TEMPLATE """{parts.in_go()}"""')
+        lines.append(f'TEMPLATE """{parts.to_go()}"""')
     after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer) if form is None else None
     stops = dict.fromkeys([tokenizer.eos_token, after])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]

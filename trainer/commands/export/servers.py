@@ -22,7 +22,7 @@ from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.base import load_model_config
-from trainer.model.served_layers import NAMES, train_without, unapplied_layers
+from trainer.model.served_layers import NAMES, describe_exclusion, unapplied_layers
 
 PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 NUMBERED = {name: number for number, name in PLAIN_NAMES.items()}
@@ -42,7 +42,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     if unapplied := unapplied_layers(server, model_type, factors):
         raise UserError(
             f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
-            f"to train without them {'; '.join(map(train_without, unapplied))}; or {MERGED}"
+            f"to train without them {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
         )
     rank, scale = max(len(found.a_RI) for found in factors.values()), common_scale(factors)
     tensors: dict[str, Tensor] = {}

@@ -63,7 +63,7 @@ class Chart:
 def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return a chart for every metric that has values, in reading order."""
     training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
-    loss = with_mean(training, "blue", "training")
+    loss = mean_curves(training, "blue", "training")
     if len(held_out):
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_label(records)))
     if len(steps := series(records, "eval/kept_step").values):
@@ -75,9 +75,13 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     found = [
         Chart("Loss", counted.loss, loss, wide=True, name="loss"),
         Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
-        Chart("Gradient norm", "L2", with_mean(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
+        Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
         Chart(
-            "Throughput", f"{counted.name}/s per rank", with_mean(rate, "green", "per rank"), low=0.0, name="throughput"
+            "Throughput",
+            f"{counted.name}/s per rank",
+            mean_curves(rate, "green", "per rank"),
+            low=0.0,
+            name="throughput",
         ),
         Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0, name="memory"),
         *_scu_charts(records, deadband),
@@ -93,7 +97,7 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
     of_s = _steered(_times(s_ratio, 100), _times(s_smoothed, 100), _times(target, 100), "S") if len(s_ratio) else ()
     of_k = _steered(bits, bits_smoothed, target, "K") if len(bits) else ()
-    data = with_mean(series(records, "scu/data_bpt"), "blue", "per step")
+    data = mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
     return [
         Chart("SCU: S", "%", of_s, low=0.0, band=band, name="scu_s"),
         Chart("SCU: K, adapter from base", "bits per token of reference text", of_k, low=0.0, name="scu_kl"),
@@ -119,7 +123,7 @@ def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
     return (Curve(series(records, name), "line", "blue"),)
 
 
-def with_mean(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
+def mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
     """Return pale curves of the raw values and their running mean, or only the values if they are few."""
     window = window_for(len(line))
     if window is None:

@@ -1,5 +1,9 @@
-"""Readers of the files that a run has recorded about itself; each raises a UserError that names an invalid file."""
+"""Readers of the files that a run has recorded about itself, and its settings that differ from their defaults.
 
+Each reader raises a UserError that names an invalid file.
+"""
+
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,9 @@ from pydantic import BaseModel
 
 from trainer.config import RunConfig, UserError
 from trainer.config.files import Seconds, UnreadableFile, read_json
+from trainer.config.yaml_core import dump
 from trainer.contract.whole_files import write_json
+from trainer.monitor.report.page import Changed, Settings
 
 
 class RunRecord(BaseModel):
@@ -65,3 +71,37 @@ def _read(path: Path, shape: Any) -> Any:
         return None  # a report needs only the metrics
     except UnreadableFile as error:
         raise UserError(f"{path}: {error.problem}; restore the file that the run wrote, or delete it") from None
+
+
+def changed_settings(config: Mapping[str, Any]) -> Settings | None:
+    """Return the settings for the report, given training_config.json (`auto` resolved); None if it is empty."""
+    if not config:
+        return None
+    given, defaults = flatten(config), _defaults(config)
+    changed = [
+        Changed(name, format_value(value), format_value(defaults[name]) if name in defaults else "no default")
+        for name, value in given.items()
+        if name not in defaults or value != defaults[name]
+    ]
+    return Settings(changed, dump(dict(config)))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings into {dotted name: value}."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
+    return found
+
+
+def format_value(value: Any) -> str:
+    """Format a value as it is typed on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    # The SCU's law and measure determine some of the other defaults.
+    scu = {name: config["scu"][name] for name in ("law", "measure") if name in config.get("scu", {})}
+    least = {"base_model": "", "output_dir": "", "dataset": {"path": "x"}, "scu": scu}
+    defaults = flatten(RunConfig.model_validate(least).model_dump(mode="json"))
+    return {name: value for name, value in defaults.items() if name not in ("base_model", "output_dir", "dataset.path")}

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.changed_settings import as_text, flat
 from trainer.monitor.report.charts import Chart, Curve, draw
 from trainer.monitor.report.curves import IMAGES, HeldOut, counted_in, running_mean, series, window_for
 from trainer.monitor.report.page import Answer, render_page, wide_table
-from trainer.monitor.report.recorded import read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, duration, rate_of, training_seconds, values_of
+from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
+from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
 MOST = 8
@@ -120,8 +119,12 @@ def _outcomes(runs: Sequence[Recorded]) -> str:
 
 
 def _outcome(run: Recorded) -> list[str]:
-    held_out, losses = HeldOut.of(run.records), values_of(run.records, "train/loss")
-    rate, counted, memory = rate_of(run.records), counted_in(run.records), values_of(run.records, "memory/peak_gib")
+    held_out, losses = HeldOut.of(run.records), metric_values(run.records, "train/loss")
+    rate, counted, memory = (
+        median_rate(run.records),
+        counted_in(run.records),
+        metric_values(run.records, "memory/peak_gib"),
+    )
     last = losses[-max(1, len(losses) // 10) :]
     return [
         run.name,
@@ -136,11 +139,11 @@ def _outcome(run: Recorded) -> list[str]:
 
 
 def _differences(runs: Sequence[Recorded]) -> list[str]:
-    settings = [flat(run.settings) for run in runs]
+    settings = [flatten(run.settings) for run in runs]
     names = list(dict.fromkeys(name for found in settings for name in found))
     rows = []
     for name in names:
-        values = [as_text(found[name]) if name in found else "" for found in settings]
+        values = [format_value(found[name]) if name in found else "" for found in settings]
         if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
             rows.append([name, *values])
     return [wide_table("Where their settings differ", ("setting", *(run.name for run in runs)), rows, code=True)]

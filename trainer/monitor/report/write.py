@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.changed_settings import settings_of
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import TOKENS, Counted, HeldOut, counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
-from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
+from trainer.monitor.report.recorded import changed_settings, read_answers, read_run, read_settings, read_times
 from trainer.monitor.report.sample_images import embed_sample_images
 
 PAGE = "report.html"
@@ -70,7 +69,7 @@ def write_report(run_dir: Path) -> Path:
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
         times=read_times(run_dir),
-        settings=settings_of(config),
+        settings=changed_settings(config),
     )
     write_whole(page, text)
     return page
@@ -106,7 +105,7 @@ def _answers(run_dir: Path) -> list[Answer]:
     return [Answer(prompt, {when: at[when] for when in ("before", "after")}) for prompt, at in both.items()]
 
 
-def values_of(records: list[Record], name: str) -> list[float]:
+def metric_values(records: list[Record], name: str) -> list[float]:
     """Return the finite values of a metric in the order of the steps; the last record of a step counts."""
     by_step = {record["step"] or 0: record[name] for record in records if name in record}
     return [value for _, value in sorted(by_step.items()) if value is not None]
@@ -130,7 +129,7 @@ def training_seconds(records: list[Record]) -> float:
 def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     """Return the most important numbers: losses, throughput, memory, time."""
     shown = []
-    held_out, losses = HeldOut.of(records), values_of(records, "train/loss")
+    held_out, losses = HeldOut.of(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
     # The losses of single batches depend more on their texts than on the training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
@@ -139,12 +138,12 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     for label, values, note in (("held-out loss", compared, ""), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
-    rate, counted = rate_of(records), counted_in(records)
+    rate, counted = median_rate(records), counted_in(records)
     if rate:
         ranks, digits = run.get("world_size", 1), counted.digits
         each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
         shown.append(Tile(f"{counted.name}/s", f"{rate * ranks:,.{digits}f}", each))
-    memory = values_of(records, "memory/peak_gib")
+    memory = metric_values(records, "memory/peak_gib")
     if memory:
         shown.append(Tile("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
@@ -199,15 +198,15 @@ def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, 
 
 def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
-    epochs, steps = values_of(records, "train/epoch"), max(record["step"] or 0 for record in records)
-    planned = values_of(records, "train/stopped_early_of")
+    epochs, steps = metric_values(records, "train/epoch"), max(record["step"] or 0 for record in records)
+    planned = metric_values(records, "train/stopped_early_of")
     early = f" of {planned[-1]:,.0f}, stopped early" if planned else ""
     rows.append(("optimizer steps", f"{steps:,.0f}{early}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
     skipped = sorted({name for record in records for name in record if name.startswith("data/skipped/")})
     if skipped:
-        counts = ", ".join(f"{values_of(records, name)[-1]:,.0f} of {name.rpartition('/')[2]}" for name in skipped)
+        counts = ", ".join(f"{metric_values(records, name)[-1]:,.0f} of {name.rpartition('/')[2]}" for name in skipped)
         rows.append(("skipped records", counts))
-    tokens, targets = values_of(records, "train/tokens"), values_of(records, "train/target_tokens")
+    tokens, targets = metric_values(records, "train/tokens"), metric_values(records, "train/target_tokens")
     if tokens:
         with_loss = f", {targets[-1]:,.0f} of them with loss" if targets else ""
         rows.append(("tokens", f"{tokens[-1]:,.0f}{with_loss}"))
@@ -224,7 +223,7 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
 
 def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
     rows = []
-    losses, held_out, counted = values_of(records, "train/loss"), HeldOut.of(records), counted_in(records)
+    losses, held_out, counted = metric_values(records, "train/loss"), HeldOut.of(records), counted_in(records)
     if losses:
         rows.append(("training loss", f"first {losses[0]:.4f}, last {losses[-1]:.4f}, lowest {min(losses):.4f}"))
     if held_out:
@@ -235,13 +234,13 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
         if counted is TOKENS:
             bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
-    rate, memory = rate_of(records), values_of(records, "memory/peak_gib")
+    rate, memory = median_rate(records), metric_values(records, "memory/peak_gib")
     if rate:
         rows.append((f"{counted.name}/s per rank", f"{rate:,.{counted.digits}f} (median)"))
     if memory:
         rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
     rows.append(("time", duration(training_seconds(records)) + ", evaluations and checkpoints included"))
-    s, target = values_of(records, "scu/s_ratio"), values_of(records, "scu/target")
+    s, target = metric_values(records, "scu/s_ratio"), metric_values(records, "scu/target")
     if s:
         aim = f", target {target[-1]:.3%}" if target else ""
         rows.append(("SCU S", f"first {s[0]:.3%}, last {s[-1]:.3%}{aim}"))
@@ -279,9 +278,9 @@ def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     return " · ".join(words)
 
 
-def rate_of(records: list[Record]) -> float | None:
+def median_rate(records: list[Record]) -> float | None:
     """Return the median tokens or images per second of one rank, which the slow first step does not distort."""
-    rates = values_of(records, counted_in(records).rate)
+    rates = metric_values(records, counted_in(records).rate)
     return statistics.median(rates) if rates else None
 
 

@@ -34,7 +34,7 @@ def requantise(
 
     values, scale, codes = (entry[name] for name in names)
     if scales is not None:
-        packed = _bytes_of(dense, scales, codes)
+        packed = _nearest_codes(dense, scales, codes)
         if torch.equal(dequantised(packed, scales, codes), dense):
             values.copy_(packed.view_as(values))
             scale.copy_(scales)
@@ -45,7 +45,7 @@ def requantise(
     return not dense.any()
 
 
-def _bytes_of(dense: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def _nearest_codes(dense: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the nearest codes of values that were computed as code x scale."""
     middles = (codes[1:] + codes[:-1]) / 2
     inverse = torch.where(scales > 0, 1 / scales, 0)

@@ -114,7 +114,7 @@ class FlatAdapter:
         block = self.blocks[number]
         return block.stacked(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
 
-    def rows_of(self, parameters: Sequence[nn.Parameter]) -> tuple[int, slice] | None:
+    def find_rows(self, parameters: Sequence[nn.Parameter]) -> tuple[int, slice] | None:
         """Return the block and rows of these Parameters of PEFT's; None unless they are adjacent in one block."""
         for number, block in enumerate(self.blocks):
             ids = [id(member.parameter) for member in block.members]

@@ -68,7 +68,7 @@ def build_schedule(
         scheduler_specific_kwargs=kwargs or None,
     )
     if floor:
-        schedule.lr_lambdas = [_with_floor(curve, floor, warmup) for curve in schedule.lr_lambdas]
+        schedule.lr_lambdas = [_add_floor(curve, floor, warmup) for curve in schedule.lr_lambdas]
     return schedule
 
 
@@ -77,7 +77,7 @@ def rate_floor(scu: ScuSection) -> float:
     return scu.rate_floor if scu.enabled and scu.controller == "pi" else 0.0
 
 
-def _with_floor(curve: Callable[[int], float], floor: float, warmup: int) -> Callable[[int], float]:
+def _add_floor(curve: Callable[[int], float], floor: float, warmup: int) -> Callable[[int], float]:
     return lambda step: curve(step) if step < warmup else max(curve(step), floor)
 
 

@@ -111,7 +111,7 @@ class EngineState:
             entry = self._optimizer.state.get(holder, {})
             for quantity, names in EIGHT_BIT.items():
                 if names[0] in entry and entry[names[0]].dtype == torch.uint8:
-                    scales = self._scales_of(state, quantity, index, entry[names[1]])
+                    scales = self._saved_scales(state, quantity, index, entry[names[1]])
                     exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
         self._refresh_working_copies(state)
         return exact
@@ -137,7 +137,7 @@ class EngineState:
             own[name].copy_(value)
         return True
 
-    def _scales_of(
+    def _saved_scales(
         self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
     ) -> torch.Tensor | None:
         """Return the saved scales of a holder's blocks, if they were saved with the same blocks."""

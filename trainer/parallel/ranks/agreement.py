@@ -24,8 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import can_see_lock
 from trainer.contract.home import CHECKOUT
-from trainer.contract.rank_variables import host_name
-from trainer.contract.versions import installed_version, package_versions
+from trainer.contract.known_versions import installed_version, package_versions
+from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks, explain_taken_port, find_meeting_point
 from trainer.parallel.ranks.progress import WAITING_PHASE, phase
 

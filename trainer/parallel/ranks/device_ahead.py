@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Mapping
 
-from trainer.contract.rank_variables import read_place
+from trainer.contract.rendezvous import read_place
 
 
 def make_context_ahead(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:

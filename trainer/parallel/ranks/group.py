@@ -18,14 +18,15 @@ from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
 from trainer.contract.known_versions import replaced, require
-from trainer.contract.ports import free_port, port_taken_message
-from trainer.contract.rank_variables import (
+from trainer.contract.rendezvous import (
     FAMILIES,
     OPEN_MPI,
     PMI,
     SRUN,
+    free_port,
     host_name,
     local_world_size,
+    port_taken_message,
     read_place,
     srun_rendezvous,
 )

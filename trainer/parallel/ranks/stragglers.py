@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
 
 WINDOW = 50

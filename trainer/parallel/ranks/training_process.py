@@ -6,13 +6,20 @@ import signal
 import sys
 from types import FrameType
 
-import trainer.parallel.ranks.allocator  # noqa: F401
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.contract.standard_streams import open_closed_descriptors
 from trainer.parallel.ranks.device_ahead import make_context_ahead
 from trainer.parallel.ranks.lean_imports import import_lean
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch's new and old name of the variable; a value set by the user is kept."""
+
+# Torch reads it once, when it is imported. Expandable segments leave no gaps between activations that are too small for
+# the largest tensor of the next step.
+if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from trainer.config.errors import printable
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, Folder, Hang, Heartbeat
 from trainer.contract.launcher_process import read_stat
-from trainer.contract.rank_variables import host_name
+from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.device_marks import DeviceMarks
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (

@@ -124,7 +124,7 @@ class ImageBatches(GlobalBatches):
         """Return the permutation of the images in an epoch."""
         size = self.global_batch_size
         if self._order is None or self._order[:2] != (epoch, size):
-            order = order_of(self.samples, epoch, together=size, seed=self._seed, shuffle=self._shuffle)
+            order = draw_order(self.samples, epoch, together=size, seed=self._seed, shuffle=self._shuffle)
             self._order = epoch, size, order
         return self._order[2]
 
@@ -182,7 +182,7 @@ def seeded_generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
-def order_of(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
     """Return the permutation of the images in an epoch with global batches of `together` images."""
     draw = np.random.default_rng([seed, epoch])
     order = draw.permutation(len(samples)) if shuffle else np.arange(len(samples))

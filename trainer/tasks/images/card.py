@@ -7,7 +7,7 @@ import yaml
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.model_card import OURS, is_on_hub, public_name, python_path
-from trainer.monitor.report.write import values_of
+from trainer.monitor.report.write import metric_values
 from trainer.tasks.images.files import DIFFUSERS
 from trainer.tasks.images.pipeline import Pipeline
 
@@ -28,7 +28,7 @@ def image_card(config: RunConfig, pipeline: Pipeline, records: list[Record], nam
         ("learning rate", f"{config.training.learning_rate:g}, {config.training.lr_scheduler}"),
         ("seed", str(config.seed)),
     ]
-    if len(losses := values_of(records, "eval/loss")) > 1:
+    if len(losses := metric_values(records, "eval/loss")) > 1:
         rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows)
     uploaded = not Path(name).is_absolute()

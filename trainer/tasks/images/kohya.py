@@ -87,7 +87,7 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     members: dict[str, tuple[str, ...]] = {}
     for path in factors:
-        name, at, layers = _place(path, pipeline)
+        name, at, layers = _locate(path, pipeline)
         groups[name][at] = path
         members[name] = layers
     found: dict[str, Tensor] = {}
@@ -100,13 +100,13 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
         if len(members[name]) == 1:
             down, up = downs[0], ups[0]
         else:
-            down, up = torch.cat(downs), _along_the_diagonal(ups, members[name], pipeline)
+            down, up = torch.cat(downs), _build_block_diagonal(ups, members[name], pipeline)
         found[f"{key}.lora_down.weight"], found[f"{key}.lora_up.weight"] = down.contiguous(), up.contiguous()
         found[f"{key}.alpha"] = torch.tensor(scale * len(downs))
     return found
 
 
-def _place(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
+def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
     """Return the layer's kohya name, its index among the layers combined under this name, and all of these."""
     part, _, own = path.partition(".")
     if part.startswith("text_encoder"):
@@ -125,7 +125,7 @@ def _place(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
     )
 
 
-def _along_the_diagonal(ups: dict[int, Tensor], together: tuple[str, ...], pipeline: Pipeline) -> Tensor:
+def _build_block_diagonal(ups: dict[int, Tensor], together: tuple[str, ...], pipeline: Pipeline) -> Tensor:
     """Combine factors into one of [sum of widths, sum of ranks], with zeros for layers without an adapter."""
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])

@@ -1,4 +1,4 @@
-"""Training objectives of image models: noise or velocity prediction at random timesteps, with optional weights.
+"""Training objectives of image models, noise or velocity prediction at random timesteps, and their loss.
 
 epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                         SD 1.5, SDXL (Ho et al., 2020)
 v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer.config import ImageSection
+from trainer.patches.loss_head import to_device
+from trainer.tasks.images.batches import SIZES, Group, ImageBatch
 from trainer.tasks.images.pipeline import Pipeline
 
 
@@ -50,9 +52,10 @@ class Objective:
     def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
         """Add noise [B, C, H, W] to latents at times [B] between 0 and 1."""
         index = (times.double() * self._count).long().clamp(max=self._count - 1)
-        return self._noised_flow(latents, noise, index) if self._flow else self._noised(latents, noise, index)
+        add_noise = self._add_flow_noise if self._flow else self._add_diffusion_noise
+        return add_noise(latents, noise, index)
 
-    def _noised(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+    def _add_diffusion_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
         from diffusers.training_utils import compute_snr
 
         scheduler = self._scheduler
@@ -66,7 +69,7 @@ class Objective:
             weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 
-    def _noised_flow(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+    def _add_flow_noise(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
         # The scheduler's first timestep is the noisiest; here, time grows with the noise.
         at = self._count - 1 - index
         sigmas = self._scheduler.sigmas.to(latents.device)[at]
@@ -74,3 +77,28 @@ class Objective:
         level = sigmas.view(-1, 1, 1, 1)
         noisy = (1.0 - level) * latents + level * noise
         return Noised(noisy, noise - latents, times, torch.ones_like(sigmas, dtype=torch.float32))
+
+
+class NoiseLoss:
+    """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
+
+    def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
+        """`dtype` is the compute dtype of the model; `guidance` is passed to models that take it."""
+        self._objective, self._dtype, self._guidance = objective, dtype, guidance
+        self.balancing: Tensor | float = 0.0
+
+    def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
+        losses = [self._group_loss(model, group, device) for group in batch.groups]
+        return torch.stack(losses).sum()
+
+    def _group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
+        latents, noise, times = (to_device(each, device) for each in (group.latents, group.noise, group.times))
+        noised = self._objective.noised(latents, noise, times)
+        conditions = {name: to_device(value, device) for name, value in group.conditions.items()}
+        conditions = {name: value if name == SIZES else value.to(self._dtype) for name, value in conditions.items()}
+        conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
+        predicted = model(noised.noisy.to(self._dtype), noised.times, conditions, group.captions)
+        errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
+        if torch.is_grad_enabled():  # held-out losses are not weighted, so that runs can be compared
+            errors = errors * noised.weights
+        return (errors * to_device(group.weights, device)).sum()

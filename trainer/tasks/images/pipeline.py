@@ -14,7 +14,7 @@ from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data.built_folder import built_folder
-from trainer.model.model_source import check_source, unreadable
+from trainer.model.model_source import check_source, unreadable_error
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 from trainer.tasks.images.published import published_shape
 
@@ -101,7 +101,7 @@ class Pipeline:
         import transformers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        _quiet()
+        _silence_libraries()
         listed = self.index
         with self.reading(f"its {name}"):
             model, found = getattr(transformers, listed[name][1]).from_pretrained(
@@ -125,7 +125,7 @@ class Pipeline:
         import diffusers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        _quiet()
+        _silence_libraries()
         listed = self.index
         parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
@@ -140,7 +140,7 @@ class Pipeline:
     @cached_property
     def index(self) -> dict[str, Any]:
         """Content of model_index.json: the library and class of each component."""
-        return {} if self.folder is None else _json(self.folder / INDEX, f"base_model={self.base_model}")
+        return {} if self.folder is None else _read_json(self.folder / INDEX, f"base_model={self.base_model}")
 
     @cached_property
     def encoders_digest(self) -> str:
@@ -165,7 +165,7 @@ def _reading(said: str, what: str) -> Iterator[None]:
         raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
-def _quiet() -> None:
+def _silence_libraries() -> None:
     import diffusers
     import transformers
 
@@ -186,17 +186,17 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
         return Pipeline(
             base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
         )
-    folder = _folder(base_model, section)
-    listed = _json(folder / INDEX, said)
+    folder = _find_folder(base_model, section)
+    listed = _read_json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
     known = find_family(name)
     if known is None:
         names = ", ".join(family.pipeline for family in FAMILIES)
         raise UserError(f"{said}: {INDEX} names {name}, which is not supported; choose from {names}")
     _check_parts(folder, listed, known, said)
-    vae = _json(folder / VAE / "config.json", said)
-    settings = _json(folder / known.denoiser / "config.json", said)
-    scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
+    vae = _read_json(folder / VAE / "config.json", said)
+    settings = _read_json(folder / known.denoiser / "config.json", said)
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", said)
     if not isinstance(blocks := vae.get("block_out_channels"), list):
         raise UserError(f"{said}: {VAE}/config.json has no list of block_out_channels; copy it again")
     halvings = len(blocks) - 1
@@ -221,11 +221,11 @@ def _is_single_file(path: Path) -> bool:
     return path.suffix == ".safetensors" and path.is_file() and not in_model_folder
 
 
-def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
+def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
     """Return the folder of a pipeline, downloaded if it is on the hub: the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
-        return _converted(path, section)
+        return _convert(path, section)
     if path.is_dir():
         if not (path / INDEX).is_file():
             raise UserError(f"base_model={base_model}: has no {INDEX}; name the folder of a diffusers pipeline")
@@ -241,11 +241,11 @@ def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/
             base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
     except Exception as error:  # the hub's library raises many kinds
-        raise unreadable("base_model", base_model, error) from None
+        raise unreadable_error("base_model", base_model, error) from None
     return Path(found)
 
 
-def _converted(file: Path, section: ModelSection) -> Path:
+def _convert(file: Path, section: ModelSection) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
     Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
@@ -261,18 +261,19 @@ def _converted(file: Path, section: ModelSection) -> Path:
     source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
     is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
     try:
-        origin = _folder(source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX))
+        wanted = [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ["*/*", INDEX]
+        origin = _find_folder(source, section, wanted)
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
         raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
-    family = find_family(str(_json(origin / INDEX, said).get("_class_name")))
+    family = find_family(str(_read_json(origin / INDEX, said).get("_class_name")))
     if family is None:
         raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; name another")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 
     def build(folder: Path) -> None:
-        _quiet()
+        _silence_libraries()
         if is_whole:
             getattr(diffusers, family.pipeline).from_single_file(str(file), **options).save_pretrained(folder)
             return
@@ -299,7 +300,7 @@ def _cached(name: str, section: ModelSection, file: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _json(file: Path, said: str) -> dict[str, Any]:
+def _read_json(file: Path, said: str) -> dict[str, Any]:
     name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
     try:
         settings: dict[str, Any] = read_json(file)

@@ -7,7 +7,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.config.needs import Unread, find_unread_settings
 from trainer.data.prepared import Prepared
-from trainer.model.targets import check_targets, targets_of
+from trainer.model.targets import check_targets, resolve_targets
 from trainer.tasks.images.data import prepare_images
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import INDEX, Pipeline, read_pipeline
@@ -32,11 +32,11 @@ def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
 
 def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
     """Check the pipeline and the settings, encode images and captions. Raises UserError."""
-    for mistake in _mistakes(config):
+    for mistake in _find_mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
     pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
-    for mistake in _of_family(config, pipeline):
+    for mistake in _find_family_mistakes(config, pipeline):
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
     pipeline.training_scheduler(config.image)
@@ -57,7 +57,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
         return
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
-    adapted = targets_of(model, config.lora)
+    adapted = resolve_targets(model, config.lora)
     if adapted is None:  # determined by lora.adapter_path
         return
     for name in model.text_encoders:
@@ -68,7 +68,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
             )
 
 
-def _mistakes(config: RunConfig) -> Iterator[str]:
+def _find_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting that image models do not support."""
     training, image = config.training, config.image
     if config.scu.enabled:
@@ -93,7 +93,7 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield "image.prior.path: missing; name a folder of images of the class"
 
 
-def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
+def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
     image, flow, name = config.image, pipeline.family.flow, pipeline.family.name
     if flow and image.min_snr_gamma is not None:
         yield f"image.min_snr_gamma={image.min_snr_gamma:g}: {name} is trained by flow matching; remove it"

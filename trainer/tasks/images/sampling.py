@@ -30,7 +30,7 @@ def draw_samples(
     model = engine.module.get_base_model()
     was_training = engine.module.training
     engine.eval()
-    drawn = pipeline_around(model.denoiser, pipeline, device)
+    drawn = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
         given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
@@ -45,13 +45,13 @@ def draw_samples(
             generator=torch.Generator().manual_seed(seed + index),
             output_type="latent",
         ).images
-        images.append(_decoded(drawn, found, image.resolution))
+        images.append(_decode(drawn, found, image.resolution))
     drawn.vae.to("cpu")
     engine.train(was_training)
     return images
 
 
-def pipeline_around(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
+def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
     """Build the pipeline with this denoiser, a VAE in 32 bits and no text encoders."""
     drawn = pipeline.encoder(torch.float32, text=False, vae=True)  # the pipeline derives the latent size from its VAE
     drawn.register_modules(**{pipeline.family.denoiser: denoiser})
@@ -64,7 +64,7 @@ def _rows(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> C
     return {name: value[None].to(device, dtype) for name, value in conditions.items()}
 
 
-def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
+def _decode(drawn: Any, latents: torch.Tensor, side: int) -> Any:
     """Decode latents to an image, as the pipeline itself does."""
     vae = drawn.vae
     if latents.dim() == 3:  # packed [B, T, 4 C], by pipelines that cut latents into patches themselves

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from trainer.config import SourceSection, UserError
 from trainer.config.files import read_bytes, read_text
 from trainer.data.sources import read_source
-from trainer.data.text_files import raw_records, record_of
+from trainer.data.text_files import parse_row, raw_records
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
@@ -47,14 +47,14 @@ class SourceImage:
     def open(self) -> Image.Image:
         """Return the image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
         try:
-            with Image.open(io.BytesIO(_bytes_of(self.source, self.name))) as image:
-                upright = _upright(image)
+            with Image.open(io.BytesIO(_read_image_bytes(self.source, self.name))) as image:
+                upright = _rotate_upright(image)
                 if not upright.has_transparency_data:
                     return upright.convert("RGB")
                 white = Image.new("RGBA", upright.size, "white")
                 return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise _broken(self.name, error) from None
+            raise _damaged_image_error(self.name, error) from None
 
 
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
@@ -69,10 +69,10 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
-        images = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
-        skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
+        images = list(islice(_read_folder(path, entries, said, label, caption), source.max_samples))
+        skipped = [f"{said}: {line}" for line in _describe_skipped(path, entries)]
     else:
-        images = list(_of_rows(read_source(source, label), source, said, label, caption))
+        images = list(_read_rows(read_source(source, label), source, said, label, caption))
     if not images:
         found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
         raise UserError(f"{said}: has no images; add files that end in {', '.join(ENDINGS[:4])}{found}")
@@ -85,7 +85,7 @@ def _visible_entries(folder: Path) -> list[Path]:
     return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
-def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
+def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
     """Yield a line on links without a target, and one on files that are neither images nor captions."""
     images = {path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()}
     used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
@@ -98,11 +98,13 @@ def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
         yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
-def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
+def _read_folder(
+    folder: Path, entries: list[Path], said: str, label: str, caption: str | None
+) -> Iterator[SourceImage]:
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
-    found = {path: _caption_beside(path, captions.get(name)) for path, name in names.items()}
+    found = {path: _read_caption(path, captions.get(name)) for path, name in names.items()}
     without = [path for path, text in found.items() if text is None]
     if without and caption is None:
         raise UserError(
@@ -113,7 +115,7 @@ def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption
         yield _describe(str(path), caption if text is None else text, path)
 
 
-def _caption_beside(file: Path, listed: str | None) -> str | None:
+def _read_caption(file: Path, listed: str | None) -> str | None:
     """Return the text file next to an image, or else `listed`. Raises UserError if the file cannot be read."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
@@ -127,7 +129,7 @@ def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str,
     for file, kind in METADATA.items():
         rows = raw_records([str(folder / file)], kind, said, label, "train") if (folder / file).is_file() else ()
         for number, row in enumerate(rows, start=1):
-            record, place = record_of(row), f"{said}: {file}, record {number}"
+            record, place = parse_row(row), f"{said}: {file}, record {number}"
             name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
             if not isinstance(name, str) or field is None or not isinstance(record[field], str):
                 raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
@@ -138,7 +140,7 @@ def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str,
     return captions
 
 
-def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
+def _read_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[SourceImage]:
     import datasets
 
     columns = rows.column_names
@@ -165,7 +167,7 @@ def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: s
 
 def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
     try:
-        data = _bytes_of(source, name)
+        data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             if image.mode[0] in DEEP:
@@ -178,29 +180,29 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
                 OTHER_COLOURS: image.mode in ("CMYK", "LAB"),
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _broken(name, error) from None
+        raise _damaged_image_error(name, error) from None
     assert caption is not None, f"{name}: an image without caption was not refused"
     changes = tuple(text for text, is_so in happens.items() if is_so)
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 
 
-def _bytes_of(source: Any, name: str) -> bytes:
+def _read_image_bytes(source: Any, name: str) -> bytes:
     if isinstance(source, Path):
         return read_bytes(source)
     rows, index, column = source
     entry = rows[index][column]
     if entry is None:
         raise UserError(f"{name}: has no image in column {column}; remove the record")
-    return entry["bytes"] if entry["bytes"] is not None else _bytes_of(Path(entry["path"]), name)
+    return entry["bytes"] if entry["bytes"] is not None else _read_image_bytes(Path(entry["path"]), name)
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _rotate_upright(image: Image.Image) -> Image.Image:
     from PIL import ImageOps
 
     turned: Image.Image = ImageOps.exif_transpose(image)
     return turned
 
 
-def _broken(name: str, error: Exception) -> UserError:
+def _damaged_image_error(name: str, error: Exception) -> UserError:
     reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
     return UserError(f"{name}: cannot be read as an image ({reason}); replace it, or remove it from the data")

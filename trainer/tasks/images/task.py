@@ -18,9 +18,8 @@ from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, imag
 from trainer.tasks.images.card import image_card
 from trainer.tasks.images.data import PreparedImages
 from trainer.tasks.images.files import write_for_diffusers
-from trainer.tasks.images.loss import NoiseLoss
 from trainer.tasks.images.model import ImageModel, load_image_model
-from trainer.tasks.images.objective import Objective
+from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sampling import draw_samples
 

@@ -1,11 +1,15 @@
-"""Check which of DeepSpeed's keys `zero.extra` may have; those with a setting here are refused."""
+"""ZeRO: who gathers the frozen base at stage 3, our code or DeepSpeed's, and the keys that `zero.extra` may have."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import shown
+from trainer.config.sections import RunConfig
+from trainer.config.training_sections import ZeroSection
 
-# DeepSpeed's key -> our setting.
+# Key of DeepSpeed in `zero.extra` -> our setting.
 SETTINGS = {
     "train_batch_size": "training.batch_size and training.gradient_accumulation_steps",
     "train_micro_batch_size_per_gpu": "training.batch_size",
@@ -65,3 +69,33 @@ def check_extra(extra: dict[str, Any]) -> Iterator[str]:
             f"zero.extra.data_types={shown(extra['data_types'])}: makes DeepSpeed use an optimizer that checkpoints "
             "do not support; remove it, or set training.precision: fp32"
         )
+
+
+def gathers_by_layer(config: RunConfig) -> bool:
+    """Return whether the base is sharded and gathered per layer, with DeepSpeed's engine at stage 2 for the adapter."""
+    return config.zero.stage == 3 and config.zero.gather != "module" and why_not_by_layer(config) is None
+
+
+def engine_zero(config: RunConfig) -> ZeroSection:
+    """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base."""
+    if not gathers_by_layer(config):
+        return config.zero
+    return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
+
+
+def engine_stage(config: RunConfig) -> int:
+    """Return the ZeRO stage of DeepSpeed's engine."""
+    return engine_zero(config).stage
+
+
+def why_not_by_layer(config: RunConfig) -> str | None:
+    """Return why the base of this run cannot be gathered per layer, or None if it can."""
+    if config.adapter == "none":
+        return "only frozen weights are gathered by layer, and all are trained"
+    if config.lora.dora or read_initial_adapter(config).get("use_dora"):
+        return "DoRA needs unpartitioned weights for its initialization"
+    if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():
+        return "the type of an adapter on the hub is unknown before it is loaded"
+    if "zero_optimization" in config.zero.extra:
+        return "zero.extra sets DeepSpeed's own stage 3"
+    return None

@@ -1,11 +1,12 @@
-"""Parse `key=value` on the command line by the type of the setting, so that text needs no quotes."""
+"""Parse command lines: the argument parser of all commands, and `key=value` by the type of the setting."""
 
+import argparse
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import UserError, shown
-from trainer.config.messages import setting_type
+from trainer.config.errors import UserError, one_line, shown
+from trainer.config.messages import setting_type, suggest_override
 from trainer.config.values import is_null, is_text, kinds
 from trainer.config.yaml_core import parse, plain
 
@@ -14,7 +15,10 @@ _QUOTES = ("'", '"')
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the name as typed and the value; raises UserError if it is not `name=value` or brackets are not closed."""
+    """Return the name as typed and the value, for which text needs no quotes.
+
+    Raises UserError if it is not `name=value`, or brackets are not closed.
+    """
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -54,3 +58,25 @@ def _quoted(text: str) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) else None
+
+
+def positive_int(text: str) -> int:
+    """Parse a whole number of at least 1, as the type of an argument."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return value
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that reports mistakes like all others: one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error message and exit; `--training.epochs 3` is answered with the override to write."""
+        words = message.partition("unrecognized arguments: ")[2].split()
+        if words and (override := suggest_override(words[0], words)):
+            message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
+        self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")

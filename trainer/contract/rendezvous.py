@@ -1,4 +1,4 @@
-"""The rank of a process, from the environment variables of its launcher.
+"""The rank of a process, from the environment variables of its launcher; host names and ports of a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|
@@ -13,10 +13,12 @@ SLURM_NTASKS is not used, because a batch script, which is not a rank, also has 
 
 import os
 import re
+import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 
-from trainer.contract.ports import job_port
+from trainer.config.errors import UserError
 
 TORCH, OPEN_MPI, PMI, SRUN = "torch", "Open MPI", "MPICH", "SLURM"
 FAMILIES = {
@@ -25,6 +27,8 @@ FAMILIES = {
     PMI: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     SRUN: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
+FIRST_PORT, PORTS = 10_000, 20_000
+"""Ports of the ranks, between those of services and those of outgoing connections (32768 and up)."""
 
 
 def read_place(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
@@ -66,3 +70,41 @@ def first_host(node_list: str) -> str:
 def host_name() -> str:
     """Return the name of this host in the cluster."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def random_port() -> int:
+    """Return a port that is probably free on another host."""
+    return FIRST_PORT + secrets.randbelow(PORTS)
+
+
+def free_port() -> int:
+    """Return a free port, which no outgoing connection can take; raises UserError after a hundred taken ones."""
+    for _ in range(100):
+        port = random_port()
+        with socket.socket() as listener, suppress(OSError):  # taken: try another
+            listener.bind(("", port))
+            return port
+    raise UserError(
+        f"no free port found from {FIRST_PORT} to {FIRST_PORT + PORTS - 1}; use --master-port PORT, or set MASTER_PORT"
+    )
+
+
+def check_free(port: int) -> None:
+    """Raise UserError if a port of this host, chosen by the user, is taken."""
+    with socket.socket() as listener:
+        # Like the ranks' store, so that a recently used port can be used again.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise UserError(port_taken_message(port, error.strerror or str(error))) from None
+
+
+def port_taken_message(port: int, reason: str, host: str = "this host") -> str:
+    """Return the error message for a taken rendezvous port."""
+    return f"--master-port {port}: not free on {host} ({reason}); choose another one, or omit the option"
+
+
+def job_port(job_id: int) -> int:
+    """Return the port of a SLURM job, the same on every node and different for jobs on the same node."""
+    return FIRST_PORT + job_id % PORTS

@@ -6,9 +6,8 @@ import pytest
 
 from launcher.targets import slurm
 from trainer.config import UserError
-from trainer.contract import ports
-from trainer.contract.ports import free_port
-from trainer.contract.rank_variables import first_host, read_place, srun_rendezvous
+from trainer.contract import rendezvous
+from trainer.contract.rendezvous import first_host, free_port, read_place, srun_rendezvous
 from trainer.parallel.ranks.group import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -92,8 +91,8 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -
         first.listen()
         taken = first.getsockname()[1]
         tried = iter([taken, taken, free_port()])
-        monkeypatch.setattr(ports, "random_port", lambda: next(tried))
+        monkeypatch.setattr(rendezvous, "random_port", lambda: next(tried))
         assert free_port() != taken
-        monkeypatch.setattr(ports, "random_port", lambda: taken)
+        monkeypatch.setattr(rendezvous, "random_port", lambda: taken)
         with pytest.raises(UserError, match="--master-port PORT, or set MASTER_PORT"):
             free_port()

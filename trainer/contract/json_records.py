@@ -1,0 +1,57 @@
+"""Records that launcher and commands both read: the lines of metrics.jsonl, and a sweep's runs in sweep.json."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from trainer.config.errors import UserError
+from trainer.config.files import UnreadableFile, parse_json, read_json
+from trainer.contract.whole_files import write_json
+
+MOST_METRICS_BYTES = 1 << 34
+Record = dict[str, int | float | None]
+_Whole = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
+_Number = Annotated[float, Field(strict=True, gt=-1e300, lt=1e300)]
+_Shape = dict[str, _Whole | _Number | None]
+
+SWEEP = "sweep.json"
+
+
+def parse_record(line: bytes, path: Path) -> Record:
+    """Return the numbers of a step from a line of metrics.jsonl; raises UnreadableFile for an invalid line."""
+    record: Record = parse_json(line, path, _Shape)
+    if record.get("step") is None:
+        raise UnreadableFile(path, "has a record without a step")
+    return record
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """A sweep's run with one combination of values."""
+
+    folder: str
+    digest: str = ""
+    """Digest of its configuration."""
+    exit_code: int | None = None
+    settings: list[str] = field(default_factory=list)
+
+
+def read_sweep(folder: Path) -> list[SweptRun]:
+    """Return the recorded runs of a folder; raises UserError if the record is damaged."""
+    try:
+        runs: list[SweptRun] = read_json(folder / SWEEP, dict[str, list[SweptRun]]).get("runs", [])
+    except FileNotFoundError:
+        return []
+    except UnreadableFile as error:
+        raise UserError(f"{error.path}: {error.problem}; remove it") from None
+    return runs
+
+
+def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
+    """Add or replace these runs in the record; other runs are kept."""
+    ours = {run.folder for run in runs}
+    others = [run for run in read_sweep(folder) if run.folder not in ours]
+    write_json(folder / SWEEP, {"runs": [asdict(run) for run in (*others, *runs)]})

@@ -1,0 +1,71 @@
+"""Checks that an output file can be written, made before the work; messages for writes that a disk refused."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.config.files import find_json
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the number only in their message
+
+
+def check_output_file(path: Path, named: str) -> None:
+    """Raise UserError, which starts with `named`, if no file can be written at `path`."""
+    folder = path.absolute().parent
+    try:
+        if path.is_dir():
+            raise UserError(f"{named}: is a folder; name a file in it, such as {path / 'result'}{path.suffix}")
+        if not folder.is_dir():
+            raise UserError(f"{named}: its folder does not exist; create it first")
+        allowed = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{named}: {error.strerror}; name another file") from None
+    if not allowed:
+        raise UserError(f"{named}: no permission to write; name a file in another folder")
+
+
+def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
+    """Check like `check_output_file`; an existing file must be an earlier result, a JSON object with these keys."""
+    check_output_file(path, named)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    if not keys <= find_json(path, dict[str, Any], {}).keys():
+        raise UserError(f"{named}: exists with other content; name a new file, or remove it")
+
+
+def disk_error(error: BaseException) -> str | None:
+    """Return the system's message for a write error of a disk; None for other errors."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := _RUST.search(str(error))):
+        number = int(found[1])
+    return os.strerror(number) if number in DISK_ERRORS else None
+
+
+def describe_disk(path: Path) -> str:
+    """Describe the disk of a path: its mount point and free space."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    while not folder.is_mount():
+        folder = folder.parent
+    return f"the disk at {folder}, {usage.free / 2**30:.2f} of {usage.total / 2**30:.1f} GiB free"
+
+
+@contextmanager
+def collect_disk_errors(failures: list[str], path: Path) -> Iterator[None]:
+    """Append disk errors of the block to `failures` instead of raising them; `path` is on the disk."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raises plain Exception
+        reason = disk_error(error)
+        if reason is None:
+            raise
+        failures.append(f"{reason} ({describe_disk(path)})")
