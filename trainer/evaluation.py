@@ -5,11 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.memory.peak import release_if_fragmented
+import torch
+
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
 from trainer.tasks.task import StepLoss, Task
+
+FRAGMENTED = 0.1
+"""Fraction of the GPU's memory in free pieces of used blocks above which the cache is emptied."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Evaluation:
         if self._measurement is not None:
             return self._measurement.evaluate(self._engine)
         found = evaluate_loss(self._engine, self._loss, self._task.evaluation())
-        release_if_fragmented()
+        _release_if_fragmented()
         if not math.isfinite(found[0]):
             self._say(
                 f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation has a loss "
@@ -56,3 +60,14 @@ class Evaluation:
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""
         self._task.sample(self._engine, when, step, folder)
+
+
+def _release_if_fragmented() -> bool:
+    """Empty torch's cache if it is fragmented, as after an evaluation with other shapes than training."""
+    if not torch.cuda.is_available():
+        return False
+    in_pieces = torch.cuda.memory_stats().get("inactive_split_bytes.all.current", 0)
+    if in_pieces <= FRAGMENTED * torch.cuda.mem_get_info()[1]:
+        return False
+    torch.cuda.empty_cache()
+    return True

@@ -12,7 +12,7 @@ from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
 from trainer.config import TrainingSection, UserError
 from trainer.memory.oom_recovery import Recovery
-from trainer.memory.peak import peak_memory_gib
+from trainer.memory.preflight import peak_memory_gib
 from trainer.model.adapter import GradientCheck
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.mfu import MfuMeter

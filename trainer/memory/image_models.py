@@ -4,7 +4,7 @@ The twin runs once on torch's meta device, and every tensor that autograd saves 
 weights. Attention counts as flash attention, which keeps no scores.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -29,7 +29,7 @@ from trainer.tasks.images.pipeline import Pipeline
 NO_NORMS = NormBytes(0, 0, 0)
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Tokens of an encoded caption, by family."""
-Text = dict[str, tuple[int, ...]]
+Text = Mapping[str, Sequence[int]]
 GRADIENTS = 2
 """Copies of the largest tensor in the backward pass: the gradients of a layer's output and input."""
 

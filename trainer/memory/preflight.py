@@ -21,7 +21,6 @@ from trainer.memory.decisions import Decisions, Machine, decide, decide_for_imag
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
-from trainer.memory.peak import peak_memory_gib
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
@@ -230,3 +229,12 @@ def record_memory(
     else:
         found_peak, what = found.peak, "predicted"
     return f"{'memory':<12} {gib(found_peak)} {what}, {gib(measured)} measured ({measured / found_peak - 1:+.1%})"
+
+
+def peak_memory_gib() -> float:
+    """Return the peak memory of this rank's GPU, or of its process on a CPU, in GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
