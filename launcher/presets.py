@@ -117,7 +117,9 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
         raise UserError(f"--preset {preset}: no such preset; {hint}")
     path = CONFIGS / f"{PRESETS[preset]}.yaml"
     if not path.is_file():
-        raise UserError(f"--preset {preset}: {path} is missing; presets come with a checkout of zerolora")
+        raise UserError(
+            f"--preset {preset}: {path} is missing; presets are only in a source checkout; clone the repository"
+        )
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
     given = {"dataset.path": data} if data else {}

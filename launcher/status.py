@@ -54,7 +54,7 @@ def status(
     if not run.is_dir():
         raise UserError(f"{target}: neither a job's number nor the folder of a run")
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
-        raise UserError(f"{target}: no run has written into this folder; name the output_dir of one, or a job's number")
+        raise UserError(f"{target}: not the folder of a run; pass a run's output_dir or a job ID")
     noted = read_job_id(run)
     over = None
     # Without SLURM's tools only the folder is described.

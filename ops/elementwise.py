@@ -186,15 +186,15 @@ def reference_gelu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple
 
 
 def reference_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotated(q, k, cos, sin, transposed=False)
+    return _apply_rope(q, k, cos, sin, transposed=False)
 
 
 def reference_rope_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the transpose of `rope`, which for the usual angles rotates by their negatives."""
-    return _rotated(grad_q, grad_k, cos, sin, transposed=True)
+    return _apply_rope(grad_q, grad_k, cos, sin, transposed=True)
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     _check_rope(q, k, cos, sin)
     R, half = cos.shape[-1], cos.shape[-1] // 2
     wide_cos, wide_sin = _wide(cos)[:, None], _wide(sin)[:, None]

@@ -29,7 +29,7 @@ FLASH = "flash-attn"
 def check_requirements(output_dir: str, model: str) -> int:
     """Print a line for each requirement and option; return 0 if all requirements are met, else 1."""
     missing = 0
-    machine = [_python(), *find_packages(), *find_gpus(), find_cuda(), _flash_attention(), _nvcc()]
+    machine = [_check_python(), *find_packages(), *find_gpus(), find_cuda(), _flash_attention(), _nvcc()]
     for needed, name, found in [*machine, _disk(Path(output_dir)), _model(model)]:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
@@ -42,7 +42,7 @@ Finding = tuple[bool, str, str]
 """Whether it is required, its name, and what was found, which begins with "missing" if nothing was."""
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     return True, "python", version if sys.version_info >= (3, 11) else f"missing: this is {version}, 3.11 is needed"
 

@@ -41,7 +41,7 @@ def import_(
     """Translate a configuration of Axolotl or LLaMA-Factory, or TRL's command line, into one of zerolora's."""
     arguments = [*(source or []), *context.args]
     if not arguments:
-        raise UserError("zerolora import: nothing to import; name a file, or write the command line behind `--`")
+        raise UserError("zerolora import: nothing to import; pass a file, or the command line after `--`")
     target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
         check_output_file(target, f"--output {output}")
@@ -97,7 +97,9 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
         tree["dataset_dir"] = str(dataset_dir.absolute())
     trainer = recognize_trainer(tree, enough=1)
     if trainer is None:
-        raise UserError(f"{path}: has no settings of {', '.join(TRANSLATORS)}; `zerolora train` reads its own files")
+        raise UserError(
+            f"{path}: not a configuration of {', '.join(TRANSLATORS)}; for one of zerolora's, run `zerolora train`"
+        )
     if trainer not in TRANSLATORS:
         raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
     if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read

@@ -90,7 +90,9 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
             raise UserError(f"{script}: {reason}")
     tree = read_options(arguments)
     if not tree:
-        raise UserError(f"{' '.join(arguments)}: no options; name one file, or write the whole command line")
+        raise UserError(
+            f"{' '.join(arguments)}: no options found; pass one configuration file, or the whole command line"
+        )
     foreign = Foreign("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
         foreign.path = Path(str(config))

@@ -59,7 +59,7 @@ def describe_awaited_build() -> str:
     """Describe the build that a rank of this host waits for."""
     held = [lock for lock in find_locks(extensions_folder()) if lock.age_s > YOUNG_S]
     seen = [f"process {lock.holder}, which compiles {lock.path.parent.name}" for lock in held if lock.holder]
-    unseen = [f"whoever holds {lock.path}, a process of another host or user" for lock in held if lock.holder is None]
+    unseen = [f"the holder of {lock.path}, a process of another host or user" for lock in held if lock.holder is None]
     return ", ".join(seen or unseen) or "the build of an operator"
 
 

@@ -31,7 +31,7 @@ FAILED = "the run failed before its checks were done"
 _SIGNAL_OF = {exit_code_after(number): number for number in PASSED_ON}
 
 
-class HaltWatch:
+class StoppedProcessDetector:
     """Detector of processes that stay stopped (SIGSTOP, debugger) for `seconds`; disabled by 0."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
@@ -39,7 +39,7 @@ class HaltWatch:
         self._seconds, self._checked_at = seconds, time.monotonic()
         self._since: dict[int, float] = {}
 
-    def find_halted(self) -> int | None:
+    def find_stopped(self) -> int | None:
         """Return the first rank stopped for too long, else None; polls once a second."""
         now = time.monotonic()
         if not self._seconds or now - self._checked_at < HALTED_POLL_S:
@@ -96,19 +96,19 @@ class PrestartedRanks:
         Checks may take any time, unless a rank stays stopped for `hang_timeout_minutes`.
         """
         try:
-            code = self._wait(HaltWatch(self.processes, hang_timeout_minutes * 60.0))
+            code = self._wait(StoppedProcessDetector(self.processes, hang_timeout_minutes * 60.0))
         finally:
             self._no_longer_note_signals()
         return self._stopped() if not code and self._signals else code
 
-    def _wait(self, halted: HaltWatch) -> int:
+    def _wait(self, halted: StoppedProcessDetector) -> int:
         while not self._signals:
             ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
             if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
                 return 0
             if any(process.poll() is not None for process in self.processes):
                 return self._failed()
-            if (rank := halted.find_halted()) is not None:
+            if (rank := halted.find_stopped()) is not None:
                 say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
                 self.end()
                 return EXIT_FAILED

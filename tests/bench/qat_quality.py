@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.bench.eight_bit_quality import interval
-from trainer.checkpoint.finished_run import find_run, quiet_libraries, run_device, saved_tokenizer
+from trainer.checkpoint.finished_run import default_device, find_run, quiet_libraries, saved_tokenizer
 from trainer.commands.evaluate import held_out_documents, row_losses
 from trainer.data.batches import collate
 
@@ -24,7 +24,7 @@ def held_out_loss(run_dir: Path, folder: str, documents: int) -> float:
     run = find_run(run_dir)
     tokenizer = saved_tokenizer(run)
     held_out = held_out_documents(run, tokenizer, None, None)[:documents]
-    model = AutoModelForCausalLM.from_pretrained(run_dir / folder, dtype="auto").to(run_device()).eval()
+    model = AutoModelForCausalLM.from_pretrained(run_dir / folder, dtype="auto").to(default_device()).eval()
     total, targets = 0.0, 0
     for document in held_out:
         batch = collate([document], tokenizer.pad_token_id, packed=False, flat=False)

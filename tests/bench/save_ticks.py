@@ -19,7 +19,7 @@ import torch
 
 from tests.engine import adapted_engine_of, one_rank
 from trainer.checkpoint.adapter_form import AdapterForm
-from trainer.checkpoint.background import PublishOptions, Saves
+from trainer.checkpoint.background import CheckpointSaver, PublishOptions
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import gather_weights, write_adapter
 from trainer.config import LoraSection
@@ -78,7 +78,7 @@ def main() -> None:
     with one_rank(arguments.out):
         engine = engine_of_8b_adapter()
         forms: list[AdapterForm] = []
-        saves = Saves(run_dir, ranks)
+        saves = CheckpointSaver(run_dir, ranks)
         saves.prepare(
             engine, lambda: forms.append(AdapterForm.from_model(engine.module, gather_weights(engine.module)))
         )

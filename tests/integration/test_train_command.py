@@ -135,7 +135,9 @@ def test_a_model_that_mixes_packed_documents_is_refused(workplace: Path) -> None
         [*COMMAND, str(workplace / "config.yaml"), *changes], env=environment(), cwd=workplace, capture_output=True,
         text=True, timeout=500,
     )  # fmt: skip
-    line = "dataset.packing=true: in OPTForCausalLM documents of a pack see each other; set dataset.packing: false"
+    line = (
+        "dataset.packing=true: in OPTForCausalLM documents of a pack attend to each other; set dataset.packing: false"
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr == f"error: {line}\n" and "error" not in done.stdout, done.stdout
     assert [path.name for path in (workplace / "mixed").iterdir()] == ["logs"]

@@ -67,7 +67,7 @@ def test_copies_of_every_save_lie_in_the_memory_that_was_reserved() -> None:
     copies = HostCopies()
     copies.reserve([(value.nbytes, CPU) for value in tensors.values()])
     first = {name: copies.copy(name, value) for name, value in tensors.items()}
-    copies.begun()
+    copies.mark_queued()
     copies.wait()
     places = sorted(value.data_ptr() for name, value in first.items() if name != "e")
     assert [place - places[0] for place in places] == [0, ALIGNMENT, 2 * ALIGNMENT]

@@ -19,7 +19,7 @@ from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
-from trainer.data.built_folder import built_folder
+from trainer.data.built_folder import load_or_build
 from trainer.data.documents import DocumentEncoder
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
@@ -92,7 +92,7 @@ def test_what_a_file_system_keeps_of_removed_files_is_no_part_of_the_data(tmp_pa
         (folder / "scratch").mkdir()
         (folder / ".nfs0001").write_text("removed")
 
-    read = partial(built_folder, tmp_path / "built", build, lambda folder: (folder / "data").read_text())
+    read = partial(load_or_build, tmp_path / "built", build, lambda folder: (folder / "data").read_text())
     assert read() == ("1", None)
     (tmp_path / "built" / ".nfs0001").unlink()
     (tmp_path / "built" / "scratch").rmdir()
@@ -154,7 +154,7 @@ def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
         def build(folder: Path) -> None:
             (folder / "data").write_text("1")
 
-        read = partial(built_folder, cache / "built", build, lambda folder: (folder / "data").read_text())
+        read = partial(load_or_build, cache / "built", build, lambda folder: (folder / "data").read_text())
         if kept == "lock":  # of a build that was killed
             (cache / "built.lock").touch(mode=0o600)
         else:

@@ -97,7 +97,7 @@ def test_the_build_that_a_rank_waits_for_is_described(tmp_path: Path, monkeypatc
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (time.time() - 600.0,) * 2)
-    assert describe_awaited_build() == f"whoever holds {lock}, a process of another host or user"
+    assert describe_awaited_build() == f"the holder of {lock}, a process of another host or user"
     with lock.open():
         assert describe_awaited_build() == f"process {os.getpid()}, which compiles cpu_adam"
     beat = Heartbeat(1, "n1", 2, 0, "start engine", None, BUILD_LOCK, None, 0.0, False, 1.0, 1.0, 0.0)

@@ -14,7 +14,7 @@ from tests.tiny import make_model
 from tests.unit.test_memory_model import placement
 from trainer.config import LoraSection, ModelSection, QuantizationSection, UserError
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import base_weights
+from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.eight_bit import KINDS, FrozenLinear8bit, check_card
@@ -108,4 +108,6 @@ def test_the_estimate_counts_the_bytes_that_lie_there(folder: Path) -> None:
     kept = placement(packed=True, eight_bit=True)
     real = sum(each.nbytes for each in model.parameters())
     real += sum(each.row_scale.nbytes for each in model.modules() if isinstance(each, FrozenLinear8bit))
-    assert real <= base_weights(shapes, kept) <= real + 512 * 2 * len(shapes.weights)  # what an allocator rounds up
+    assert (
+        real <= base_weight_bytes(shapes, kept) <= real + 512 * 2 * len(shapes.weights)
+    )  # what an allocator rounds up

@@ -13,7 +13,7 @@ from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, r
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.memory.activations import total_activation_bytes
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import base_weights, dequantised_experts, gathered
+from trainer.memory.stored_weights import base_weight_bytes, dequantized_expert_bytes, gathered
 from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
@@ -59,10 +59,10 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
         packed=quantization is not None, eight_bit=section.eight_bit, block_size=section.block_size,
         double_quant=section.double_quant,
     )  # fmt: skip
-    assert base_weights(shapes_of(folder), kept) == pytest.approx(held, rel=0.02)
+    assert base_weight_bytes(shapes_of(folder), kept) == pytest.approx(held, rel=0.02)
     banks = [packed_tensors(module) for module in model.modules()]
     buffers = max(sum(2 * torch.Size(each.packing.shape).numel() for each in bank.values()) for bank in banks)
-    assert dequantised_experts(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
+    assert dequantized_expert_bytes(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
     layers = placement(
         stage=3, by_layer=True, world_size=2, packed=kept.packed, eight_bit=section.eight_bit,
         block_size=section.block_size, double_quant=section.double_quant,

@@ -30,7 +30,7 @@ from trainer.memory.bytes import (
     waiting_gradients,
 )
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import Placement, base_weights, gathered, stored_bytes
+from trainer.memory.stored_weights import Placement, base_weight_bytes, gathered, stored_bytes
 from trainer.memory.widths import Shapes, Weight
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
@@ -262,7 +262,9 @@ def test_the_scales_of_a_4_bit_base_are_a_term_of_their_own() -> None:
     """Blocks of 64 have a scale of 8 bits, and 256 such scales one of 32 bits; a matrix has 2 KiB of code books."""
     shapes = shapes_of("random:tinyllama-1.1b")
     found = estimate(shapes, work(element=2), placement(packed=True), checkpoints=0)
-    assert found.terms["base model"] + found.terms["quantisation state"] == base_weights(shapes, placement(packed=True))
+    assert found.terms["base model"] + found.terms["quantisation state"] == base_weight_bytes(
+        shapes, placement(packed=True)
+    )
     packed = [weight.elements for weight in shapes.weights if weight.packable and not weight.trained]
     scales = sum(packed) * (1 / 64 + 4 / 64 / 256) + 2048 * len(packed)
     assert found.terms["quantisation state"] == pytest.approx(scales, rel=0.005)
@@ -277,7 +279,7 @@ def test_parameters_are_counted_as_the_model_counts_them(target: str) -> None:
     trained, total = count_parameters(apply_adapter(model, lora, torch.float32))
     shapes = shapes_of(MODELS["llama"], 8, target)
     assert (shapes.trained, shapes.frozen) == (trained, total - trained)
-    assert base_weights(shapes, placement(element=4)) == pytest.approx(4 * shapes.frozen, rel=1e-3)
+    assert base_weight_bytes(shapes, placement(element=4)) == pytest.approx(4 * shapes.frozen, rel=1e-3)
 
 
 def test_a_tied_head_is_counted_once_and_all_weights_are_trained_without_an_adapter() -> None:
@@ -318,7 +320,9 @@ def test_stages_partition_what_they_are_for(stage: int) -> None:
     state = optimizer_state(shapes, four)
     assert optimizer_state(shapes, alone) == 12 * shapes.trained
     assert state == 12 * shapes.trained // (1 if stage == 0 else 4)
-    assert base_weights(shapes, four) == pytest.approx(base_weights(shapes, alone) / (4 if stage == 3 else 1), rel=1e-6)
+    assert base_weight_bytes(shapes, four) == pytest.approx(
+        base_weight_bytes(shapes, alone) / (4 if stage == 3 else 1), rel=1e-6
+    )
 
 
 def test_the_terms_add_up_and_nothing_is_negative() -> None:

@@ -48,7 +48,7 @@ def test_most_models_keep_documents_apart(name: str, settings: dict[str, Any], d
 )
 def test_models_that_ignore_positions_are_refused(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     model = model_of(name, dtype, **settings).train()
-    line = f"dataset.packing=true: in {type(model).__name__} documents of a pack see each other; set dataset.packing: f"
+    line = f"dataset.packing=true: in {type(model).__name__} documents of a pack attend to each other; set dataset"
     with pytest.raises(UserError, match=line):
         flat_packs(model)
     assert model.training
@@ -62,7 +62,7 @@ def test_attention_that_looks_ahead_is_refused() -> None:
     AttentionInterface.register("looks_ahead", looks_ahead)
     model = model_of("llama", **LLAMA)
     model.set_attn_implementation("looks_ahead")
-    with pytest.raises(UserError, match="in LlamaForCausalLM tokens see those that follow them"):
+    with pytest.raises(UserError, match="in LlamaForCausalLM tokens attend to later tokens"):
         flat_packs(model)
 
 
@@ -71,7 +71,7 @@ def test_attention_that_looks_ahead_is_refused() -> None:
 )
 def test_a_model_that_reads_in_both_directions_is_refused(name: str, settings: dict[str, Any]) -> None:
     model = model_of(name, **settings).train()
-    with pytest.raises(UserError, match=f"base_model=m: in {type(model).__name__} tokens see those that follow them"):
+    with pytest.raises(UserError, match=f"base_model=m: in {type(model).__name__} tokens attend to later tokens"):
         check_causal(TokenLoss(model), model, 0, CPU, "m")
     assert model.training
 

@@ -207,7 +207,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     run_dir: Path, ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 500, 1000, 1500, on from 500 to 800: here 2, 4, on from 2 to 3. A start that fails changes nothing."""
-    from trainer.checkpoint.background import Saves
+    from trainer.checkpoint.background import CheckpointSaver
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -215,7 +215,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     history = read_metrics(run_dir)
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2")}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Saves, "begin", killed)
+        patch.setattr(CheckpointSaver, "begin", killed)
         train(ground, **again, training__max_steps=5, training__save_steps=0)
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
@@ -260,14 +260,14 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     """The system's own refusal of large files stands for the disk; it comes when the second checkpoint is written."""
     import resource
 
-    from trainer.checkpoint.background import Saves
+    from trainer.checkpoint.background import CheckpointSaver
 
     run_dir = tmp_path / "full"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    begin = Saves.begin
+    begin = CheckpointSaver.begin
 
-    def refuse(saves: Saves, engine: Any, position: dict[str, Any], *more: Any) -> None:
+    def refuse(saves: CheckpointSaver, engine: Any, position: dict[str, Any], *more: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if position["step"] == 2 else soft, hard))
         try:
             begin(saves, engine, position, *more)
@@ -275,7 +275,7 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(Saves, "begin", refuse)
+    monkeypatch.setattr(CheckpointSaver, "begin", refuse)
     shown = train(ground, output_dir=str(run_dir), training__save_steps=1, training__max_steps=3)
     assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]

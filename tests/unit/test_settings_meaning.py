@@ -383,7 +383,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "anchor in itself": (b"a: &a [*a]\n", ("line 1: an anchor within itself",)),
     "latin-1": (BASE.encode() + b"logging: {run_name: caf\xe9}\n", ("line 4: byte 0xe9 is not UTF-8", "as UTF-8")),
     "utf-16": (BASE.encode("utf-16"), ("is not UTF-8", "save this one as UTF-8")),
-    "binary": (b"\x00\x01\x02safetensors", ("line 1: the character '\\x00' is not text", "name a YAML file")),
+    "binary": (b"\x00\x01\x02safetensors", ("line 1: character '\\x00' is not allowed", "is a YAML file")),
     "huge": (b"# " + b"x" * 9_000_000, ("larger than 8 MiB",)),
     "a colon in text": (BASE.encode() + b"adapter: a: b\n", ("line 4", "put text with a colon in quotes")),
     "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),

@@ -19,7 +19,7 @@ from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokeni
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import base_weights
+from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config
 from trainer.model.eight_bit import FrozenLinear8bit
@@ -182,7 +182,7 @@ def test_the_estimate_counts_the_bytes_that_lie_there(root: Path, form: str) -> 
     )
     for packed in (False, True):  # `adapter: lora`, or qlora with fp8
         kept = placement(packed=packed, eight_bit=packed)
-        assert real <= base_weights(shapes, kept) <= real + 512 * 2 * len(shapes.weights)
+        assert real <= base_weight_bytes(shapes, kept) <= real + 512 * 2 * len(shapes.weights)
 
 
 def test_what_config_json_leaves_out_is_known_by_either_rule() -> None:

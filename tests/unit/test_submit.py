@@ -201,7 +201,7 @@ def test_status_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     done = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert isinstance(done.exception, UserError) and done.stdout == ""
-    assert f"{tmp_path}: no run has written into this folder; name the output_dir of one" in str(done.exception)
+    assert f"{tmp_path}: not the folder of a run; pass a run's output_dir" in str(done.exception)
     (tmp_path / "logs" / "job.sbatch").touch()  # submitted, and not begun
     assert "none yet" in CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
 

@@ -31,14 +31,14 @@ def adapted(model: Any, **lora: Any) -> dict[str, int]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": (
         {"target_modules": ("q_proj", "k_prj")},
-        r"lora.target_modules=k_prj: matches no layer of this model; did you mean k_proj\? There are: .*q_proj \(2\)",
+        r"lora.target_modules=k_prj: matches no layer of this model; did you mean k_proj\? Available: .*q_proj \(2\)",
     ),
     "path": (
         {"target_modules": ("mlp.gate_prj",)},
         r"lora.target_modules=mlp.gate_prj: matches no layer.*did you mean gate_proj\?",
     ),
     "shortened": ({"target_modules": ("q", "v")}, r"lora.target_modules=q: .*did you mean q_proj\?"),
-    "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; there are: "),
+    "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; available: "),
     "a module": (
         {"target_modules": ("mlp",)},
         r"=mlp: is not a layer, but contains some; use down_proj \(2\), gate_proj \(2\), up_proj \(2\)",

@@ -53,7 +53,7 @@ class PublishOptions:
     """Called in the writing thread with the new names of the renamed checkpoints."""
 
 
-class Saves:
+class CheckpointSaver:
     """The checkpoints of one run on one rank, one at a time."""
 
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
@@ -65,7 +65,7 @@ class Saves:
         self._has_memory = threading.Event()
 
     def prepare(self, engine: Engine, also: Callable[[], object]) -> None:
-        """Allocate page-locked memory and call `also` in a thread, so that the first save does not stall training."""
+        """Allocate pinned memory and call `also` in a thread, so that the first save does not stall training."""
         sizes = checkpoint_sizes(engine, self._ranks)
         self._preparing = threading.Thread(target=self._prepare, args=(sizes, also), name="save", daemon=True)
         self._preparing.start()
@@ -89,7 +89,7 @@ class Saves:
         self._copied = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"):
             weights(self._copies)
-        self._copies.begun()
+        self._copies.mark_queued()
 
     def hold_changes(self) -> None:
         """Make the device, not the host, wait for the copies before the next update changes the tensors."""

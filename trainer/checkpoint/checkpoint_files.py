@@ -132,7 +132,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: has no state.json; use another checkpoint") from None
     if state.get("format") != FORMAT:
-        raise UserError(f"{checkpoint}: written in format {state.get('format')}, this version reads {FORMAT}")
+        raise UserError(
+            f"{checkpoint}: has format {state.get('format')}, and this version reads {FORMAT}; "
+            "resume with the version of zerolora that wrote it"
+        )
     return state
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import PublishOptions, SaveFailed, Saves, WriteWeights
+from trainer.checkpoint.background import CheckpointSaver, PublishOptions, SaveFailed, WriteWeights
 from trainer.checkpoint.checkpoint import Position, restore_checkpoint, share_damage
 from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
@@ -47,7 +47,7 @@ class CheckpointManager:
         self._run_dir = Path(config.output_dir)
         self._identity: dict[str, Any] | None = None
         self._saved, self._begun_at = False, 0
-        self._saves = Saves(self._run_dir, ranks)
+        self._saves = CheckpointSaver(self._run_dir, ranks)
         resumption = agree_on_resumption(config, prepared, ranks, device, precision)
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)

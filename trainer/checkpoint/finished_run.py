@@ -154,7 +154,7 @@ def saved_tokenizer(run: FinishedRun) -> Any:
     return tokenizer
 
 
-def run_device() -> torch.device:
+def default_device() -> torch.device:
     """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 

@@ -14,7 +14,7 @@ Size = tuple[int, torch.device]
 
 
 class HostCopies:
-    """Named buffers, page-locked for GPU tensors; the copies of one save are valid until the next one.
+    """Named buffers, pinned for GPU tensors; the copies of one save are valid until the next one.
 
     Copies from a GPU run in their own stream behind the work queued so far, so that neither the host nor the next
     forward and backward pass waits. Call `hold_changes` before queueing what changes the tensors.
@@ -28,7 +28,7 @@ class HostCopies:
         self._is_held = True
 
     def reserve(self, tensors: Sequence[Size]) -> None:
-        """Allocate memory for copies of these tensors; page-locked memory takes tenths of a second.
+        """Allocate memory for copies of these tensors; pinned memory takes tenths of a second.
 
         May run in any thread, but not concurrently with `copy`.
         """
@@ -51,7 +51,7 @@ class HostCopies:
         with self._behind(tensor):
             return buffer.copy_(tensor, non_blocking=True)
 
-    def begun(self) -> None:
+    def mark_queued(self) -> None:
         """Mark that all copies of a save have been queued."""
         if self._stream is not None:
             # Blocking, so that the waiting thread neither spins nor holds the CUDA driver's lock.

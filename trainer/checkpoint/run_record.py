@@ -121,7 +121,7 @@ def files_in(run_dir: Path) -> list[Path]:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether a run wrote the folder: it has a record, or only listed names and checkpoints."""
+    """Return whether a folder belongs to a run: it has a record, or only checkpoints and files that a run listed."""
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
     listed, found = written_names(run_dir) or set(), files_in(run_dir)

@@ -26,11 +26,11 @@ from trainer.checkpoint.finished_run import (
     MOVED,
     FinishedRun,
     add_run_arguments,
+    default_device,
     find_run,
     load_trained,
     quiet_libraries,
     run_command,
-    run_device,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import check_held_out
@@ -287,7 +287,7 @@ def _run(arguments: argparse.Namespace) -> None:
     config = run.config
     tokenizer = saved_tokenizer(run)
     documents = held_out_documents(run, tokenizer, arguments.data, arguments.split)
-    device = run_device()
+    device = default_device()
     model = load_trained(run, tokenizer, device)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     evaluation = evaluate(

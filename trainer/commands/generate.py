@@ -22,11 +22,11 @@ from trainer.checkpoint.finished_run import (
     MOVED,
     FinishedRun,
     add_run_arguments,
+    default_device,
     find_run,
     load_trained,
     quiet_libraries,
     run_command,
-    run_device,
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
@@ -102,7 +102,7 @@ def generate_answers(
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     """Load the trained model for inference; unless `both`, its adapter is merged (16 or 32-bit weights) or fused."""
-    model = load_trained(run, tokenizer, run_device())
+    model = load_trained(run, tokenizer, default_device())
     if both:
         return model
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]

@@ -20,11 +20,11 @@ from trainer.checkpoint.finished_run import (
     FinishedRun,
     add_run_arguments,
     attach_adapter,
+    default_device,
     find_run,
     load_trained,
     quiet_libraries,
     run_command,
-    run_device,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import ALLOW
@@ -84,7 +84,7 @@ def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMer
         print(f"note: the run was {how} (training.qat); rounding it afterwards loses more", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
-    return IntegerMerge(kind, _merged_dtype(run, dtype), run_device())
+    return IntegerMerge(kind, _merged_dtype(run, dtype), default_device())
 
 
 def load_merged(
@@ -152,7 +152,7 @@ def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
         raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; give a number, such as --scale 0.5") from None
     training = run.config.training
     found = evaluate(
-        load_trained(run, tokenizer, run_device()),
+        load_trained(run, tokenizer, default_device()),
         documents,
         tokenizer.pad_token_id,
         batch_size=training.eval_batch_size or training.batch_size,

@@ -210,7 +210,7 @@ class ZeroSection(Section):
     offload_parameters: bool = False
     """Keep partitioned parameters in host memory (stage 3)."""
     pin_memory: Annotated[bool, Needs(".offload_optimizer .offload_parameters")] = True
-    """Use page-locked host memory for offloading."""
+    """Use pinned host memory for offloading."""
     overlap_comm: Annotated[bool, _PARTITIONED] = True
     """Reduce gradients during the backward pass (GPU only)."""
     reduce_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000

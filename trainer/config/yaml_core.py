@@ -153,8 +153,8 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(
-            f"{path}: not valid YAML at line {line}: the character {text[error.position]!r} is not text; "
-            "name a YAML file"
+            f"{path}: not valid YAML at line {line}: character {text[error.position]!r} is not allowed; "
+            "check that this is a YAML file"
         ) from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: nested too deeply; name a file of settings") from None

@@ -35,7 +35,7 @@ DAMAGE = (
 )
 
 
-def built_folder(
+def load_or_build(
     folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded]
 ) -> tuple[Loaded, str | None]:
     """Return `load(folder)`, after `build` has filled the folder if necessary, and a note if it was damaged.

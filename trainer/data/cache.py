@@ -15,7 +15,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.built_folder import built_folder
+from trainer.data.built_folder import load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.grouping import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
@@ -70,7 +70,7 @@ def prepare_data(
     key, origin = _digest(identity), _origin(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
-        loaded, note = built_folder(
+        loaded, note = load_or_build(
             cache_dir / key,
             partial(_build, section, encoder, stored, evaluation, seed),
             lambda folder: _load(folder, section.packing),

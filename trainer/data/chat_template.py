@@ -153,7 +153,7 @@ class ChatTemplate:
                 self._prompts[key] = self._observe_prompt(messages, tools)
             except RenderError:  # the messages are refused on their own, for example without a question
                 self._prompts[key] = ""
-        return self._prompts[key] or self._usual_prompt or self._fixed_header
+        return self._prompts[key] or self._default_generation_prompt or self._fixed_header
 
     def _observe_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
@@ -187,7 +187,7 @@ class ChatTemplate:
         return begin + end + len(tail) if end else 0
 
     @cached_property
-    def _usual_prompt(self) -> str:
+    def _default_generation_prompt(self) -> str:
         """The generation prompt after a question."""
         try:
             return self._observe_prompt([_QUESTION], None)

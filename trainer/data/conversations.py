@@ -271,13 +271,13 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
     calls = any("tool_calls" in message for message in conversation.messages)
     if calls and "tool_calls" not in template.source:
         raise UserError(
-            f"{where}: has tool calls, which this tokenizer's chat template does not write; "
-            "give dataset.chat_template one that does"
+            f"{where}: has tool calls, which this tokenizer's chat template does not support; "
+            "set dataset.chat_template to one that does"
         )
     if conversation.tools and "tools" not in template.source:
         raise UserError(
-            f"{where}: has tools, which this tokenizer's chat template does not write; "
-            "give dataset.chat_template one that does, or remove them"
+            f"{where}: has tools, which this tokenizer's chat template does not support; "
+            "set dataset.chat_template to one that does, or remove them"
         )
 
 

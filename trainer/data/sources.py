@@ -92,7 +92,7 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
 
 
 def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
-    """Return the name, size and time of each file of a stream, which is too long for a `content_key`.
+    """Return path, size and mtime of each local file of a streamed source, which is too large for a `content_key`.
 
     Empty for a hub data set. Raises UserError if the files are missing.
     """

@@ -27,7 +27,7 @@ def split_names(split: str, label: str) -> list[str]:
         parts = [None]
     names = [part.group(1) for part in parts if part]
     if len(names) < len(parts):
-        raise UserError(f"{label}.split={split}: not understood; write train, train[:1000], train[10%:20%] or a+b")
+        raise UserError(f"{label}.split={split}: not a split; use train, train[:1000], train[10%:20%] or a+b")
     return names
 
 

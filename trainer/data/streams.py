@@ -190,7 +190,7 @@ class MixedStream:
         return {stream.label: stream.skipped for stream in self._streams}
 
     def state_dict(self) -> State:
-        """Return the position of each source, which have ended, and the state of the random generator."""
+        """Return the position of each source, which sources are exhausted, and the state of the random generator."""
         return {
             "sources": [stream.state_dict() for stream in self._streams],
             "ended": list(self._ended),

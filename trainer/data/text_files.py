@@ -119,8 +119,12 @@ def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
 
 
 def _refuse_compressed(file: Path, where: str, line: int, error: Exception) -> NoReturn:
-    damage = f"is damaged after line {line}; copy it again" if line else "is no such file; rename it to what it is"
-    raise UserError(f"{where}: {file.name} ends in {file.suffix} and {damage} ({error})") from None
+    problem = (
+        f"is damaged after line {line}; copy it again"
+        if line
+        else f"has the suffix {file.suffix} but is not in that format; rename it to match its format"
+    )
+    raise UserError(f"{where}: {file.name} {problem} ({error})") from None
 
 
 def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:

@@ -19,13 +19,13 @@ from trainer.memory.process import PROCESS, process_peak
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
-    base_weights,
-    dequantised_experts,
+    base_weight_bytes,
+    dequantized_expert_bytes,
     fetched_weights,
     gathered,
     held,
-    quantisation_state,
-    rounded_weight,
+    quantization_state_bytes,
+    rounded_weight_bytes,
     shard_size,
     stored_bytes,
 )
@@ -90,15 +90,15 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of one rank. `checkpoints` is the number kept on disk."""
     resident = {
-        "base model": base_weights(shapes, placement) - quantisation_state(shapes, placement),
-        "quantisation state": quantisation_state(shapes, placement),
+        "base model": base_weight_bytes(shapes, placement) - quantization_state_bytes(shapes, placement),
+        "quantisation state": quantization_state_bytes(shapes, placement),
         "adapter" if any(weight.factor for weight in shapes.weights) else "trained weights": trained(shapes, placement),
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
         "tables": shapes.buffers,
         "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
-        "dequantised experts": dequantised_experts(shapes, placement),
-        "rounded weight": rounded_weight(shapes, placement),
+        "dequantised experts": dequantized_expert_bytes(shapes, placement),
+        "rounded weight": rounded_weight_bytes(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
     if seen is None:

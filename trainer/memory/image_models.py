@@ -79,7 +79,7 @@ class ImagePlanner(Planner):
 
 def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
     """Return the weights of the adapted model by block, and layers without widths."""
-    model = _twin(pipeline, lora)
+    model = _build_meta_model(pipeline, lora)
     base = model.get_base_model()
     blocks = [base.get_submodule(path) for path in base.gathered_blocks()]
     return Shapes(
@@ -95,7 +95,7 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
     )
 
 
-def _twin(pipeline: Pipeline, lora: Any) -> Any:
+def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
     """Build the adapted model without memory for weights."""
     from accelerate import init_empty_weights
 
@@ -112,9 +112,9 @@ def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, el
     `lora` is the section as JSON, so that results can be cached.
     """
     dtype = torch.float32 if element == 4 else torch.bfloat16
-    model = _twin(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
+    model = _build_meta_model(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
     denoiser = model.get_base_model().denoiser.train()
-    counter = Counter(model)
+    counter = SavedTensorCounter(model)
     if recompute:
         denoiser.enable_gradient_checkpointing(gradient_checkpointing_func=counter.block)
     with _flash_attention(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
@@ -145,7 +145,7 @@ def _pooled(settings: Any) -> int:
     return int(projected) - 6 * int(settings["addition_time_embed_dim"]) if projected else 1
 
 
-class Counter:
+class SavedTensorCounter:
     """Counts the bytes of tensors saved by a forward pass: each storage once, and no weights."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,7 +182,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Flash(torch.autograd.Function):
-    """Saves what flash attention saves: queries, keys, values, the output, and a 32-bit number per row."""
+    """Stand-in for flash attention that saves the same tensors: q, k, v, the output and the log-sum-exp in fp32."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

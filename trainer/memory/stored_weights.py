@@ -89,7 +89,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
     return rounded(64) + rounded(blocks * matrices) + rounded(nested) + rounded(1024) + rounded(4 * matrices)
 
 
-def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
+def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of the buffers for dequantized experts: one per tensor of a layer, shared by all layers."""
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
@@ -98,7 +98,7 @@ def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
     return max(map(sum, layers.values()), default=0)
 
 
-def rounded_weight(shapes: Shapes, placement: Placement) -> int:
+def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of a temporary merged weight Q(W + s B A) and of its rounding."""
     if not placement.rounded:
         return 0
@@ -106,13 +106,13 @@ def rounded_weight(shapes: Shapes, placement: Placement) -> int:
     return rounded(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 
-def base_weights(shapes: Shapes, placement: Placement) -> int:
+def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of frozen weights and scales on this rank: whole, a shard at stage 3, or 0 if offloaded."""
     return held(sum(stored_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
-def quantisation_state(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of the scales in `base_weights`."""
+def quantization_state_bytes(shapes: Shapes, placement: Placement) -> int:
+    """Return the bytes of the scales in `base_weight_bytes`."""
     return held(sum(scale_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 

@@ -30,7 +30,7 @@ from trainer.model.older_names import keep_target_names
     test="tests/unit/test_workarounds.py: test_peft_refuses_dropout_on_experts",
 )
 class ParamWrapper(lora.ParamWrapper):
-    """PEFT's adapter of one tensor of experts; of several nested on one module the outermost computes.
+    """PEFT's adapter of one expert tensor; of several nested ones, only the outermost runs the experts.
 
     The class keeps PEFT's name, by which PEFT recognises it.
     """

@@ -95,7 +95,7 @@ def expert_elements(module: nn.Module) -> int:
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the router weights by name: those with a row per expert, next to the experts.
+    """Return the router weights by name: matrices next to the experts with one row per expert.
 
     Routers that are small networks are recognised by the name `router`.
     """

@@ -49,7 +49,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
 
 
 def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
-    """Return the paths of parameters other than experts in `lora.target_parameters`, and of targeted router weights."""
+    """Return the paths of non-expert tensors in `lora.target_parameters`, and of routers in `lora.target_modules`."""
     experts = set(expert_modules(model))
     found = []
     for path, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
                 raise UserError(f"lora.target_parameters={name}: {none}; remove it")
             words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
             nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "name one as model.named_parameters() does"
+            hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
     if not experts:
         if lora.expert_rank != "r":

@@ -89,7 +89,7 @@ def unpacked_shapes(setting: str, stored: Shapes, *, announced: bool) -> Shapes:
     kinds = {_any_layer(name) for name in packed}
     mixed = sorted(name for name in found if _any_layer(name) in kinds)
     if mixed:
-        raise UserError(f"{setting}: {mixed[0]} is not stored in MXFP4 as those of other layers are; {ALIKE}")
+        raise UserError(f"{setting}: {mixed[0]} is not stored in MXFP4, unlike those of other layers; {ALIKE}")
     for name in sorted(packed):
         blocks, scales = stored.get(name + BLOCKS), stored.get(name + SCALES)
         if blocks is None or scales is None:

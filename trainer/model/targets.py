@@ -141,8 +141,8 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(below("experts"))  # each expert is a module
     patterns += filter(None, [_build_pattern(find_non_text_modules(model))])
-    never_read: Any = getattr(model, "never_read", list)
-    patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
+    unused_layers: Any = getattr(model, "unused_layers", list)
+    patterns += [rf"{re.escape(path)}\..*" for path in unused_layers()]
     left_out = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
         left_out |= _find_excluded_by_default(model)
@@ -266,8 +266,8 @@ def _suggest(name: str, paths: set[str], what: str) -> str:
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
-    hint = f"did you mean {nearest[0]}? There" if nearest else "there"
-    return f"matches no {what} of this model; {hint} are: {_summarize_names(paths)}"
+    hint = f"did you mean {nearest[0]}? Available" if nearest else "available"
+    return f"matches no {what} of this model; {hint}: {_summarize_names(paths)}"
 
 
 def _summarize_names(paths: Any) -> str:

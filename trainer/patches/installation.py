@@ -184,7 +184,7 @@ def _recomputation(model: Any, wanted: Wanted) -> list[str]:
     return [line] if line else []
 
 
-def _workarounds(engine: Engine, _: Wanted) -> None:
+def _install_workarounds(engine: Engine, _: Wanted) -> None:
     install_workarounds(engine)
 
 
@@ -215,6 +215,6 @@ INSTALLATIONS = (
     Installation("adapted", _rounded, undo),
     Installation("adapted", _inputs, undo),
     Installation("adapted", _recomputation, disable_recomputation),
-    Installation("engine", _workarounds, _remove_workarounds),
+    Installation("engine", _install_workarounds, _remove_workarounds),
     Installation("engine", _guard, _unguard),
 )

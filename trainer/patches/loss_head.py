@@ -56,7 +56,7 @@ class TokenLoss:
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
         if why_not_plain(self._head):
             self._head = None
-            self._compare(False)
+            self._warn_if_estimate_is_off(False)
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
@@ -183,7 +183,7 @@ class TokenLoss:
     def _both_in_chunks(
         self, model: Any, inputs: dict[str, Any], split: Callable[..., Any], chosen: torch.Tensor, base: torch.Tensor
     ) -> torch.Tensor:
-        """Return loss and divergence [2] of the two parts into which `split` divides the head's input."""
+        """Return [loss, divergence]; `split` divides the head's input into training and reference tokens."""
 
         def both(hidden: torch.Tensor) -> torch.Tensor:
             ours, others = split(hidden)
@@ -291,7 +291,7 @@ class TokenLoss:
             self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
                 self._head = None
-            self._compare(self._head is not None)
+            self._warn_if_estimate_is_off(self._head is not None)
 
     def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the loss sum of each row of the batch, nats, fp64 [B]."""
@@ -313,7 +313,7 @@ class TokenLoss:
         inputs, targets = self.build_host_inputs(batch)
         return {name: to_device(value, device) for name, value in inputs.items()}, targets
 
-    def _compare(self, fused: bool) -> None:
+    def _warn_if_estimate_is_off(self, fused: bool) -> None:
         """Warn if the loaded model differs from the empty one that the memory estimate used."""
         if self._decided is None or self._decided == fused or self._say is None:
             return
@@ -376,7 +376,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a tensor copied to the device without a wait of the host, from page-locked memory; other values as is."""
+    """Return a tensor copied to the device without a wait of the host, from pinned memory; other values as is."""
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

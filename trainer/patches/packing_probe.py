@@ -25,7 +25,7 @@ it may: they get different batches of tokens, round sums differently, and the ch
 
 @torch.no_grad()
 def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
-    """Raise UserError if the logits of a token change with a later one; every rank must call it."""
+    """Raise UserError if logits depend on later tokens (the model is not causal); every rank must call it."""
     length = sum(LENGTHS)
     tokens = _distant_tokens(model, length)
     other_last = tokens.clone()
@@ -41,7 +41,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
     if _size(change[:-1]) > _allowed(model) * _size(change[-1:]):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         raise UserError(
-            f"base_model={base_model}: in {type(base).__name__} tokens see those that follow them, so there is "
+            f"base_model={base_model}: in {type(base).__name__} tokens attend to later tokens, so there is "
             "nothing to predict; use a causal language model"
         )
 
@@ -89,9 +89,9 @@ def _find_attention_fault(
         by_first, by_last = (logits(ids) - before for ids in (other_first, other_last))
     allowed, first = _allowed(model), LENGTHS[0] - 1
     if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
-        return "tokens see those that follow them"
+        return "tokens attend to later tokens"
     if _size(by_first[first:]) > allowed * _size(by_first[:first]):
-        return "documents of a pack see each other"
+        return "documents of a pack attend to each other"
     return None
 
 

@@ -2,7 +2,7 @@
 
 non_reentrant, reentrant   recompute every decoder layer, or the first ones; keep its input
 selective                  recompute the MLP of every layer, which keeps most of a layer's activations, not attention
-offload_activations        keep the inputs in page-locked host memory; copies overlap with the computation
+offload_activations        keep the inputs in pinned host memory; copies overlap with the computation
 """
 
 from collections.abc import Callable
@@ -174,9 +174,9 @@ def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: 
 
 
 class HostCopies:
-    """Activations in page-locked host memory, copied on a separate stream, with the next one prefetched.
+    """Activations in pinned host memory, copied on a separate stream, with the next one prefetched.
 
-    The backward pass needs them in reverse order. On a CPU they are not copied.
+    The backward pass needs them in reverse order. CPU tensors are not copied.
     """
 
     def __init__(self) -> None:

@@ -163,7 +163,7 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
     model.train(was_training)
     long_enough = [ids for ids in drawn if len(ids) >= min(SHORTEST, length)]
     if not long_enough:
-        raise UserError("scu.reference: the base generates nothing without a prompt; give a file of texts")
+        raise UserError("scu.reference: the base model generates no text from an empty prompt; set it to a text file")
     return long_enough
 
 

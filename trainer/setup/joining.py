@@ -53,7 +53,7 @@ def join(
     device = ranks.device()
     if device.type == "cuda" and prepared.tokenizer is not None:  # image models use no Triton kernels
         hash_triton_ahead()
-    prepared = _meet(config, prepared, ranks, lock, say)
+    prepared = _join_process_group(config, prepared, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")
@@ -68,7 +68,9 @@ def join(
     return Joined(resolved, prepared, device, precision, memory, task)
 
 
-def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say) -> Prepared:
+def _join_process_group(
+    config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say
+) -> Prepared:
     """Form the process group; return the data, with a shared stream if there are several hosts."""
     world = meet(ranks, config, lock.token if lock is not None else "")
     form_process_group(ranks, collective_timeout(config.training))

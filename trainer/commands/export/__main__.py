@@ -21,7 +21,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
-from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
+from trainer.commands.export.gguf import FORMATS, check_architecture, convert, max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import find_prompt_form
@@ -94,7 +94,7 @@ class Source:
         shutil.rmtree(merged)
         written_by = "the gguf package" if own else str(self.converter)
         lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
-        context = longest_context(self.config)
+        context = max_context_length(self.config)
         if own and context < self.config.max_position_embeddings:
             lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
         if own and chats_differ(self.tokenizer):

@@ -76,7 +76,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     factors = _factors(tensors, settings, model)
     factors |= _zero_parts(factors, model)
     if whole_groups:
-        factors |= _zero_neighbours(factors, model)
+        factors |= _zero_factors_of_fused_layers(factors, model)
     names = _StoredNames(model)
     return {names.find(path): found for path, found in factors.items()}
 
@@ -143,7 +143,7 @@ def _find_widths(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
     return (first, second) if is_transposed(module) else (second, first)
 
 
-def _zero_neighbours(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
+def _zero_factors_of_fused_layers(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     """Return zero factors for unadapted layers that servers compute together with adapted ones."""
     weights = dict(model.named_parameters())
     made: dict[str, Factors] = {}

@@ -30,7 +30,10 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     check_architecture(config, "gguf-lora")
     factors = read_factors(run.folder, run.config.base_model, run.config.model, whole_groups=False)
     if "lm_head" in factors and config.tie_word_embeddings:
-        raise UserError(f"--format gguf-lora: llama.cpp ties the output head to the embedding here; {MERGED}")
+        raise UserError(
+            "--format gguf-lora: the adapter changes lm_head, which llama.cpp ties to the embedding of this model; "
+            + MERGED
+        )
     rank = max(len(found.a_RI) for found in factors.values())
     alpha = max(found.scale for found in factors.values()) * rank
     named = {_name(layer, config): _reorder_rotary(layer, found, config) for layer, found in factors.items()}

@@ -59,13 +59,13 @@ class CapturedPass:
         result: Tensor = _Replay.apply(self, *self._capturer.flat.buffers)
         return result
 
-    def value(self) -> Tensor:
+    def replay_forward(self) -> Tensor:
         """Return the value; no other pass may be replayed before `gradients`."""
         self._capturer.replaying = self
         self._forward.replay()
         return self._value.clone()
 
-    def gradients(self, grad_output: Tensor) -> list[Tensor]:
+    def replay_backward(self, grad_output: Tensor) -> list[Tensor]:
         """Return the gradients of the latest `value` in every flat buffer."""
         if self._capturer.replaying is not self:
             raise RuntimeError("another graph was replayed between forward and backward pass of this one")
@@ -143,10 +143,10 @@ class GraphCapturer:
         """Run the pass once to compile, tune and allocate, and once to check that it does not wait for the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._pass(compute)
+            self._forward_backward(compute)
             torch.cuda.synchronize(self._device)
             with _waits_seen() as places:
-                self._pass(compute)
+                self._forward_backward(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if places:
             raise NotCapturable(f"the forward or backward pass waits for the device ({places[0]})")
@@ -156,11 +156,11 @@ class GraphCapturer:
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
-            value, gradients = self._pass(compute)
+            value, gradients = self._forward_backward(compute)
             torch.cuda.synchronize(self._device)
         return value, gradients, time.perf_counter() - started
 
-    def _pass(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _forward_backward(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         value = compute()
         return value.detach(), list(torch.autograd.grad(value, self._leaves, torch.ones_like(value)))
 
@@ -184,7 +184,7 @@ class GraphCapturer:
     ) -> None:
         """Replay the pass, and compare its numbers and its time with those of the launched pass."""
         grad_output = torch.ones_like(value)
-        found, found_gradients = captured.value(), captured.gradients(grad_output)
+        found, found_gradients = captured.replay_forward(), captured.replay_backward(grad_output)
         torch.cuda.synchronize(self._device)
         allowed = TOLERANCE.get(gradients[0].dtype, 2e-2)
         errors = [_difference(got, wanted) for got, wanted in zip(found_gradients, gradients, strict=True)]
@@ -199,8 +199,8 @@ class GraphCapturer:
                 raise NotCapturable(f"the replay is off by {error:.2g} (allowed {allowed})")
         del found_gradients
         started = time.perf_counter()
-        captured.value()
-        captured.gradients(grad_output)
+        captured.replay_forward()
+        captured.replay_backward(grad_output)
         torch.cuda.synchronize(self._device)
         captured.launched_s, captured.replayed_s = seconds, (took := time.perf_counter() - started)
         if must_pay and took > PAYS_BELOW * seconds:
@@ -234,12 +234,12 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: CapturedPass, *buffers: Tensor) -> Tensor:
         ctx.captured = captured
-        return captured.value()
+        return captured.replay_forward()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.captured.gradients(grad_output)
+        return None, *ctx.captured.replay_backward(grad_output)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class FlatAdapter:
         return None
 
     def repoint(self) -> None:
-        """Make PEFT's Parameters views of the buffers again, which an engine moves in memory when it starts."""
+        """Point PEFT's Parameters at the buffers again after the engine has moved them in memory."""
         for member, view in self._rows():
             member.parameter.data = view
             member.parameter.requires_grad_(False)

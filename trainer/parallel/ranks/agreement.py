@@ -1,4 +1,4 @@
-"""Check before ranks work together that they run the same code, configuration and versions.
+"""Check that all ranks run the same code, configuration and versions before they form the process group.
 
 Rank 0 collects a report from each rank in the key-value store that the process group will use, and answers all of them.
 A collective would not do: a rank that sees no GPU would form a gloo group while the others wait in NCCL.

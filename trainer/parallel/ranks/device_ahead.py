@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from trainer.contract.rendezvous import read_place
 
 
-def make_context_ahead(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
+def create_cuda_context_early(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
     """Create the CUDA context in a thread; None on a machine without NVIDIA's driver, or for ranks on the CPU."""
     if environment.get("DS_ACCELERATOR") == "cpu":
         return None

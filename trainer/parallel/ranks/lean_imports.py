@@ -1,4 +1,4 @@
-"""Import libraries without what no run calls: torch's compiler, torchao, SciPy and others.
+"""Import libraries without heavy modules that training never uses: torch's compiler, torchao, SciPy and others.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
 for any adapter, compiles two functions of its CPU backend at import, and DeepSpeed (0.19.8) three of an optimizer that

@@ -10,7 +10,7 @@ from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.contract.standard_streams import open_closed_descriptors
-from trainer.parallel.ranks.device_ahead import make_context_ahead
+from trainer.parallel.ranks.device_ahead import create_cuda_context_early
 from trainer.parallel.ranks.lean_imports import import_lean
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -47,4 +47,4 @@ def begin() -> None:
     # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import_lean()
-    make_context_ahead()
+    create_cuda_context_early()

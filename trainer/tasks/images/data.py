@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.config import RunConfig, SourceSection
-from trainer.data.built_folder import built_folder
+from trainer.data.built_folder import load_or_build
 from trainer.data.grouping import held_out_count, weighted
 from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode
 from trainer.tasks.images.families import Conditions
@@ -172,7 +172,7 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
     }
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{_digest(identity)}"
     build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, tell=tell)
-    store, note = built_folder(folder, build, lambda path: Store(path, plan.captions))
+    store, note = load_or_build(folder, build, lambda path: Store(path, plan.captions))
     entries = [_entry(number, plan) for number in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes: dict[str, int] = {}

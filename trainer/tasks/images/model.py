@@ -84,7 +84,7 @@ class ImageModel(nn.Module):
         residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]
         return [path for path, _ in self.named_modules() if path in {*blocks, *residual}]
 
-    def never_read(self) -> list[str]:
+    def unused_layers(self) -> list[str]:
         """Return the layers without effect: SDXL uses the first text encoder's output before its last layer."""
         if self.family.name != "sdxl" or "text_encoder" not in self.text_encoders:
             return []
@@ -194,14 +194,14 @@ class DenoiserFiles:
 def _layout(model: nn.Module, files: Any, pipeline: Pipeline) -> dict[str, Any]:
     """Return where all parameters and buffers are stored. Raises UserError if one is missing or has another shape."""
     shapes, wanted = files.shapes(), dict(model.named_parameters())
-    _refuse(pipeline, [name for name in wanted if name not in shapes], "are missing from its files")
+    _raise_if_any(pipeline, [name for name in wanted if name not in shapes], "are missing from its files")
     of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[name]]
-    _refuse(pipeline, of_other_shape, "have another shape than config.json says")
+    _raise_if_any(pipeline, of_other_shape, "have shapes that differ from config.json")
     buffers = [name for name, _ in model.named_buffers() if name in shapes]
     return {name: Stored(name, {name: (name,)}) for name in (*wanted, *buffers)}
 
 
-def _refuse(pipeline: Pipeline, names: Sequence[str], what: str) -> None:
+def _raise_if_any(pipeline: Pipeline, names: Sequence[str], what: str) -> None:
     if names:
         raise UserError(
             f"base_model={pipeline.base_model}: {len(names)} weights {what} (first: {names[0]}); take "

@@ -13,7 +13,7 @@ import xxhash
 from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 from trainer.contract.hub_patience import disable_retries_without_network
-from trainer.data.built_folder import built_folder
+from trainer.data.built_folder import load_or_build
 from trainer.model.model_source import check_source, unreadable_error
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 from trainer.tasks.images.published import published_shape
@@ -286,7 +286,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
     identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
     target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
     with _reading(said, f"as {family.pipeline}"):
-        return built_folder(target, build, lambda folder: folder)[0]
+        return load_or_build(target, build, lambda folder: folder)[0]
 
 
 def _cached(name: str, section: ModelSection, file: str) -> str | None:
