@@ -124,7 +124,7 @@ def show_config(
     elif as_json:
         typer.echo(json.dumps(json_schema(), indent=2))
     elif config is None:
-        raise UserError("zerolora config: no file; name a YAML file, or add --schema")
+        raise UserError("zerolora config: no file; use a YAML file, or add --schema")
     else:
         loaded = load_config(config, overrides or [])
         for note in loaded.notes:

@@ -70,12 +70,12 @@ class Request:
 
     def _check_local(self) -> None:
         if self.num_nodes not in (None, 1):
-            raise UserError(f"--num-nodes {self.num_nodes}: this is one machine; name others with --hostfile FILE")
+            raise UserError(f"--num-nodes {self.num_nodes}: this is one machine; pass others with --hostfile FILE")
         for option, value in (("--include", self.include), ("--exclude", self.exclude)):
             if value is not None:
                 raise UserError(f"{option} {value}: needs --hostfile; on one machine set CUDA_VISIBLE_DEVICES")
         if self.master_addr not in (None, "localhost", "127.0.0.1"):
-            raise UserError(f"--master-addr {self.master_addr}: this is one machine; name others with --hostfile FILE")
+            raise UserError(f"--master-addr {self.master_addr}: this is one machine; pass others with --hostfile FILE")
 
 
 def plan(request: Request, logs: Path) -> Plan:

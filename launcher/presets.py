@@ -63,13 +63,13 @@ def init(
     text = render_preset(preset, output, model=model, data=data)
     try:
         if output.exists() and not force:
-            raise UserError(f"--output {output}: already exists; name another file, or add --force")
+            raise UserError(f"--output {output}: already exists; use another file, or add --force")
         if tailored:
             _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); name another file") from None
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
     typed = shlex.quote(str(output))
     first = "now" if data else "set dataset.path, then"
     typer.echo(f"{output}: {first}\n  zerolora validate {typed}\n  zerolora train {typed}")
@@ -77,7 +77,7 @@ def init(
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
     if not (model and data):
-        raise UserError("--gpus: fits the file to a model and data; name both with --model and --data")
+        raise UserError("--gpus: fits the file to a model and data; pass both with --model and --data")
     typer.echo("examining the model and the data")
     words = ["--model", model, "--data", data, "--output", str(output)]
     words += ["--gpus", str(gpus)] if gpus is not None else []

@@ -73,7 +73,7 @@ def _data(options: argparse.Namespace) -> tuple[str, str | None]:
         return options.data, None
     made = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
     if made.returncode:
-        raise UserError("--data: the standard library's text could not be made (see above); name a file of your own")
+        raise UserError("--data: the standard library's text could not be made (see above); use a file of your own")
     train, held_out = made.stdout.splitlines()[-2:]
     return train, held_out
 

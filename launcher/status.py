@@ -44,7 +44,7 @@ def status(
     if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
-            raise UserError(f"job {target}: SLURM does not know it (any more); name the folder of its run")
+            raise UserError(f"job {target}: SLURM does not know it (any more); use the folder of its run")
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)
@@ -85,7 +85,7 @@ def read_job_id(run: Path) -> str:
 def read_job(number: str) -> list[dict[str, str]]:
     """Return SLURM's fields of a job, or of each task of an array; empty if SLURM has forgotten it."""
     if shutil.which("scontrol") is None:
-        raise UserError(f"job {number}: no scontrol here; run this on the cluster, or name the folder of the run")
+        raise UserError(f"job {number}: no scontrol here; run this on the cluster, or use the folder of the run")
     shown = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
     if shown.returncode:
         return []

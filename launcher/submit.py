@@ -261,7 +261,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
         if name == "output_dir":
             raise UserError(f"{text}: a sweep needs a single output_dir, in which each run gets its own folder")
         if name in given:
-            raise UserError(f"{text}: {name} is also set by {given[name]}; give all its values once, {key}=A,B")
+            raise UserError(f"{text}: {name} is also set by {given[name]}; list all its values once, {key}=A,B")
         given[name] = text
         axes.append([f"{key}={value}" for value in values.split(",")])
     if (count := math.prod(map(len, axes))) > MOST_RUNS:
@@ -280,7 +280,7 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
         same = loaded.setdefault(run.model_dump_json(exclude={"output_dir"}), run)
         if same is not run:
             names = Path(same.output_dir).name, Path(run.output_dir).name
-            raise UserError(f"{names[1]}: is the same run as {names[0]}; give each value once")
+            raise UserError(f"{names[1]}: is the same run as {names[0]}; list each value once")
     return list(loaded.values())
 
 

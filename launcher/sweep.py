@@ -128,7 +128,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
         run = Run([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
         earlier = before.get(str(run.folder))
         if earlier and earlier.digest != digest and run.folder.exists():
-            raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; name another output_dir")
+            raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
         if earlier and earlier.digest == digest:
             run.exit_code = 0 if earlier.exit_code == 0 or _has_succeeded(run.folder) else None
         runs.append(run)

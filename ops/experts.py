@@ -159,7 +159,7 @@ def experts_mlp(
     gate_up, down = weights.gate_up, weights.down
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     if len(biases) == 1:
-        raise ValueError("bias of only one of gate_up and down: give both, or none")
+        raise ValueError("bias of only one of gate_up and down: pass both, or none")
     shape = [gate_up.experts, down.cols, gate_up.cols, gate_up.block, gate_up.nested_block]
     if (gate_up.rows, down.rows, down.experts) != (2 * down.cols, gate_up.cols, gate_up.experts):
         raise ValueError(
@@ -193,7 +193,7 @@ def experts_mlp(
 def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     if down is None or up is None:
         if down is not up:
-            raise ValueError("only one factor of an adapter: give A and B, or neither")
+            raise ValueError("only one factor of an adapter: pass A and B, or neither")
         return []
     return [down, up]
 

@@ -127,7 +127,7 @@ def check(config: RunConfig, options: argparse.Namespace) -> None:
             "training.eval_steps=0: evaluations during training find the best held-out loss; set it to 50, for example"
         )
     if options.targets and len(options.measures) > 1 and len(options.targets) != len(options.measures):
-        raise UserError(f"--targets: {len(options.targets)} for {len(options.measures)} measures; give one per measure")
+        raise UserError(f"--targets: {len(options.targets)} for {len(options.measures)} measures; pass one per measure")
     if "kl" in options.measures and options.measures != ["kl"]:
         raise UserError("--measures: lambda of kl has another scale than the others; compare it separately")
 
@@ -140,7 +140,7 @@ def check_readable(path: Path) -> None:
         problem = "is empty"
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-    raise UserError(f"--forgetting={path}: {problem}; give a file of texts, such as .txt or .jsonl")
+    raise UserError(f"--forgetting={path}: {problem}; use a file of texts, such as .txt or .jsonl")
 
 
 def slots(options: argparse.Namespace) -> list[str | None]:

@@ -91,7 +91,7 @@ def statements(comparison: Comparison) -> list[str]:
             best, end = found
             lines.append(
                 f"the best fixed lambda, {best.lambda_:g}, is the {end} of the sweep: the optimum may lie beyond it; "
-                "give more with --lambdas"
+                "pass more with --lambdas"
             )
     for setting in comparison.find("pi"):
         lines.append(_steering(comparison, setting))

@@ -249,7 +249,7 @@ def read_results(trials: Sequence[Trial]) -> list[Result]:
         results.append(Result(trial, steps, losses_ED, tokens_D, records, scaled_FD, _texts(written)))
     if len(data) > 1:
         first, second = list(data.values())[:2]
-        raise UserError(f"{second.folder}: trained on other data than {first.folder}; name another --output")
+        raise UserError(f"{second.folder}: trained on other data than {first.folder}; use another --output")
     return results
 
 

@@ -83,7 +83,7 @@ class Trial:
         differing = _first_difference(earlier, self.config.model_dump(mode="json"), without_effect)
         if differing:
             raise UserError(
-                f"{self.folder}: finished with other settings, {differing}; name another --output, or delete it"
+                f"{self.folder}: finished with other settings, {differing}; use another --output, or delete it"
             )
         return True
 

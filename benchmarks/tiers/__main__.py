@@ -244,7 +244,7 @@ class Runner:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"--output {self.options.output}: cannot be written ({error.strerror}); name another folder"
+                f"--output {self.options.output}: cannot be written ({error.strerror}); use another folder"
             ) from None
         log = folder.with_suffix(".log")
         with contextlib.ExitStack() as stack:
@@ -337,7 +337,7 @@ def _chosen(options: argparse.Namespace) -> list[Tier]:
         file = Path(options.name)
         tiers = [Tier(file.stem, "", 0.0, _as_limited, file=file)]
     else:
-        raise UserError(f"{options.name}: no such tier; choose from {', '.join(TIERS)}, all, or name a YAML file")
+        raise UserError(f"{options.name}: no such tier; choose from {', '.join(TIERS)}, all, or use a YAML file")
     tiers = [replace(tier, overrides=overrides) for tier in tiers]
     for tier in tiers:
         _ = tier.checks  # find mistakes in every file before the first run

@@ -106,7 +106,7 @@ def find_weights(config: Path, shape: str, base_model: str | None, models: Path 
         return Weights(base_model, not is_random(base_model), "as asked for")
     name = load_config(config).config.base_model
     if models is not None and not models.is_dir():
-        raise UserError(f"--models {models}: no such folder; give the folder that contains the models' folders")
+        raise UserError(f"--models {models}: no such folder; pass the folder that contains the models' folders")
     found = models / name.rpartition("/")[2] if models is not None else None
     if found is not None and found.is_dir():
         return Weights(str(found), True, "real weights, in --models")

@@ -116,7 +116,7 @@ def _space(name: str, folder: Path, needed_gib: float) -> Check:
         existing = existing.parent
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
-    fix = "free some space, or name another folder"
+    fix = "free some space, or use another folder"
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
             file.write(b"\0" * TRIAL_BYTES)

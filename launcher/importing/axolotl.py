@@ -63,7 +63,7 @@ KEYS = common.SHARED | make_table(
         "kd_trainer": DISTILLATION,
         "use_eaft": "the loss of EAFT is not supported",
         "lr_groups": "learning rates of single modules are not supported",
-        "peft_layers_to_transform": "adapters on some layers only: name the others in lora.exclude_modules",
+        "peft_layers_to_transform": "adapters on some layers only: list the others in lora.exclude_modules",
     },
     {
         "dataset_exact_deduplication": "copies are counted and reported, not removed",

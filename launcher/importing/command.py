@@ -46,14 +46,14 @@ def import_(
     if target is not None:
         check_output_file(target, f"--output {output}")
         if target.exists() and not force:
-            raise UserError(f"--output {output}: already exists; name another file, or add --force")
+            raise UserError(f"--output {output}: already exists; use another file, or add --force")
     translation = translate_arguments(arguments, dataset_dir)
     text = format_yaml(translation, str(output or "mine.yaml"))
     if target is None:
         typer.echo(text, nl=False)
         return
     if target in (Path(os.path.realpath(file)) for file in translation.foreign.files):
-        raise UserError(f"--output {output}: is a file that is imported; name another file")
+        raise UserError(f"--output {output}: is a file that is imported; use another file")
     write_whole(target, text)
     kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
     say(f"{output}: {kept} settings; {other} remarks at its top. Next: zerolora validate {output}")

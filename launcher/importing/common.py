@@ -113,7 +113,7 @@ def name_model(t: Translation, name: str) -> None:
     t.require(name, NO_MODEL)
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
-        t.refuse(name, f"its weights are in {found.group(1)}; name the 16-bit model")
+        t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:

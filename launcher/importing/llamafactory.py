@@ -140,7 +140,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
         t.refuse("dataset_dir", "a list of data sets on the hub; download it, and name its folder")
     elif file is None:
         missing = f"no {place}/dataset_info.json next to this file or above it"
-        t.refuse(name, f"{missing}; name its folder with --dataset-dir")
+        t.refuse(name, f"{missing}; pass its folder with --dataset-dir")
     else:
         info = common.read_file(t, name, str(file), {"*": Any})
         sources = [read_source(t, info, found, file) for found in names] if info is not None else []

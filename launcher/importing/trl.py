@@ -176,7 +176,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     if "path" not in entry:
         t.report(at, entry, "has no path")
     if "data_dir" in entry:
-        t.report(f"{at}.data_dir", entry["data_dir"], "name its files in data_files")
+        t.report(f"{at}.data_dir", entry["data_dir"], "list its files in data_files")
     if "columns" in entry:
         t.leave_out(at, "columns: the fields of a record are found by their names")
     return {key: entry[key] for key in ("path", "name", "split", "data_files") if key in entry}

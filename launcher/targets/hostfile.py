@@ -59,7 +59,7 @@ def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
     include, exclude = filters.get("include"), filters.get("exclude")
     num_nodes, num_gpus = filters.get("num_nodes"), filters.get("num_gpus")
     if include is not None and exclude is not None:
-        raise UserError("--include with --exclude: give either what to use or what to exclude")
+        raise UserError("--include with --exclude: pass either what to use or what to exclude")
     if include is not None:
         chosen = _parse_filter("--include", include, slots)
         slots = {host: chosen[host] for host in slots if host in chosen}

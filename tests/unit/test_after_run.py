@@ -163,9 +163,9 @@ BAD_FOLDERS = [
     *[(module, "full", "adapter: none.*full model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: Field required") for module in ALL],
     (evaluate, "latin-1", "training_config.json: the file: Invalid JSON: invalid unicode.*another version"),
-    (evaluate, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
-    (generate, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
-    (merge, "base gone", "base_model=.*gone: the folder is missing; give its new location with --base-model"),
+    (evaluate, "base gone", "base_model=.*gone: the folder is missing; pass its new location with --base-model"),
+    (generate, "base gone", "base_model=.*gone: the folder is missing; pass its new location with --base-model"),
+    (merge, "base gone", "base_model=.*gone: the folder is missing; pass its new location with --base-model"),
     *[(module, "cut adapter", "adapter_model.safetensors is cut short: .* bytes ") for module in ALL],
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file") for module in ALL],
     *[
@@ -176,7 +176,7 @@ BAD_FOLDERS = [
         (module, "changed settings", "adapter_config.json was changed after training.*--allow-mismatch")
         for module in ALL
     ],
-    (evaluate, "no data", "held no data out; give some with --data"),
+    (evaluate, "no data", "held no data out; pass some with --data"),
     (merge, "occupied", "merged: already exists"),
 ]
 
@@ -196,10 +196,10 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(
 BAD_ARGUMENTS = [
     (evaluate, ["RUN", "--split", "test"], "--split=test: needs --data"),
     (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
-    (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; name a file in it"),
-    (evaluate, ["RUN", "--json", "TMP/file"], "file: exists with other content; name a new file, or remove it"),
-    (bench, ["--json", "TMP"], "--json=.*: is a folder; name a file in it"),
-    (bench, ["--json", "TMP/file"], "file: exists with other content; name a new file, or remove it"),
+    (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; use a file in it"),
+    (evaluate, ["RUN", "--json", "TMP/file"], "file: exists with other content; use a new file, or remove it"),
+    (bench, ["--json", "TMP"], "--json=.*: is a folder; use a file in it"),
+    (bench, ["--json", "TMP/file"], "file: exists with other content; use a new file, or remove it"),
     (evaluate, ["RUN", "--json", "TMP/" + "x" * 300], "--json=.*: File name too long"),
     (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, but --format gguf"),
     (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: already exists"),

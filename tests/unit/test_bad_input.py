@@ -258,7 +258,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=./nowhere": ("base_model=./nowhere: ",),
     "base_model=no-data": ("base_model=no-data: the folder has no config.json",),
-    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; name the folder",),
+    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use the folder",),
     "base_model=odd-padding": ("base_model=odd-padding: no model can be built from config.json",),
     "base_model=pickled": ("base_model=pickled: no .safetensors file", "convert it first"),
     "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),

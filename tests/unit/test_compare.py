@@ -274,7 +274,7 @@ def test_what_is_said_has_its_interval(comparison: Comparison) -> None:
     assert not any("fixed-1:" in line for line in lines)
     assert "3 of 3 runs, at step 2, 2, 2, and was inside it for 75%, 75%, 75%" in lines[-1]
     edge = "the best fixed lambda, 0.1, is the smallest of the sweep: the optimum may lie beyond it"
-    assert [line for line in lines[:-1] if "[" not in line] == [f"{edge}; give more with --lambdas"]
+    assert [line for line in lines[:-1] if "[" not in line] == [f"{edge}; pass more with --lambdas"]
     assert all("over seeds [" in line for line in lines if " BPT, " in line)
     assert any(line.startswith("final BPT, delta-pi - none stopped: ") for line in lines)
 

@@ -127,7 +127,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
 
 
 def test_a_setting_where_the_file_should_be_is_told_as_one() -> None:
-    with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; name the run's YAML file"):
+    with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; pass the run's YAML file"):
         load_config(Path("base_model=random:tiny"))
 
 

@@ -190,7 +190,7 @@ def test_no_room_for_it_is_one_line_that_names_the_disk(tokenizer: PreTrainedTok
     process.join()
     assert (kind, "\n" in said) == (UserError.__name__, False), said
     assert said.startswith("dataset.cache_dir=cache: tokenised data cannot be written there (File too large: ")
-    assert "GiB free on the disk /" in said and said.endswith("make room there, or name another folder")
+    assert "GiB free on the disk /" in said and said.endswith("make room there, or use another folder")
     assert [path.name for path in Path("cache").glob("*") if path.suffix != ".lock"] == []
 
 

@@ -403,7 +403,7 @@ def test_an_endless_template_of_the_tokenizer_names_no_token_and_itself(
     monkeypatch.setattr(tokenizer, "chat_template", "{% if messages | length > 2 %}" + NESTED + "{% endif %}" + CHATML)
     assert end_of_turn(tokenizer) is None
     monkeypatch.setattr(tokenizer, "chat_template", "{% for %}")
-    with pytest.raises(UserError, match=r"the tokenizer's own template cannot be used .*give another one here"):
+    with pytest.raises(UserError, match=r"the tokenizer's own template cannot be used .*use another one here"):
         encode(tokenizer, "{% for %}", TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
         find_chat_template(tokenizer, " ")
@@ -431,7 +431,7 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert find_chat_template(tokenizer, str(file)) == WORDS
     with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: no template in it and no such file"):
         find_chat_template(tokenizer, "missing.jinja")
-    with pytest.raises(UserError, match=r"chat_template=.*: cannot be read \(Is a directory\); name a file that"):
+    with pytest.raises(UserError, match=r"chat_template=.*: cannot be read \(Is a directory\); use a file that"):
         find_chat_template(tokenizer, str(tmp_path))
     file.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"chat_template=.*: is not UTF-8 text \(.*0xe9.*\); save it as such"):

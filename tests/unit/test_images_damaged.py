@@ -166,7 +166,7 @@ def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> N
     assert "column image holds no images" in refused(tmp_path / "numbers")
     set_of_one = datasets.Dataset.from_dict({"pic": [file], "words": ["a"]}).cast_column("pic", datasets.Image())
     set_of_one.to_parquet(tmp_path / "one.parquet")
-    assert "name them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
+    assert "set them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
     named = SourceSection(path=str(tmp_path / "one.parquet"), fields={"image": "pic", "caption": "words"})
     assert [picture.caption for picture in read_images(named, "dataset", None)[0]] == ["a"]
 

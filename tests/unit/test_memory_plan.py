@@ -386,5 +386,5 @@ def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunC
     unknown = replace(found, model_config=object())
     assert plan_for_machine(BF16_GPU, config, unknown, 80 * GIB).found is None
     for memory in (80 * GIB, None):
-        with pytest.raises(UserError, match=r"this model has no estimate .* give both a number"):
+        with pytest.raises(UserError, match=r"this model has no estimate .* set both to a number"):
             plan_for_machine(BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), unknown, memory)

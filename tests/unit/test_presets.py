@@ -90,7 +90,7 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("mine")
     refused = init("--preset", "smollm2", "--output", "a.yaml", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == "error: --output a.yaml: already exists; name another file, or add --force\n"
+    assert refused.stderr == "error: --output a.yaml: already exists; use another file, or add --force\n"
     assert (tmp_path / "a.yaml").read_text() == "mine"
     assert init("--preset", "smollm2", "--output", "a.yaml", "--force", cwd=tmp_path).returncode == 0
     assert load_config(tmp_path / "a.yaml").config.output_dir == "runs/smollm2-135m"

@@ -206,7 +206,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",
     ),
-    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the base's weights, .* or name the 16-bit model"),
+    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: reads the base's weights, .* or use the 16-bit model"),
 }
 
 
@@ -267,7 +267,7 @@ def test_other_forms_are_refused_in_one_line_that_names_ours(case: str, root: Pa
     with pytest.raises(UserError) as error:
         check_kind("some/model", config)
     line = str(error.value)
-    assert line.startswith(f"base_model=some/model: is already quantised ({named}); name the full-precision model")
+    assert line.startswith(f"base_model=some/model: is already quantised ({named}); use the full-precision model")
     assert "quantization.quant_type: fp8 or int8" in line and "\n" not in line
 
 

@@ -159,5 +159,5 @@ def test_what_cannot_be(ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert tailor([*words, "--model", "./nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: base_model=./nowhere: ")
     assert not Path("never.yaml").exists()
-    with pytest.raises(UserError, match="name both with --model and --data"):
+    with pytest.raises(UserError, match="pass both with --model and --data"):
         init(model="m", gpus=2)

@@ -322,7 +322,7 @@ def test_all_held_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_is_no_folder_of_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder; give the folder that contains the models"):
+    with pytest.raises(UserError, match="no such folder; pass the folder that contains the models"):
         find_weights(TIERS["quick"].path, "smollm2-135m", None, tmp_path / "none")
 
 

@@ -63,10 +63,10 @@ def find_run(
     the base model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the output_dir of a run, or a checkpoint-N in it")
+        raise UserError(f"{folder}: no such folder; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; give the output_dir of a run")
+        raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; pass the output_dir of a run")
     config = _read_config(run_dir / CONFIG)
     if (started_in := _find_start_folder(run_dir)) is not None:
         config = _resolve_paths(config, started_in)
@@ -88,7 +88,7 @@ def find_run(
     is_path = config.base_model.startswith(("/", ".", "~"))
     if needs_base and is_path and not Path(config.base_model).is_dir():
         raise UserError(
-            f"base_model={config.base_model}: the folder is missing; give its new location with --base-model"
+            f"base_model={config.base_model}: the folder is missing; pass its new location with --base-model"
         )
     if not allow_mismatch:
         check_loaded(config, folder, needs_base=needs_base)

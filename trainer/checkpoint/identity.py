@@ -202,7 +202,7 @@ def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
         now = Identity(settings=_settings(_without_adapter_path(config)))
         problems += [f"{each}; restore the setting" for each in _problems(then, now, folder, LOADED_BY)]
         now = Identity(base_model=config.base_model, base=base)
-        problems += [f"{each}; give that model with --base-model" for each in _problems(then, now, folder)]
+        problems += [f"{each}; pass that model with --base-model" for each in _problems(then, now, folder)]
     if problems:
         raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
 
@@ -214,7 +214,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
         settings = _settings(_without_adapter_path(config))
         content = {"content": origin["content"]}
         now = Identity(names={"dataset.path": _data_path(config)}, settings=settings, data=content)
-        fix = f"documents used in training may be held out now; give other data with --data, or allow it with {ALLOW}"
+        fix = f"documents used in training may be held out now; pass other data with --data, or allow it with {ALLOW}"
         if problems := _problems(then, now, folder, SPLIT_BY):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 

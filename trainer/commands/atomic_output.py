@@ -18,7 +18,7 @@ from trainer.contract.whole_files import apply_umask
 def check_output(output: Path) -> None:
     """Raise UserError unless `output` does not exist or is empty, is writable, and is not in an active run's folder."""
     if output.name in ("", ".."):
-        raise UserError(f"{output}: not the name of a new folder; give one with --output")
+        raise UserError(f"{output}: not the name of a new folder; pass one with --output")
     try:
         occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
         os.lstat(output.with_name(f".writing-{output.name}"))

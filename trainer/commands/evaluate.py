@@ -166,7 +166,7 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
     elif split is not None:
         raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:
-        raise UserError(f"{run.folder}: the run held no data out; give some with --data FILE")
+        raise UserError(f"{run.folder}: the run held no data out; pass some with --data FILE")
     if source is not None:
         section = _only(section, source)
     try:

@@ -83,7 +83,7 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | s
     Raises UserError if `output` is not empty, or the base is random.
     """
     if isinstance(scale, str):
-        raise UserError(f"--scale={scale}: needs held-out text; give a number, such as --scale 0.8")
+        raise UserError(f"--scale={scale}: needs held-out text; use a number, such as --scale 0.8")
     check_output(output)
     pipeline = _pipeline(run)
     if pipeline.folder is None:

@@ -149,7 +149,7 @@ def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
     try:
         documents = held_out_documents(run, tokenizer, None, None)
     except UserError as error:
-        raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; give a number, such as --scale 0.5") from None
+        raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; use a number, such as --scale 0.5") from None
     training = run.config.training
     found = evaluate(
         load_trained(run, tokenizer, default_device()),

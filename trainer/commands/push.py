@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> None:
         files = stage(run, repo, folder)
         base = public_name(run.config.base_model)
         if not is_on_hub(base):
-            print(f"note: {base} is a local model; give its name on the hub with --base-model", file=sys.stderr)
+            print(f"note: {base} is a local model; pass its name on the hub with --base-model", file=sys.stderr)
         if arguments.dry_run:
             for file in files:
                 print(f"{file.stat().st_size:>14,}  {file.relative_to(folder)}")

@@ -48,7 +48,7 @@ def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
     found = [_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not found:
-        raise UserError(f"{folder}: has no {SWEEP}; give the output_dir of a `zerolora sweep`")
+        raise UserError(f"{folder}: has no {SWEEP}; pass the output_dir of a `zerolora sweep`")
     return sorted(found, key=lambda run: (run.loss is None, run.loss, run.name))
 
 

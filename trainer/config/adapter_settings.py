@@ -44,7 +44,7 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
     try:
         settings: AdapterSettings = read_json(folder / FILE, AdapterSettings)
     except FileNotFoundError:
-        raise UserError(f"{folder}: has no {FILE}; name the folder of a PEFT adapter") from None
+        raise UserError(f"{folder}: has no {FILE}; use the folder of a PEFT adapter") from None
     return settings.model_dump(exclude_unset=True)
 
 

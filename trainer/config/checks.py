@@ -35,9 +35,9 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[str]:
 def _check_adapter(config: RunConfig) -> Iterator[str]:
     lora = config.lora
     if not config.base_model.strip():
-        yield "base_model='': empty; name a folder or a model on the hub"
+        yield "base_model='': empty; use a folder or a model on the hub"
     if not config.output_dir.strip():
-        yield "output_dir='': empty; name a folder"
+        yield "output_dir='': empty; use a folder"
     if not lora.target_modules:
         yield "lora.target_modules=[]: no targets; write all-linear or names such as q_proj"
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
@@ -135,7 +135,7 @@ def _check_data(config: RunConfig) -> Iterator[str]:
         if source is None:
             continue
         if not source.path and label != "dataset":
-            yield f"{label}.path: missing; name a file, a folder or a dataset on the hub"
+            yield f"{label}.path: missing; use a file, a folder or a dataset on the hub"
         if source.weight != 1.0 and not label.startswith("dataset.mix"):
             yield f"{label}.weight={source.weight:g}: only sources of dataset.mix have weights; remove it"
         if source.format == "custom" and not (source.template and "completion" in source.fields):
@@ -156,7 +156,7 @@ def _check_data(config: RunConfig) -> Iterator[str]:
             steps = f"training.{name[:4]}_steps"
             yield f"training.{name}={given:g}: the length of a stream is unknown; set {steps} instead"
     if data.streaming and data.val_split:
-        yield "dataset.val_split: a stream cannot be split; give dataset.evaluation"
+        yield "dataset.val_split: a stream cannot be split; set dataset.evaluation"
 
 
 def _check_training(config: RunConfig) -> Iterator[str]:
@@ -242,7 +242,7 @@ def _check_scu(config: RunConfig) -> Iterator[str]:
     if scu.measure != "kl" and scu.target != "auto" and scu.target >= 1.0:
         yield f"scu.target={scu.target}: must be below 1, a fraction of information; use 0.01 to start with"
     if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
-        yield "scu.target=auto: published targets are for measure: factors; give a number, or use scu.law: logit"
+        yield "scu.target=auto: published targets are for measure: factors; use a number, or use scu.law: logit"
     if scu.measure == "kl":
         yield from _check_kl(config)
         return  # measured in bits per token, without scu.tokens

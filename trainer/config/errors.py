@@ -41,7 +41,7 @@ def _without_middle(text: str, most: int) -> str:
 
 
 DATA_WANTED = (
-    "dataset.path: missing; name the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv "
+    "dataset.path: missing; set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv "
     "or .txt file, a folder of them, or a dataset on the hub, with records of messages | conversations | "
     "instruction + output | prompt + completion | text"
 )
@@ -75,7 +75,7 @@ _PATH_FIXES = {
     errno.EACCES: "fix its permissions",
     errno.EPERM: "fix its permissions",
     errno.ENAMETOOLONG: "use a shorter name",
-    errno.ELOOP: "its links form a loop; name the file itself",
+    errno.ELOOP: "its links form a loop; use the file itself",
 }
 
 

@@ -214,7 +214,7 @@ def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
     except FileNotFoundError:
         raise UserError(
             f"--resume-from-checkpoint={options.resume_from_checkpoint}: {run} has no {RUN_RECORD}; "
-            "name a checkpoint-N in the output folder of a run"
+            "use a checkpoint-N in the output folder of a run"
         ) from None
     tree["output_dir"] = str(run)
     changed = settings(options, options.data or "", None)

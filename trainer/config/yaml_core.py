@@ -157,7 +157,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
             "check that this is a YAML file"
         ) from None
     except RecursionError:
-        raise UserError(f"{path}: not valid YAML: nested too deeply; name a file of settings") from None
+        raise UserError(f"{path}: not valid YAML: nested too deeply; use a file of settings") from None
     except (yaml.YAMLError, *TAG_ERRORS) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -181,24 +181,24 @@ def read_text(path: Path) -> str:
     """Return the text of a file; raises UserError if it cannot be read."""
     try:
         if path.is_dir():
-            raise UserError(f"{path}: is a folder; name a YAML file in it")
+            raise UserError(f"{path}: is a folder; use a YAML file in it")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
-            raise UserError(f"{path}: is a setting; name the run's YAML file before it") from None
+            raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
         raise UserError(f"{path}: no such file; presets are in configs/") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions, or name another") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions, or use another") from None
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; name a YAML file of settings")
+        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; use a YAML file of settings")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(
             f"{path}: cannot be read as text (line {line}: byte 0x{content[error.start]:02x} is not UTF-8); "
-            "name a YAML file, or save this one as UTF-8"
+            "use a YAML file, or save this one as UTF-8"
         ) from None
 
 
@@ -214,7 +214,7 @@ def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> 
     inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
     total = 1 + sum(_count_values(part, known, path) for part in inner)
     if total > MOST_VALUES:
-        raise UserError(f"{path}: more than {MOST_VALUES:,} values; name a YAML file of settings")
+        raise UserError(f"{path}: more than {MOST_VALUES:,} values; use a YAML file of settings")
     known[id(node)] = total
     return total
 

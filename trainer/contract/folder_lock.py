@@ -214,7 +214,7 @@ class _Watch:
 
 def _locked_error(run_dir: Path, lock: Lock) -> UserError:
     return UserError(
-        f"output_dir={run_dir}: another run uses this folder, {lock.describe()}; wait for its end, or name another one"
+        f"output_dir={run_dir}: another run uses this folder, {lock.describe()}; wait for its end, or use another one"
     )
 
 

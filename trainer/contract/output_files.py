@@ -21,14 +21,14 @@ def check_output_file(path: Path, named: str) -> None:
     folder = path.absolute().parent
     try:
         if path.is_dir():
-            raise UserError(f"{named}: is a folder; name a file in it, such as {path / 'result'}{path.suffix}")
+            raise UserError(f"{named}: is a folder; use a file in it, such as {path / 'result'}{path.suffix}")
         if not folder.is_dir():
             raise UserError(f"{named}: its folder does not exist; create it first")
         allowed = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:  # a name that is too long
-        raise UserError(f"{named}: {error.strerror}; name another file") from None
+        raise UserError(f"{named}: {error.strerror}; use another file") from None
     if not allowed:
-        raise UserError(f"{named}: no permission to write; name a file in another folder")
+        raise UserError(f"{named}: no permission to write; use a file in another folder")
 
 
 def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
@@ -37,7 +37,7 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
     if not path.is_file() or not path.stat().st_size:
         return
     if not keys <= find_json(path, dict[str, Any], {}).keys():
-        raise UserError(f"{named}: exists with other content; name a new file, or remove it")
+        raise UserError(f"{named}: exists with other content; use a new file, or remove it")
 
 
 def disk_error(error: BaseException) -> str | None:

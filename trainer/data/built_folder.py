@@ -117,12 +117,12 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
     if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
         return UserError(
             f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it is another user's ({error.strerror}); let "
-            f"its owner run `chmod -R a+rX {folder}`, or name another folder"
+            f"its owner run `chmod -R a+rX {folder}`, or use another folder"
         )
     if error.errno not in FULL:
-        return UserError(f"{where}); fix its permissions, or name another folder")
+        return UserError(f"{where}); fix its permissions, or use another folder")
     disk = folder.absolute()
     while not os.path.ismount(disk):
         disk = disk.parent
     free = shutil.disk_usage(disk).free / 2**30
-    return UserError(f"{where}: {free:.2f} GiB free on the disk {disk}); make room there, or name another folder")
+    return UserError(f"{where}: {free:.2f} GiB free on the disk {disk}); make room there, or use another folder")

@@ -59,7 +59,7 @@ class ChatTemplate:
         except (TemplateError, RenderError, TimeoutError) as error:
             own = tokenizer.chat_template
             if source in (own.values() if isinstance(own, Mapping) else (own,)):
-                problem = f"the tokenizer's own template cannot be used ({error}); give another one here"
+                problem = f"the tokenizer's own template cannot be used ({error}); use another one here"
             else:
                 problem = f"the template cannot be used ({error})"
             raise UserError(f"dataset.chat_template: {problem}") from None

@@ -47,7 +47,7 @@ def find_chat_template(
     except FileNotFoundError:
         problem = "no template in it and no such file; write the template itself, or the path of a file"
     except OSError as error:
-        problem = f"cannot be read ({error.strerror}); name a file that this user may read"
+        problem = f"cannot be read ({error.strerror}); use a file that this user may read"
     except ValueError as error:
         problem = f"is not UTF-8 text ({error}); save it as such"
     raise UserError(f"dataset.chat_template={configured}: {problem}")

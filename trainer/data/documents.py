@@ -73,7 +73,7 @@ class DocumentEncoder:
         if not tokenizer.is_fast:
             raise UserError(
                 f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which says where in a text each token "
-                "stands; name a tokenizer that has one"
+                "stands; use a tokenizer that has one"
             )
         self.tokenizer = tokenizer
         self.max_length = section.max_length

@@ -161,7 +161,7 @@ def _describe_missing_fields(source: SourceSection, columns: Sequence[str], labe
     if "input_ids" in columns:
         return (
             "the records are tokenised already (input_ids), and only text is read, so that its tokens and labels fit "
-            "the model; give the text that they were made of"
+            "the model; use the text that they were made from"
         )
     found = f"the records have {listed(columns)}, and wanted is one of {WANTED}"
     kind = (source.path or "").lower()
@@ -173,7 +173,7 @@ def _describe_missing_fields(source: SourceSection, columns: Sequence[str], labe
         one = usable[0] if usable else "the field"
         return f"{found}; set {label}.fields: {{text: {shown(one, 30)}}} if that holds whole texts"
     pair = f"prompt: {shown(usable[0], 30)}, completion: {shown(usable[-1], 30)}"
-    return f"{found}; name yours in {label}.fields, such as {{{pair}}}"
+    return f"{found}; set yours in {label}.fields, such as {{{pair}}}"
 
 
 def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:

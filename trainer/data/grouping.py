@@ -256,7 +256,7 @@ def _nothing_said(source: SourceSection, figures: Figures, label: str) -> UserEr
     count = int(figures.answers.sum())
     return UserError(
         f"{label}.path={shown(source.path)}: all {count:,} answers are empty, which teaches to say nothing; "
-        f"look at them with `zerolora inspect`, or name the field of the answers in {label}.fields"
+        f"look at them with `zerolora inspect`, or set the field of the answers in {label}.fields"
     )
 
 

@@ -207,5 +207,5 @@ class SharedBlocks:
         except OSError as error:
             raise UserError(
                 f"dataset.streaming=true: what the ranks tokenise for each other cannot be written to {self._folder} "
-                f"({error.strerror}); make room there, or name another folder: TMPDIR, of several hosts output_dir"
+                f"({error.strerror}); make room there, or use another folder: TMPDIR, of several hosts output_dir"
             ) from None

@@ -83,7 +83,7 @@ def _named_files(source: SourceSection, local: Path, files: list[Path], label: s
         found = [file for file in files if fnmatch(str(file.relative_to(local)), wanted)]
         if not found:
             near = get_close_matches(wanted, [str(file.relative_to(local)) for file in files], n=1)
-            hint = f"did you mean {near[0]}?" if near else "name files of that folder, or remove it"
+            hint = f"did you mean {near[0]}?" if near else "use files of that folder, or remove it"
             raise UserError(f"{label}.data_files={shown(pattern)}: no such data file in {shown(source.path)}; {hint}")
         chosen += [file for file in found if file not in chosen]
     return chosen
@@ -92,7 +92,7 @@ def _named_files(source: SourceSection, local: Path, files: list[Path], label: s
 def _one_kind(files: list[Path], where: str) -> list[Path]:
     readers = sorted({READERS[data_suffix(file)] for file in files})
     if len(readers) > 1:
-        raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); name one file, or use dataset.mix")
+        raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); use one file, or use dataset.mix")
     return files
 
 

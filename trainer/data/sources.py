@@ -103,7 +103,7 @@ def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
 
 def _empty(source: SourceSection, label: str) -> UserError:
     head = "; the first line of a CSV file names its columns" if ".csv" in str(source.path).lower() else ""
-    return UserError(f"{describe_source(source, label)}: no records in it{head}; give a data set that has some")
+    return UserError(f"{describe_source(source, label)}: no records in it{head}; use a dataset that has some")
 
 
 def local_path(source: SourceSection, label: str) -> Path | None:
@@ -111,7 +111,7 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():
-        raise UserError(f"{where}: is empty; give a file, a folder or the name of a hub data set")
+        raise UserError(f"{where}: is empty; use a file, a folder or the name of a hub data set")
     if "://" in source.path:
         raise UserError(f"{where}: is an address, and data is read from files and by its name on the hub; download it")
     path = Path(source.path).expanduser()
@@ -143,7 +143,7 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
         if existing == path.parent
         else []
     )
-    hint = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder or the name of a hub data set"
+    hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub data set"
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
 
 
@@ -241,7 +241,7 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
                 f"{describe_source(source, label)}: cannot be read, since {cause.filename} cannot be written "
-                f"({cause.strerror}); fix its permissions, or name another folder with HF_DATASETS_CACHE"
+                f"({cause.strerror}); fix its permissions, or use another folder with HF_DATASETS_CACHE"
             )
     if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
         return _empty(source, label)

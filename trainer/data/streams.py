@@ -67,7 +67,7 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
     """Report on a stream from its first block. Raises UserError if it cannot be read."""
     rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
-        raise UserError(f"{describe_source(source, label)}: no records in it; give a data set that has some")
+        raise UserError(f"{describe_source(source, label)}: no records in it; use a dataset that has some")
     first = encoder.open(rows)
     shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
     columns = encoder.rows(rows, 0, shape, describe_source(source, label))

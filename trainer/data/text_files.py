@@ -307,7 +307,7 @@ def _column_names(cells: list[str], place: str) -> list[str]:
     names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UserError(f"{place} names the columns, and {', '.join(twice)} comes twice; give each a name of its own")
+        raise UserError(f"{place} names the columns, and {', '.join(twice)} comes twice; give each its own name")
     return names
 
 

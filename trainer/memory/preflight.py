@@ -80,7 +80,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
         reason = f"{type(error).__name__}: {error}"
         if is_open:
             raise UserError(
-                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
+                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to a number"
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})

@@ -117,7 +117,9 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         vocabulary = tokenizer.get_vocab()
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
-        raise UserError("model.pad_token: the tokenizer has neither a padding nor an end token; name one")
+        raise UserError(
+            "model.pad_token: the tokenizer has neither a padding nor an end token; set it to one of its tokens"
+        )
 
 
 def context_length(model_config: Any) -> int | None:

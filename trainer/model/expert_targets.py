@@ -127,7 +127,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             raise UserError(f"lora.expert_rank={lora.expert_rank}: {none}; leave it out")
         for name in lora.target_modules:
             if "experts" in name.split("."):
-                raise UserError(f"lora.target_modules={name}: {none}; name layers, or all-linear")
+                raise UserError(f"lora.target_modules={name}: {none}; use layers, or all-linear")
     for name in lora.target_modules if experts else ():
         if matches_aliases(name, known) and not lora.experts and "experts" in name.split("."):
             raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")

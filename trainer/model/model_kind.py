@@ -69,14 +69,14 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
     named = (getattr(model_config, "architectures", None) or [""])[0] or ""
     if named.endswith(OTHER_HEADS):
         raise UserError(
-            f"{setting}: config.json names {named}, which does not predict the next token; name a causal language model"
+            f"{setting}: config.json names {named}, which does not predict the next token; use a causal language model"
         )
     auto = auto_class(model_config)
     remote = getattr(model_config, "auto_map", None)
     if type(model_config) not in auto._model_mapping:
         if not remote:
             raise UserError(
-                f"{setting}: transformers has no causal language model of model_type {kind}; name another model"
+                f"{setting}: transformers has no causal language model of model_type {kind}; use another model"
             )
         return
     # BERT and similar models are causal only if config.json sets is_decoder, which their classes check.

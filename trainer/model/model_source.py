@@ -79,7 +79,7 @@ def check_source(setting: str, name: str) -> None:
     path = Path(name)
     try:
         if path.is_file():
-            raise UserError(f"{said}: is a file; name the folder that holds it together with its config.json")
+            raise UserError(f"{said}: is a file; use the folder that holds it together with its config.json")
         if path.is_dir():
             os.listdir(path)
             return
@@ -153,7 +153,7 @@ def _describe_missing_config(folder: Path) -> str:
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
     if inner:
         return f"the folder has no config.json, but its subfolder {inner[0]} does; use {folder / inner[0]}"
-    return "the folder has no config.json; name the folder of a saved model"
+    return "the folder has no config.json; use the folder of a saved model"
 
 
 def unreadable_error(

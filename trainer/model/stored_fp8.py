@@ -101,7 +101,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     if config.adapter == "qlora" and kind != "fp8":
         raise UserError(
             f"quantization.quant_type={kind}: the weights of {base} are stored in FP8 and would be quantised a second "
-            "time; use adapter: lora, or quantization.quant_type: fp8, or name the 16-bit model"
+            "time; use adapter: lora, or quantization.quant_type: fp8, or use the 16-bit model"
         )
     if config.training.qat:
         raise UserError(
@@ -116,7 +116,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     if lora.dora or lora.init not in ("default", "gaussian", "orthogonal"):
         given = "lora.dora=true" if lora.dora else f"lora.init={lora.init}"
         raise UserError(
-            f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or name the 16-bit model"
+            f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or use the 16-bit model"
         )
 
 

@@ -108,7 +108,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             raise UserError(f"lora.target_modules={shown(name)}: {advice}")
         if within & linear <= set(cannot):
             reason = cannot[min(within & linear)]
-            raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); name other layers")
+            raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
     # A tower may be named although it is always excluded; names that occur only inside one would have no effect.
     known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {
         *expert_aliases
@@ -126,7 +126,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
                 raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
-        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
+        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; pass fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
     if widths and lora.r > max(widths) and not lora.adapter_path:
         raise UserError(

@@ -44,7 +44,7 @@ def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
     try:
         lines = read_bytes(path, MOST_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; name the output folder of a run that has trained") from None
+        raise UserError(f"{path}: no such file; use the output folder of a run that has trained") from None
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:

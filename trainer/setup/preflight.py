@@ -247,7 +247,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
     if path and (Path(path).exists() or path.startswith(("/", "."))):
         if not (Path(path) / FILE).exists():
-            raise UserError(f"lora.adapter_path={path}: has no {FILE}; name the folder of a PEFT adapter")
+            raise UserError(f"lora.adapter_path={path}: has no {FILE}; use the folder of a PEFT adapter")
         if problem := find_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
     elif path:

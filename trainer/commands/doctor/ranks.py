@@ -115,7 +115,7 @@ def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
             file.unlink(missing_ok=True)
         blind = sorted({host for host, is_there, _ in seen if not is_there})
         if seen[0][2]:
-            yield Finding(name, "FAIL", f"{folder}: {seen[0][2]}", "name a folder that can be written to")
+            yield Finding(name, "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
         elif not blind:
             hosts = len({host for host, _, _ in seen})
             yield Finding(name, "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))

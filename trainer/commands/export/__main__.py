@@ -78,7 +78,7 @@ class Source:
         if converter is None:
             check_architecture(config)
         elif not converter.is_file():
-            raise UserError(f"--converter {converter}: no such file; give llama.cpp's convert_hf_to_gguf.py")
+            raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_hf_to_gguf.py")
         model, tokenizer = load_merged(run)
         check_room(model, output)
         return cls(model, tokenizer, config, run.run_dir.resolve().name, converter)

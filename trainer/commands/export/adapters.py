@@ -89,7 +89,7 @@ def _write_gguf(run: FinishedRun, file: Path, converter: Path | None, output: Pa
 def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
     """Run the user's copy of llama.cpp's convert_lora_to_gguf.py, which supports a single scale for all layers."""
     if not converter.is_file():
-        raise UserError(f"--converter {converter}: no such file; give llama.cpp's convert_lora_to_gguf.py")
+        raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_lora_to_gguf.py")
     adapter, base = file.with_name(".adapter"), run.config.base_model
     adapter.mkdir()
     _write_folder(run, "gguf-lora", adapter, saved_tokenizer(run))

@@ -239,7 +239,7 @@ class _StoredNames:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
             raise UserError(
-                f"{parameter}: is not in the base; give the base it was trained on with --base-model"
+                f"{parameter}: is not in the base; pass the base it was trained on with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
         return list(self._revert(self._model, {parameter: empty}))

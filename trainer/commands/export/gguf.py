@@ -55,7 +55,7 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
     """Raise UserError if this package cannot write a model of that configuration, or an adapter of it."""
     name = (config.architectures or ["unknown"])[0]
     script = "convert_hf_to_gguf.py" if form == "gguf" else "convert_lora_to_gguf.py"
-    fix = f"give llama.cpp's {script} with --converter"
+    fix = f"pass llama.cpp's {script} with --converter"
     if name not in ARCHITECTURES:
         raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
     if form != "gguf":

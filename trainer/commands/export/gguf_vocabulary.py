@@ -118,7 +118,7 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
         raise UserError(
             f"--format gguf: tokenizers with byte fallback that change text by {' and '.join(kinds)} are not "
-            "supported; give llama.cpp's convert_hf_to_gguf.py with --converter"
+            "supported; pass llama.cpp's convert_hf_to_gguf.py with --converter"
         )
     own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
     return next((space for space in (own, not own) if reads_chats_alike(tokenizer, space)), own)
@@ -174,5 +174,5 @@ def _find_split_name(state: dict[str, Any]) -> str:
                 return name
     raise UserError(
         f"--format gguf: llama.cpp has no known name for this tokenizer's rules ({' and '.join([*changes, *kinds])}); "
-        "give llama.cpp's convert_hf_to_gguf.py with --converter"
+        "pass llama.cpp's convert_hf_to_gguf.py with --converter"
     )

@@ -44,7 +44,7 @@ class Recorded:
 def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MOST:
-        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MOST} fit on a page; name fewer")
+        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MOST} fit on a page; pass fewer")
     runs = [_read(folder) for folder in folders]
     names = _names(folders)
     runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
@@ -82,7 +82,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
         None,
     )
     if depth is None:
-        raise UserError("zerolora report: the same run is named twice; name each once")
+        raise UserError("zerolora report: the same run is named twice; list each once")
     return ["/".join(parts[-depth:]) for parts in whole]
 
 

@@ -228,7 +228,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
         return _convert(path, section)
     if path.is_dir():
         if not (path / INDEX).is_file():
-            raise UserError(f"base_model={base_model}: has no {INDEX}; name the folder of a diffusers pipeline")
+            raise UserError(f"base_model={base_model}: has no {INDEX}; use the folder of a diffusers pipeline")
         return path
     from huggingface_hub import snapshot_download
 
@@ -268,7 +268,7 @@ def _convert(file: Path, section: ModelSection) -> Path:
         raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
     family = find_family(str(_read_json(origin / INDEX, said).get("_class_name")))
     if family is None:
-        raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; name another")
+        raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; use another")
     stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 

@@ -86,11 +86,11 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
         yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
     if config.lora.modules_to_save:
         saved = shown(config.lora.modules_to_save)
-        yield f"lora.modules_to_save={saved}: diffusers loads LoRA alone; name them in lora.target_modules"
+        yield f"lora.modules_to_save={saved}: diffusers loads LoRA alone; list them in lora.target_modules"
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:
-        yield "image.prior.path: missing; name a folder of images of the class"
+        yield "image.prior.path: missing; use a folder of images of the class"
 
 
 def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:

@@ -65,7 +65,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     said, path = f"{label}.path={source.path}", Path(source.path).expanduser()
     if path.is_file() and path.suffix.lower() != ".parquet":
-        raise UserError(f"{said}: is a file; name the folder that holds the images")
+        raise UserError(f"{said}: is a file; use the folder that holds the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
@@ -149,13 +149,13 @@ def _read_rows(rows: Any, source: SourceSection, said: str, label: str, caption:
     if image not in columns or (text not in columns and (caption is None or text is not None)):
         what = "images" if image not in columns else "captions"
         raise UserError(
-            f"{said}: no column of {what} (there are {', '.join(columns)}); name them with {label}.fields: "
+            f"{said}: no column of {what} (there are {', '.join(columns)}); set them with {label}.fields: "
             "{image: ..., caption: ...}"
         )
     try:
         rows = rows.cast_column(image, datasets.Image(decode=False))
     except Exception as error:  # pyarrow raises many kinds
-        raise UserError(f"{said}: column {image} holds no images ({error}); name another in {label}.fields") from None
+        raise UserError(f"{said}: column {image} holds no images ({error}); use another in {label}.fields") from None
     for index, found in enumerate(rows[text] if text else [None] * len(rows)):
         name, shown = f"{source.path}, record {index + 1}", caption if found is None else found
         if not isinstance(shown, str):
