@@ -41,8 +41,8 @@ def _without_middle(text: str, most: int) -> str:
 
 
 DATA_WANTED = (
-    "dataset.path: missing; set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv "
-    "or .txt file, a folder of them, or a dataset on the hub, with records of messages | conversations | "
+    "dataset.path: missing; set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, "
+    ".csv or .txt file, a folder of them, or a dataset on the hub, with records of messages | conversations | "
     "instruction + output | prompt + completion | text"
 )
 
