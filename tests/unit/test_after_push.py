@@ -149,7 +149,7 @@ def test_a_dry_run_writes_the_card_lists_the_files_and_needs_no_login(
     size = (run_dir / "adapter_model.safetensors").stat().st_size
     assert f"{size:>14,}  adapter_model.safetensors" in captured.out
     assert OURS in (run_dir / "README.md").read_text()
-    assert "model is a local model; give its name" in captured.err
+    assert "model is a local model; pass its name" in captured.err
 
 
 class Hub(ThreadingHTTPServer):

@@ -249,7 +249,7 @@ SPECIAL = {
     "a device": "is a device, and data",
     "a folder": "is a folder without data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
-    "nothing": "dataset.path= : is empty; give a file",
+    "nothing": "dataset.path= : is empty; use a file",
     "an address": "is an address, and data is read from files and by its name on the hub; download it",
 }
 

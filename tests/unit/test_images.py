@@ -107,7 +107,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("training.qat=int8", "training.qat=int8: is for language models; remove it"),
         ("dataset.packing=true", "dataset.packing=true: is for language models; remove it"),
         ("dataset.max_length=4096", "dataset.max_length=4096: is for language models; remove it"),
-        ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers loads LoRA alone; name them"),
+        ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers loads LoRA alone; list them"),
         ("image.time_shift=3", "image.time_shift=3: only flow matching is shifted"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),

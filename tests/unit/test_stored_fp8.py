@@ -201,7 +201,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nf4": ({"adapter": "qlora"}, r"quantization.quant_type=nf4: .* stored in FP8 .* use adapter: lora, or quant"),
     "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* a second time"),
     "dora": ({"lora": {"dora": True}}, r"lora.dora=true: reads the base's weights, .* stores in FP8; leave it out"),
-    "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in FP8; name the 16-bit"),
+    "qat": ({"training": {"qat": "int8"}}, r"training.qat=int8: rounds the merged .* stored in FP8; use the 16-bit"),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",

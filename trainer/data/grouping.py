@@ -274,8 +274,8 @@ def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Ind
             "trained token; raise it, or set dataset.too_long: cut"
         )
     return UserError(
-        f"dataset.max_length={section.max_length}: all {len(records):,} records of {label} lose every trained "
-        f"token when truncated; set it above {int(needed[needed > 0].min()):,}, the position of the earliest one"
+        f"dataset.max_length={section.max_length}: cuts off all trained tokens of {label} ({len(records):,} records); "
+        f"set it above {int(needed[needed > 0].min()):,}, the position of the earliest one"
     )
 
 
