@@ -14,7 +14,10 @@ LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
 # What tests/cluster makes hosts and clusters of; it skips with a reason what is missing.
 CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2 bindfs
 SYSTEM := chromium $(CLUSTER)
-OTHERS := $(wildcard tests/unit tests/numerics tests/gpu)
+OTHERS := $(wildcard tests/numerics tests/unit tests/gpu)
+# Single files that take minutes begin first, so that no process is left with one of them at the end.
+LONGEST := tests/chaos tests/servers
+REST := $(LONGEST) $(filter-out $(LONGEST) $(OTHERS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -55,8 +58,8 @@ test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 test-slow: setup  ## the tests that take minutes each
 	@command -v chromium >/dev/null || scripts/system.sh chromium
 	@scripts/system.sh $(CLUSTER)
-	pytest -n 2 --dist loadfile -m slow --timeout 1800 $(OTHERS)
-	pytest -n 2 --dist loadfile -m slow --timeout 1800 tests $(OTHERS:%=--ignore=%)
+	pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --timeout 1800 $(OTHERS)
+	pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --timeout 1800 $(REST)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests
