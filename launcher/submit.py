@@ -156,7 +156,7 @@ def submit(
 ) -> None:
     """Submit a SLURM job that trains, saves before its time limit, is queued again, and resumes."""
     given = list(overrides or [])
-    loaded = load_config(config, given)
+    loaded = load_config(config, [*given, *(["scu.enabled=true"] if compare_seeds is not None else [])])  # as `compare`
     run_dir = Path(loaded.config.output_dir).absolute()
     lines = expand_sweep(sweep or [], run_dir, given)
     load_runs(config, given, lines)

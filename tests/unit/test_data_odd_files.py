@@ -143,8 +143,8 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
         ("a.jsonl.gz is damaged after line", "copy it again"),
     ),
     "a cut .bz2": ("a.jsonl.bz2", bz2.compress(LINE.encode())[:-5], ("ends in the middle of its compressed data",)),
-    "a false .bz2": ("a.jsonl.bz2", LINE, ("ends in .bz2 and is no such file",)),
-    "a false .xz": ("a.jsonl.xz", LINE, ("ends in .xz and is no such file",)),
+    "a false .bz2": ("a.jsonl.bz2", LINE, ("has the suffix .bz2 but is not in that format",)),
+    "a false .xz": ("a.jsonl.xz", LINE, ("has the suffix .xz but is not in that format",)),
     "a folder in .tar.gz": ("a.tar.gz", "x", (".tar.gz is not understood; unpack it first",)),
     "two records on a line": (
         "a.jsonl",

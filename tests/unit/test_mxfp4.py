@@ -139,7 +139,10 @@ def none_packed(stored: dict[str, torch.Tensor]) -> None:
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "a layer": (tensors(one_layer_in_16_bits), ("model.layers.1.mlp.experts.down_proj is not stored in MXFP4 as",)),
+    "a layer": (
+        tensors(one_layer_in_16_bits),
+        ("model.layers.1.mlp.experts.down_proj is not stored in MXFP4, unlike",),
+    ),
     "scales lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_scales")), (f"{GATE_UP}_scales is in none of its",)),
     "blocks lost": (tensors(lambda stored: stored.pop(f"{GATE_UP}_blocks")), (f"{GATE_UP}_blocks is in none of its",)),
     "cut": (

@@ -169,6 +169,12 @@ def test_a_comparison_is_an_array_over_seeds(config: Path, tmp_path: Path) -> No
     assert isinstance(done.exception, UserError) and "needs --compare-seeds" in str(done.exception)
 
 
+def test_a_comparison_needs_no_switch_for_the_settings_of_the_scu(config: Path) -> None:
+    config.write_text(config.read_text() + "scu: {target: 0.005}\n")
+    assert "set -- compare" in dry_run(config, "--compare-seeds", "2")
+    assert isinstance(CliRunner().invoke(app, ["submit", str(config), "--dry-run"]).exception, UserError)
+
+
 def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
     """The part of the script that does it, run by bash, with a value that holds a space."""
     script = TEMPLATE.read_text()

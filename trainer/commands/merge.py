@@ -192,12 +192,12 @@ def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     fp8 = fp8_form(config) is not None
     if fp8 and dtype == "auto":
         raise UserError(
-            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; give "
+            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; pass "
             f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantized weights"
         )
     if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
         raise UserError(
-            f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; give the "
+            f"base_model={run.config.base_model}: is stored quantized, and merging needs full precision; pass the "
             f"original model with --base-model and {ALLOW}"
         )
     if dtype != "auto":

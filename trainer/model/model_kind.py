@@ -62,7 +62,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
         )
     if method and method != MXFP4 and not is_fp8:
         raise UserError(
-            f"{setting}: is already quantised ({_describe_quantization(model_config, method)}); name the "
+            f"{setting}: is already quantised ({_describe_quantization(model_config, method)}); use the "
             "full-precision model that it was made from, with adapter: qlora for a base in 4 bits, or in 8 with "
             "quantization.quant_type: fp8 or int8"
         )

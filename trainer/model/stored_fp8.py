@@ -105,7 +105,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
         )
     if config.training.qat:
         raise UserError(
-            f"training.qat={config.training.qat}: rounds the merged 16-bit weights, and {base} is stored in FP8; name "
+            f"training.qat={config.training.qat}: rounds the merged 16-bit weights, and {base} is stored in FP8; use "
             "the 16-bit model"
         )
     if config.zero.offload_parameters and not gathers_by_layer(config):
