@@ -154,6 +154,9 @@ def _add_passed_on(name: str, module: str, text: str) -> None:
             raise UserError(
                 f"zerolora {name}: not in this installation; run `pip install -e .` in a checkout of zerolora"
             )
+        for word in context.args[:1]:
+            if word.endswith((".yaml", ".yml")) and not Path(word).exists():
+                load_config(Path(word))  # raises its error before the module imports torch
         become_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)

@@ -149,6 +149,14 @@ def test_errors_found_without_the_model_are_reported_before_torch_is_imported(
     assert done.returncode == 2 and f"error: {line}" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("command", ["estimate", "inspect", "prepare", "bench"])
+def test_a_missing_configuration_is_reported_before_torch_is_imported(folder: Path, command: str) -> None:
+    (folder / "sitecustomize.py").write_text(SITE)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "STOP_AT": "torch"}
+    done = subprocess.run([*ZEROLORA, command, "n.yaml"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: n.yaml: no such file"), done.stderr
+
+
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_a_terminal_shows_what_is_done_until_something_is_printed(folder: Path, on_terminal: bool) -> None:
     """One line, which is then cleared; nothing of it appears in a pipe."""
