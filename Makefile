@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup system nvcc demo demo-images lint test test-slow test-gpu canary bench clean docs
+.PHONY: help setup system nvcc demo demo-images lint test test-slow test-nightly test-gpu canary bench clean docs
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -15,9 +15,9 @@ LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
 CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2 bindfs
 SYSTEM := chromium $(CLUSTER)
 OTHERS := $(wildcard tests/numerics tests/unit tests/gpu)
-# Single files that take minutes begin first, so that no process is left with one of them at the end.
+# Nightly tests only. Single files that take minutes begin first, so that no process is left with one of them at the end.
 LONGEST := tests/chaos tests/servers
-REST := $(LONGEST) $(filter-out $(LONGEST) $(OTHERS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+REST := $(filter-out $(LONGEST) $(OTHERS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -55,11 +55,16 @@ test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 	pytest -n 2 --dist loadfile -m "not slow" $(OTHERS)
 	pytest -m "not slow" $(LAUNCHING)
 
-test-slow: setup  ## the tests that take minutes each
+test-slow: setup  ## the tests that take tens of seconds each: two hosts, SLURM, MPI, ssh, restarts
 	@command -v chromium >/dev/null || scripts/system.sh chromium
 	@scripts/system.sh $(CLUSTER)
-	pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --timeout 1800 $(OTHERS)
-	pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --timeout 1800 $(REST)
+	pytest -n 2 --dist loadfile -m "slow and not nightly" --timeout 1800 $(OTHERS)
+	pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not nightly" --timeout 1800 $(REST)
+
+test-nightly: setup  ## the tests that take minutes each: injected faults, lost nodes, preemption, vLLM
+	@command -v chromium >/dev/null || scripts/system.sh chromium
+	@scripts/system.sh $(CLUSTER)
+	pytest -n 2 --dist loadfile --no-loadscope-reorder -m nightly --timeout 1800 $(LONGEST) $(OTHERS) $(REST)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests

@@ -53,6 +53,14 @@ def _refuse_skip(report: Report) -> Report:
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark nightly tests as slow too, before `-m` selects: `-m "not slow"` then leaves both out."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Fail a test that is skipped in CI for no good reason."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.__main__ import main, part
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 # Runs that are asked to stop, or need somebody's help to continue; the others must restart by themselves,
 # once they have made a step.
 MAY_END = {"SIGTERM", "SIGTERM twice at once", "disk full"}

@@ -38,6 +38,7 @@ def test_a_sweep_of_two_settings_is_an_array_with_a_folder_for_each_run(slurm: S
     assert shown.count(f"job      {job}_") == 2 and shown.count("COMPLETED") == 2, shown
 
 
+@pytest.mark.nightly
 def test_the_sweep_command_is_an_array_and_its_table_is_best_first(slurm: SlurmCluster, workplace: Path) -> None:
     run = workplace / "tried"
     settings = [str(workplace / "config.yaml"), f"output_dir={run}", "training.max_steps=3", "dataset.val_split=0.1"]
@@ -62,6 +63,7 @@ def test_the_sweep_command_is_an_array_and_its_table_is_best_first(slurm: SlurmC
     assert slurm.run(*ZEROLORA, "sweep", *settings, *more, *of_job, "--dry-run").split()[-2:] == ["--array", "4,5"]
 
 
+@pytest.mark.nightly
 def test_a_file_of_settings_is_an_array_by_hand(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
     """`%2`: both nodes are free for all three tasks, and the third waits for one of the others all the same."""
     rates = ("0.001", "0.002", "0.003")
@@ -87,6 +89,7 @@ def test_a_task_without_a_line_is_a_usage_error(slurm: SlurmCluster, workplace: 
     assert "sweep.txt: no line for task 1" in (workplace / "no-line.log").read_text()
 
 
+@pytest.mark.nightly
 def test_jobs_of_a_chain_continue_one_run(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
     """The first is stopped and may not be requeued, the second ends the run, the third finds it done."""
     run = workplace / "chain"

@@ -132,6 +132,7 @@ def test_mpi_is_tested_by_its_own_launcher(workplace: Path) -> None:
     assert "MPI" in checks["mpi4py"][0]["found"] and "2 ranks" in checks["ranks"][0]["found"]
 
 
+@pytest.mark.nightly
 def test_every_node_of_an_allocation_is_checked(workplace: Path, slurm: SlurmCluster) -> None:
     """srun reaches both, the ranks meet across them, and a file left on one is seen on the other."""
     command = [sys.executable, "-m", "launcher.cli", "doctor", str(workplace / "config.yaml"), "--json"]

@@ -172,6 +172,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     assert_nobody_is_left(run)
 
 
+@pytest.mark.nightly
 def test_a_rank_stopped_before_its_first_heartbeat_is_named(start: Start) -> None:
     """The other waits where the ranks meet, which takes a little of the processor and is no work."""
     code, _, err = start(SOON, mischief="1:stop@begin:1").end()

@@ -73,6 +73,7 @@ def test_a_rank_of_mpirun_killed_on_another_host_is_137(
     assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
 
 
+@pytest.mark.nightly
 def test_a_rank_of_mpirun_that_is_stopped_before_its_first_heartbeat_is_named(workplace: Path) -> None:
     """The other waits for it in MPI_Init, which knows no time limit and lets no thread of Python run."""
     needs_programs("mpirun")

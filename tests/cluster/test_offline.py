@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.conftest import ROOT, ZEROLORA, end_of, environment, log_of, losses
 from tests.cluster.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 MODEL = "tests/tiny"
 COMMIT = hashlib.sha1(b"tiny").hexdigest()
 

@@ -9,7 +9,7 @@ from tests.cluster.conftest import ROOT, STEPS, end_of, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 TWO_RANKS = ["--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=30"]
 MISCHIEF = Path(__file__).parent / "mischief"
 SLOW = ["env", f"PYTHONPATH={MISCHIEF}:{ROOT}", "ZEROLORA_MISCHIEF=1:slow step:1"]

@@ -86,6 +86,7 @@ def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, wor
     assert int(list_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run))
 
 
+@pytest.mark.nightly
 def test_a_lost_node_is_named_and_the_job_queued_again(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_lost_node_is_excluded_if_the_job_survives(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_lost_node_is_excluded_if_the_job_survives(
     assert losses(run) == pytest.approx(reference, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_the_reason_for_waiting_on_a_silent_node_is_reported(slurm: SlurmCluster, workplace: Path) -> None:
     """A node without power closes no connection: only SLURM reports it, after SlurmdTimeout (300 s by default)."""
     slurm.reconfigure("SlurmdTimeout=15", "SlurmdTimeout=80")
@@ -152,6 +155,7 @@ def test_the_reason_for_waiting_on_a_silent_node_is_reported(slurm: SlurmCluster
         slurm.reconfigure("SlurmdTimeout=80", "SlurmdTimeout=15")
 
 
+@pytest.mark.nightly
 def test_a_job_that_lost_its_first_node_waits_for_the_old_lock_and_resumes_elsewhere(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_job_that_lost_its_first_node_waits_for_the_old_lock_and_resumes_elsew
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
@@ -210,6 +215,7 @@ def test_srun_alone_trains_in_a_shell_of_salloc(slurm: SlurmCluster, workplace: 
     assert losses(workplace / "srun") == pytest.approx(six_steps, rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
     slurm: SlurmCluster, workplace: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +262,7 @@ def test_a_rank_killed_on_another_node_is_137(slurm: SlurmCluster, workplace: Pa
     assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
 
 
+@pytest.mark.nightly
 def test_a_rank_does_not_outlive_its_slurmstepd(slurm: SlurmCluster, workplace: Path) -> None:
     run = workplace / "orphan"
     job = batch(slurm, workplace, "orphan", "training.max_steps=100000", "training.save_steps=0")

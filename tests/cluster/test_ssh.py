@@ -74,6 +74,7 @@ def test_a_rank_killed_on_another_host_is_137_and_takes_the_run_down(
     assert_no_rank_is_left(hosts)
 
 
+@pytest.mark.nightly
 def test_a_lost_host_is_excluded_and_the_global_batch_stays(
     hosts: Hosts, ssh: Mapping[str, str], tmp_path: Path, workplace: Path, reference: list[float]
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.conftest import Matrix, environment, launch
 from tests.distributed.plan import case
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 
 def test_a_compiled_model_has_the_same_losses(tmp_path: Path) -> None:

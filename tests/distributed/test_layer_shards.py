@@ -10,7 +10,7 @@ from tests.distributed.conftest import Matrix, environment, launch, run_ranks
 from tests.distributed.plan import case
 from tests.tiny import make_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 STEPS = 10
 CHECKPOINTING = ("none", "non_reentrant", "reentrant", "selective")

@@ -23,6 +23,7 @@ def bench(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "out.json").read_text()), done.stdout
 
 
+@pytest.mark.nightly
 def test_the_product_with_peers_and_its_profile(tmp_path: Path) -> None:
     written, out = bench(tmp_path, "--peer", "peft", "--peer", "deepspeed", "--profile")
     measured = {result["stack"]: result for result in written["results"]}
@@ -50,6 +51,7 @@ def test_the_product_with_peers_and_its_profile(tmp_path: Path) -> None:
     assert "gap ms" in out
 
 
+@pytest.mark.nightly
 def test_several_ranks_of_a_partitioned_4_bit_base(tmp_path: Path) -> None:
     """Random weights are drawn, quantised and partitioned without a file."""
     written, _ = bench(tmp_path, "--num-gpus", "2", "--peer", "peft", "adapter=qlora", "zero.stage=3")

@@ -78,7 +78,7 @@ def test_a_trial_trains_and_measures_what_train_does(folder: Path) -> None:
     assert steered[0] == unsteered[0] and steered[-1] != unsteered[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_continues_with_unfinished_trials(folder: Path) -> None:
     kept, lost = (folder / "runs" / name / DOCUMENTS_FILE for name in NAMES)
     before, content = kept.stat().st_mtime_ns, lost.read_text()
@@ -91,7 +91,7 @@ def test_it_continues_with_unfinished_trials(folder: Path) -> None:
     assert "2 trials, 2 already finished" in shown and "final BPT, delta-pi - none" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failed_trial_is_reported_and_the_others_are_compared(folder: Path) -> None:
     result = again(folder, "scu.sigma=1e6", "--output", f"{folder}/b")
     assert result.returncode == 1

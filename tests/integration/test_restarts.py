@@ -74,7 +74,7 @@ def test_a_foreign_checkpoint_in_the_folder_is_not_resumed(workplace: Path, calm
     assert (workplace / "put.1" / "checkpoint-400" / "COMPLETE").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_cannot_restart_is_excluded_until_requested(workplace: Path) -> None:
     lose_one_and_come_back(workplace, "the slot of rank 1")
 
@@ -93,7 +93,7 @@ LATE = "0:late numbers:1;1:late numbers:1"
 """As on a GPU, where the numbers of a step are read in the step after it."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rank_and_step_of_a_non_finite_loss_are_named(workplace: Path) -> None:
     fail_twice_for_a_nan(workplace, LATE)
 
@@ -104,7 +104,7 @@ def test_a_non_finite_first_loss_is_not_counted_as_a_step(workplace: Path) -> No
     assert "the run failed: rank 1 on " in seen and "not restarted: no step was completed" in seen, seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("gather", ["layer", "module"])
 def test_a_slow_rank_is_named_under_zero_3(workplace: Path, gather: str) -> None:
     """The others wait for it within their forward passes, which then last as long as its own."""

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ["-p", "tests.numerics.autograd_on_cpu"]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 NAME = "zerolora_autograd_cpu"
 # In a child as well: torch loads what it has built.
 BUILD = """

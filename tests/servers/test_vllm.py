@@ -28,7 +28,7 @@ from trainer.model.adapter import apply_adapter, changes_base_weights
 from trainer.model.base import load_tokenizer
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "vllm_program.py"
 SMALL: dict[str, Any] = {

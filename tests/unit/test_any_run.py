@@ -56,7 +56,7 @@ def test_a_resumed_run_ends_as_the_run_that_it_resumes(ground: Path, harm: Harm,
     check_resumed(ground, harm, checkpoint)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(harm_to_run, st.sampled_from(["checkpoint-2", "latest", "auto"]))
 @tries(60)
 def test_many_resumed_runs(ground: Path, harm: Harm, checkpoint: str) -> None:
@@ -167,7 +167,7 @@ def test_any_words_behind_a_command(
     check_words(ground, tmp_path_factory.mktemp("here"), command, first, arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(commands, first_words, st.lists(words, max_size=4))
 @tries(400)
 def test_many_words_behind_a_command(

@@ -43,7 +43,7 @@ def test_a_latent_is_the_mean_colour_of_the_pixels_under_it() -> None:
         assert (shown - expected.repeat_interleave(4, 2).repeat_interleave(4, 3)).abs().max() < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_come_nearer_to_the_pictures(tmp_path: Path) -> None:
     """By day the ground is light; the adapter, in few steps, makes it dark, with a pale frame."""
     for name in ("base", "pictures"):

@@ -65,7 +65,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_no_rank_imports_a_file_of_the_working_folder(folder: Path, launcher: str) -> None:
     if "mpi" in launcher:
@@ -78,7 +78,7 @@ def test_no_rank_imports_a_file_of_the_working_folder(folder: Path, launcher: st
     assert not mark.exists(), mark.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_dry_run_prints_imports_none_either(folder: Path) -> None:
     mark = write_foreign_files(folder)
     printed = run(["zerolora", "train", "c.yaml", "--dry-run"], folder)

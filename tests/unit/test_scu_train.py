@@ -352,7 +352,8 @@ def start_of_ranks(launcher: str) -> list[str]:
     "launcher",
     [
         "torch.distributed.launch",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "deepspeed", "mpirun")),
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("deepspeed", "mpirun")),
     ],
 )
 def test_granite_under_the_scu_by_ranks_that_others_start(tmp_path: Path, launcher: str) -> None:

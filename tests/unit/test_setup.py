@@ -85,7 +85,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert loop and loop[1].split() == ["test", "test-slow"]
     assert 'make "$target"' in script and re.search(r"^make .*system nvcc$", script, re.MULTILINE)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"demo", "test", "test-slow", "lint", "bench", "clean"} <= set(targets)
+    assert {"demo", "test", "test-slow", "test-nightly", "lint", "bench", "clean"} <= set(targets)
     assert "make test" in (ROOT / "README.md").read_text()
 
 

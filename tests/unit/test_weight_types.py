@@ -75,7 +75,13 @@ def test_streamed_weights_have_the_types_of_from_pretrained(kind: str, dtype: to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted({*FAMILIES} - {*SOME}))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.nightly] if kind == "inkling_text" else [])
+        for kind in sorted({*FAMILIES} - {*SOME})
+    ],
+)
 def test_so_have_those_of_every_family(kind: str, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check_paths(save_family(tmp_path, kind), dtype)
