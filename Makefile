@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup system nvcc demo demo-images lint test test-slow test-nightly test-gpu canary bench clean docs
+.PHONY: help setup system nvcc demo demo-images lint test test-ci test-slow test-gpu canary bench clean docs
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -8,16 +8,16 @@ VENV ?= .venv
 export VENV
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-# Ranks share the cores, so of the fast tests those that launch them run alone. The rest is spread over two processes, and
-# so are all slow ones: much of their time they wait, for SLURM or for a watchdog.
-LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
 # What tests/cluster makes hosts and clusters of; it skips with a reason what is missing.
 CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2 bindfs
 SYSTEM := chromium $(CLUSTER)
-OTHERS := $(wildcard tests/numerics tests/unit tests/gpu)
-# Nightly tests only. Single files that take minutes begin first, so that no process is left with one of them at the end.
-LONGEST := tests/chaos tests/servers
-REST := $(filter-out $(LONGEST) $(OTHERS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# Two processes, for ranks and commands wait much of their time. A file stays in one, with what its tests share.
+PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Those that launch ranks run apart from the others, some of which look at the clock.
+LAUNCHING := tests/distributed tests/integration tests/cluster
+OTHERS := tests/numerics tests/unit tests/gpu
+# These two take minutes in a single test, so they begin first.
+ALL := tests/chaos tests/servers $(LAUNCHING) $(OTHERS)
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -52,19 +52,16 @@ docs: setup  ## the documentation as a site, in runs/site; a link that leads now
 
 test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 	@command -v chromium >/dev/null || scripts/system.sh chromium
-	pytest -n 2 --dist loadfile -m "not slow" $(OTHERS)
-	pytest -m "not slow" $(LAUNCHING)
+	$(PYTEST) -m "not slow" $(OTHERS)
+	$(PYTEST) -m "not slow" $(LAUNCHING)
 
-test-slow: setup  ## the tests that take tens of seconds each: two hosts, SLURM, MPI, ssh, restarts
-	@command -v chromium >/dev/null || scripts/system.sh chromium
-	@scripts/system.sh $(CLUSTER)
-	pytest -n 2 --dist loadfile -m "slow and not nightly" --timeout 1800 $(OTHERS)
-	pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not nightly" --timeout 1800 $(REST)
+test-ci: setup  ## the tests of tens of seconds each that CI runs: two hosts, SLURM, MPI, ssh, restarts
+	@scripts/system.sh $(SYSTEM)
+	$(PYTEST) -m "slow and not nightly" --timeout 1800 $(ALL)
 
-test-nightly: setup  ## the tests that take minutes each: injected faults, lost nodes, preemption, vLLM
-	@command -v chromium >/dev/null || scripts/system.sh chromium
-	@scripts/system.sh $(CLUSTER)
-	pytest -n 2 --dist loadfile --no-loadscope-reorder -m nightly --timeout 1800 $(LONGEST) $(OTHERS) $(REST)
+test-slow: setup  ## these, and those of minutes each: injected faults, lost nodes, preemption, vLLM
+	@scripts/system.sh $(SYSTEM)
+	$(PYTEST) -m slow --timeout 1800 $(ALL)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests
