@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from launcher.module import become_module
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import nearest
+from trainer.config.errors import nearest, shown
 from trainer.config.yaml_core import plain
 from trainer.contract.home import HOME
 
@@ -71,8 +71,16 @@ def init(
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
     typed = shlex.quote(str(output))
-    first = "now" if data else "set dataset.path, then"
-    typer.echo(f"{output}: {first}\n  zerolora validate {typed}\n  zerolora train {typed}")
+    typer.echo(f"{output}: {_first_step(data)}\n  zerolora validate {typed}\n  zerolora train {typed}")
+
+
+def _first_step(data: str | None) -> str:
+    """Return what to do before training: nothing if the data is on this machine, or may be on the hub."""
+    if data is None:
+        return "set dataset.path, then"
+    if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
+        return f"{shown(data)} does not exist yet; write the data there, then"
+    return "now"
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:

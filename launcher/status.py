@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from trainer.config import UserError
-from trainer.config.errors import printable
+from trainer.config.errors import printable, shown
 from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
 from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
@@ -52,9 +52,9 @@ def status(
         return
     run = Path(target)
     if not run.is_dir():
-        raise UserError(f"{target}: neither a job's number nor the folder of a run")
+        raise UserError(f"{shown(target)}: neither a job's number nor the folder of a run")
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
-        raise UserError(f"{target}: not the folder of a run; pass a run's output_dir or a job ID")
+        raise UserError(f"{shown(target)}: not the folder of a run; pass a run's output_dir or a job ID")
     noted = read_job_id(run)
     over = None
     # Without SLURM's tools only the folder is described.

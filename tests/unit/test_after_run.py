@@ -212,11 +212,15 @@ BAD_ARGUMENTS = [
     (generate, ["RUN", "x", "--top-p", "0"], "--top-p=0.0: must be above 0"),
     (generate, ["RUN", "x", "--max-new-tokens", "0"], "--max-new-tokens=0: must be 1 or more"),
     (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, and the model.s context is 256"),
+    (generate, ["RUN", ""], "PROMPT: empty"),
+    (generate, ["RUN", "first", "  "], "PROMPT: empty"),
     (generate, ["TMP/none", "x"], "no such folder"),
+    (export, ["RUN", "--format", "peft", "--output", "/proc/adapter"], "/proc/adapter: cannot be written"),
     (merge, ["RUN", "--output", "TMP/file"], "already exists"),
     (merge, ["RUN", "--output", "TMP/file/below"], "cannot be written in"),
     (push, ["RUN", "not a name"], "not a valid name"),
     (push, ["RUN", "a/b/c"], "not a valid name"),
+    (push, ["RUN", ""], "'': not a valid name"),
     (push, ["RUN", "me/tiny"], "not logged in to the hub; run `hf auth login`"),
 ]
 

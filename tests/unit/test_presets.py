@@ -51,7 +51,9 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
         "--model", "./my models/Qwen2.5-3B", "--data", "my data #1.jsonl", "--output", "my run.yaml", cwd=tmp_path
     )
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout == "my run.yaml: now\n  zerolora validate 'my run.yaml'\n  zerolora train 'my run.yaml'\n"
+    first, *commands = result.stdout.splitlines()
+    assert "my data #1.jsonl does not exist yet" in first
+    assert commands == ["  zerolora validate 'my run.yaml'", "  zerolora train 'my run.yaml'"]
     loaded = load_config(tmp_path / "my run.yaml")
     assert loaded.notes == ()
     assert loaded.config.base_model == "./my models/Qwen2.5-3B" and loaded.config.output_dir == "runs/qwen2.5-3b"

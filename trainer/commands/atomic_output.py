@@ -52,14 +52,20 @@ def _check_no_run_in(output: Path) -> None:
 def temporary_output(output: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `output`, which is deleted afterwards; move results out by `move_into_place`.
 
-    Both are added to the list of files of the run they lie in. Raises RuntimeError, with the disk's name, if writing
-    fails.
+    Both are added to the list of files of the run they lie in. Raises UserError if the folder cannot be created,
+    RuntimeError, with the disk's name, if writing fails.
     """
     temporary = output.with_name(f".writing-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         note_written(output.parent, [output.name, temporary.name])
-        temporary.mkdir(parents=True)
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            if disk_error(error):
+                raise
+            reason = error.strerror
+            raise UserError(f"{output}: cannot be written ({reason}); use another folder with --output") from None
         yield temporary
     except Exception as error:  # tokenizers raises plain Exception
         reason = disk_error(error) or (str(error) if isinstance(error, OSError | SafetensorError) else None)

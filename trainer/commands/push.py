@@ -29,6 +29,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.commands.image_adapter import copy_image_files, image_model_card, is_image_run
 from trainer.config import CommandParser, UserError
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.errors import shown
 from trainer.contract.output_files import check_output_file
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record, read_metrics
@@ -123,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> None:
         validate_repo_id(repo)
     except HFValidationError:
         raise UserError(
-            f"{repo}: not a valid name; use owner/name with letters, digits, '-', '_' and '.', at most 96 characters"
+            f"{shown(repo)}: not a valid name; use owner/name with letters, digits, - _ and ., at most 96 characters"
         ) from None
     run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))
