@@ -168,7 +168,7 @@ def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
             y_TO = y_TO + of.biases[i].to(y_TO.dtype)
         # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(of.x.dtype), [*of.x.shape[:-1], weight.shape[0]]))
-        begin += lora.padded(up.shape[1])
+        begin += lora.padded_rank(up.shape[1])
     return ys, h if of.h is None else of.x.new_empty((0, 0))
 
 
@@ -186,7 +186,7 @@ def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tens
         grad_x += part
         grad_downs.append(grad_down.to(down.dtype))
         grad_ups.append(grad_up.to(up.dtype))
-        begin += lora.padded(down.shape[0])
+        begin += lora.padded_rank(down.shape[0])
     if not of.need_x:
         return of.x.new_empty(0), grad_downs if of.need_down else [], grad_ups if of.need_up else []
     q, row_scale = reference_quantize_rows(of.grads, of.row_scales, of.weights[0].dtype)

@@ -203,7 +203,7 @@ def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
     return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
 
 
-def padded(rank: int) -> int:
+def padded_rank(rank: int) -> int:
     """Return the columns of h for this rank: the kernels multiply 16 ranks at a time."""
     return (rank + 15) // 16 * 16
 
@@ -242,7 +242,7 @@ def check(  # type: ignore[no-untyped-def]
 
 
 def _rank(factors: Sequence[Tensor]) -> int:
-    return padded(factors[0].shape[1]) if factors else 0
+    return padded_rank(factors[0].shape[1]) if factors else 0
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]

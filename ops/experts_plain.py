@@ -96,7 +96,7 @@ def _masked(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
 
 
 def _rank(h: Tensor, rank: int) -> Tensor:
-    """Pad h to `experts.padded` columns, as the kernels do."""
+    """Pad h to `experts.padded_rank` columns, as the kernels do."""
     return torch.nn.functional.pad(h, (0, (rank + 15) // 16 * 16 - rank))
 
 

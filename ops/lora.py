@@ -43,7 +43,7 @@ torch.library.define(
 )
 
 
-def padded(rank: int) -> int:
+def padded_rank(rank: int) -> int:
     """Return the columns of h that one projection takes: the kernels read 16 bytes at a time."""
     return (rank + 7) // 8 * 8
 
@@ -93,7 +93,7 @@ def check_adapters(
 
 def check_h(x: Tensor, downs: Sequence[Tensor], h: Tensor) -> None:
     """Raise ValueError unless h has the shape and type of `lora_project`'s result for x and these A."""
-    expected = x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)
+    expected = x.numel() // x.shape[-1], sum(padded_rank(down.shape[0]) for down in downs)
     if tuple(h.shape) != expected or h.dtype != x.dtype or h.device != x.device:
         raise ValueError(
             f"h {tuple(h.shape)} of {h.dtype} on {h.device}: expected {expected} of {x.dtype} on {x.device}"
@@ -124,14 +124,14 @@ def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
 def reference_project(
     x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
 ) -> Tensor:
-    """Plain-torch `lora_project`: h of the whole group concatenated, each projection in `padded(R)` columns."""
+    """Plain-torch `lora_project`: h of the whole group concatenated, each projection in `padded_rank(R)` columns."""
     check_downs(x, downs, scales, p)
     x_TI = x.reshape(-1, x.shape[-1])
     mask = draw_mask(x, p, seed)
     hs = []
     for down, scale in zip(downs, scales, strict=True):
         h_TR = reference.project(x_TI, down.to(x.dtype), scale, mask)
-        hs.append(torch.nn.functional.pad(h_TR, (0, padded(h_TR.shape[1]) - h_TR.shape[1])))
+        hs.append(torch.nn.functional.pad(h_TR, (0, padded_rank(h_TR.shape[1]) - h_TR.shape[1])))
     return torch.cat(hs, dim=1)
 
 
@@ -159,7 +159,7 @@ def reference_forward(
         y_TO = reference.output(x_TI, weight, bias, projected[:, begin : begin + up.shape[1]], up.to(x.dtype))
         # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
         ys.append(torch.ops.aten._unsafe_view(y_TO, [*x.shape[:-1], weight.shape[0]]))
-        begin += padded(up.shape[1])
+        begin += padded_rank(up.shape[1])
     return ys, projected if h is None else x.new_empty((0, 0))
 
 
@@ -189,14 +189,14 @@ def reference_backward(
         grad_x += part
         grad_downs.append(grad_down.to(downs[i].dtype))
         grad_ups.append(grad_up.to(ups[i].dtype))
-        begin += padded(rank)
+        begin += padded_rank(rank)
     grad_x = grad_x.view(x.shape) if need_x else x.new_empty(0)
     return grad_x, grad_downs if need_down else [], grad_ups if need_up else []
 
 
 def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None) -> Tensor:
     check_downs(x, downs, scales, p)
-    return x.new_empty((x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)))
+    return x.new_empty((x.numel() // x.shape[-1], sum(padded_rank(down.shape[0]) for down in downs)))
 
 
 def fake_forward(

@@ -121,8 +121,8 @@ def _dense(of: Any, piece: slice) -> list[Tensor]:
 
 def _columns(downs: Sequence[Tensor], piece: slice) -> slice:
     """Return the columns of h that belong to a piece."""
-    begin = sum(lora.padded(down.shape[0]) for down in downs[: piece.start])
-    return slice(begin, begin + sum(lora.padded(down.shape[0]) for down in downs[piece]))
+    begin = sum(lora.padded_rank(down.shape[0]) for down in downs[: piece.start])
+    return slice(begin, begin + sum(lora.padded_rank(down.shape[0]) for down in downs[piece]))
 
 
 def forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:

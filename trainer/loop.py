@@ -165,7 +165,7 @@ class Loop:
         parts, position = self._parts, self.position
         own_time = parts.stragglers.own_time(on_device=False) if parts.stragglers is not None else nullcontext()
         with phase("data"), own_time:
-            batches, consumed = parts.batches.step(position.epoch, position.offset)
+            batches, consumed = parts.batches.step_batches(position.epoch, position.offset)
         if parts.mfu is not None:
             parts.mfu.count(position.step + 1, batches)
         launched = train_step(

@@ -247,7 +247,7 @@ class Run:
             total_steps=total_steps, step=position.step, say=self.say,
         )  # fmt: skip
         steering, notes = start_steering(given, self.restored_scu, self.folder.path)
-        batches, _ = self.batches.step(position.epoch, position.offset)
+        batches, _ = self.batches.step_batches(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]
         ratio = self.config.lora.loraplus_lr_ratio or 1.0

@@ -116,7 +116,7 @@ PLUGINS_REFUSED = {
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of Axolotl."""
     t = Translation(foreign)
-    t.read(KEYS)
+    t.apply_table(KEYS)
     set_model(t)
     set_adapter(t)
     set_data(t)

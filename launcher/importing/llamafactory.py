@@ -88,7 +88,7 @@ def translate(foreign: Foreign) -> Translation:
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
         return llamafactory_v1.translate(foreign)
     t = Translation(foreign)
-    t.read(KEYS)
+    t.apply_table(KEYS)
     common.name_model(t, "model_name_or_path")
     if t.get("do_train") is False:
         t.refuse("do_train", NOTHING_TRAINED)

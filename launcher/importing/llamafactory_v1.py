@@ -38,7 +38,7 @@ ENTRY = {"path": Text, "source": Text, "converter": Text, "split": Text, "size":
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration in the second layout."""
     t = Translation(foreign)
-    t.read(KEYS)
+    t.apply_table(KEYS)
     common.name_model(t, "model")
     common.set_bits(t, "quant_config.quantization_bit")
     common.set_experts(t)

@@ -228,7 +228,7 @@ class Translation:
                 return None
         return value
 
-    def read(self, table: Table) -> None:
+    def apply_table(self, table: Table) -> None:
         """Convert every value, translate each key by its row, and write out their defaults."""
         for name, key in table.items():
             value = self._given(name)

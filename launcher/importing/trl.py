@@ -126,7 +126,7 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for the arguments of TRL's sft.py."""
     t = Translation(foreign)
-    t.read(KEYS)
+    t.apply_table(KEYS)
     common.name_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
     set_adapter(t)

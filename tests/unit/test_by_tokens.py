@@ -43,7 +43,7 @@ def epoch(samples: Any, *, accumulation: int, world_size: int, by_tokens: bool =
     ]  # fmt: skip
     steps, offset = [], 0
     while offset < len(samples):
-        made = [batches.step(0, offset) for batches in ranks]
+        made = [batches.step_batches(0, offset) for batches in ranks]
         steps.append([micro for micro, _ in made])
         offset += made[0][1]
     return steps

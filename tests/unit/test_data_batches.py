@@ -145,7 +145,7 @@ def test_every_rank_count_takes_the_same_samples_in_the_same_steps(count: int) -
         ]
         offset, found = 0, []
         for _ in range(ranks[0].steps_per_epoch):
-            parts = [rank.step(3, offset) for rank in ranks]
+            parts = [rank.step_batches(3, offset) for rank in ranks]
             assert {len(micro) for micro, _ in parts} == {accumulation}
             assert len({consumed for _, consumed in parts}) == 1
             # Micro-step by micro-step, rank by rank: slices of the global batch in order.
@@ -162,8 +162,8 @@ def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
     samples = stored([document(number, 3) for number in range(1, 6)])
     ranks = [batches(samples, accumulation=2, rank=rank, world_size=2, shuffle=False) for rank in range(2)]
     assert ranks[0].steps_per_epoch == 2 and ranks[0].global_batch_size == 4
-    (first, second), (other_first, other_second) = (rank.step(0, 4)[0] for rank in ranks)
-    assert ranks[0].step(0, 4)[1] == ranks[1].step(0, 4)[1] == 1
+    (first, second), (other_first, other_second) = (rank.step_batches(0, 4)[0] for rank in ranks)
+    assert ranks[0].step_batches(0, 4)[1] == ranks[1].step_batches(0, 4)[1] == 1
     assert first.input_ids.tolist() == [[500, 501, 502]]
     for dummy in (second, other_first, other_second):
         assert set(dummy.targets.flatten().tolist()) == {IGNORED}
@@ -251,35 +251,38 @@ def test_a_stream_is_shared_out_as_memory_is() -> None:
         settings = {"batch_size": 2, "accumulation": 2, "rank": rank, "world_size": 2}
         from_memory, from_stream = batches(samples, shuffle=False, **settings), stream_batches(16, **settings)
         for offset in (0, 8):
-            (expected, consumed), (found, also) = from_memory.step(0, offset), from_stream.step(0, offset)
+            (expected, consumed), (found, also) = (
+                from_memory.step_batches(0, offset),
+                from_stream.step_batches(0, offset),
+            )
             assert consumed == also == 8
             assert [documents_of(batch) for batch in found] == [documents_of(batch) for batch in expected]
 
 
 def test_a_stream_goes_on_after_its_end_and_from_any_offset() -> None:
     running = stream_batches(5, batch_size=2)
-    found = [documents_of(running.step(0, offset)[0][0]) for offset in (0, 2, 4, 6)]
+    found = [documents_of(running.step_batches(0, offset)[0][0]) for offset in (0, 2, 4, 6)]
     assert found == [[1, 2], [3, 4], [5, 101], [102, 103]]
     resumed = stream_batches(5, batch_size=2)
-    assert documents_of(resumed.step(0, 4)[0][0]) == [5, 101]
-    assert documents_of(resumed.step(0, 6)[0][0]) == [102, 103]
-    assert documents_of(resumed.step(0, 0)[0][0]) == [1, 2]
+    assert documents_of(resumed.step_batches(0, 4)[0][0]) == [5, 101]
+    assert documents_of(resumed.step_batches(0, 6)[0][0]) == [102, 103]
+    assert documents_of(resumed.step_batches(0, 0)[0][0]) == [1, 2]
 
 
 def test_a_repeated_step_and_a_resumed_stream_read_nothing_twice_but_that_step() -> None:
     running = stream_batches(5, batch_size=2)
     for offset in (0, 2, 4):
-        running.step(0, offset)
+        running.step_batches(0, offset)
     state = json.loads(json.dumps(running.state_dict()))
     Counted.made.clear()
-    assert documents_of(running.step(0, 4)[0][0]) == [5, 101] == Counted.made
+    assert documents_of(running.step_batches(0, 4)[0][0]) == [5, 101] == Counted.made
     resumed = stream_batches(5, batch_size=1, accumulation=2)
     resumed.load_state_dict(state)
     Counted.made.clear()
-    assert [documents_of(batch)[0] for batch in resumed.step(0, 6)[0]] == [102, 103] == Counted.made
-    assert documents_of(resumed.step(0, 0)[0][0]) == [1]  # another offset than the state's is read up to
+    assert [documents_of(batch)[0] for batch in resumed.step_batches(0, 6)[0]] == [102, 103] == Counted.made
+    assert documents_of(resumed.step_batches(0, 0)[0][0]) == [1]  # another offset than the state's is read up to
 
 
 def test_a_stream_without_samples_is_refused() -> None:
     with pytest.raises(UserError, match=r"dataset.streaming=true: the stream holds nothing to train on"):
-        stream_batches(0).step(0, 0)
+        stream_batches(0).step_batches(0, 0)

@@ -86,16 +86,16 @@ def test_a_resumed_stream_goes_on_without_tokenising_what_was_before(
     expected, states = [], []
     for step in range(steps):
         states.append(json.loads(json.dumps(whole.state_dict())))
-        expected.append(rows_in(whole.step(0, 16 * step)[0]))
+        expected.append(rows_in(whole.step_batches(0, 16 * step)[0]))
     for at in (1, steps - 2):
         resumed = batches_of(stream)
         resumed.load_state_dict(states[at])
         tokenised.clear()
-        assert [rows_in(resumed.step(0, 16 * step)[0]) for step in (at, at + 1)] == expected[at : at + 2]
+        assert [rows_in(resumed.step_batches(0, 16 * step)[0]) for step in (at, at + 1)] == expected[at : at + 2]
         # Two steps of 16, or the window of 1,000 documents that is being packed, in blocks of 64 records.
         assert sum(tokenised) <= (64 * 5 if "packed" not in name else 2600)
     resumed = batches_of(stream)  # a checkpoint of an earlier version says nothing of the stream
-    assert rows_in(resumed.step(0, 16 * 20)[0]) == expected[20]
+    assert rows_in(resumed.step_batches(0, 16 * 20)[0]) == expected[20]
 
 
 def _rank(
@@ -120,7 +120,7 @@ def _rank(
     found = []
     for step in range(steps):
         start.wait()  # training keeps ranks in step
-        found.append([rows_in([batch]) for batch in batches.step(0, 16 * step)[0]])
+        found.append([rows_in([batch]) for batch in batches.step_batches(0, 16 * step)[0]])
     assert stream.shared is not None
     makers = {file.read_text().split()[0] for file in stream.shared.rglob("*.claim")}
     results.put((rank, sum(made), found, json.dumps(batches.state_dict()), makers))
@@ -134,7 +134,7 @@ def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
     """On one host, and on two that share the run's folder."""
     steps = 30
     alone = batches_of(stream_of(tokenizer, **SETTINGS[name]))
-    expected = [[rows_in([batch]) for batch in alone.step(0, 16 * step)[0]] for step in range(steps + 2)]
+    expected = [[rows_in([batch]) for batch in alone.step_batches(0, 16 * step)[0]] for step in range(steps + 2)]
     needed = sum(tokenised)
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(2), context.Queue()
@@ -155,7 +155,7 @@ def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
     one = batches_of(stream_of(tokenizer, **SETTINGS[name]))
     one.load_state_dict(json.loads(ranks[0][3]))
     for step in (steps, steps + 1):
-        assert [rows_in([batch]) for batch in one.step(0, 16 * step)[0]] == expected[step]
+        assert [rows_in([batch]) for batch in one.step_batches(0, 16 * step)[0]] == expected[step]
 
 
 def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -166,18 +166,18 @@ def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrai
     ranks = [batches_of(stream, rank=rank, world_size=2, accumulation=2) for rank in range(2)]
     for step in range(8):  # 128 records
         for rank in ranks:
-            rank.step(0, 16 * step)
+            rank.step_batches(0, 16 * step)
     for rank in ranks:
         with pytest.raises(UserError, match=r"record 151, turn 1: role 'robot' is not known"):
-            rank.step(0, 128)
+            rank.step_batches(0, 128)
     Path("b.jsonl").write_text("\n".join([*lines[:150], "{broken"]))
     stream = stream_of(tokenizer, path="b.jsonl", shuffle=False)
     ranks = [batches_of(stream, rank=rank, world_size=2, accumulation=2) for rank in range(2)]
     for rank in ranks:
         for step in range(8):
-            rank.step(0, 16 * step)
+            rank.step_batches(0, 16 * step)
         with pytest.raises(UserError, match=r"line 151 of b.jsonl is not JSON"):
-            rank.step(0, 128)
+            rank.step_batches(0, 128)
 
 
 def test_a_file_that_is_edited_is_another_stream(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -194,23 +194,23 @@ def test_a_block_that_a_dead_rank_has_claimed_is_made_by_who_needs_it(
 ) -> None:
     monkeypatch.setattr("trainer.data.shared_blocks.PATIENCE_S", 0.2)
     stream = stream_of(tokenizer, shuffle=False)
-    expected = [rows_in(batches_of(stream, accumulation=2).step(0, 0)[0])]
+    expected = [rows_in(batches_of(stream, accumulation=2).step_batches(0, 0)[0])]
     assert stream.shared is not None
     claim = stream.shared / "0-0" / "block-000000000.claim"
     claim.parent.mkdir(parents=True)
     claim.write_text("n9 1\n")
-    found = batches_of(stream, world_size=2, accumulation=1).step(0, 0)[0]
+    found = batches_of(stream, world_size=2, accumulation=1).step_batches(0, 0)[0]
     assert rows_in(found) == expected[0][:4]
     assert claim.read_text() == "n9 1\n"
 
 
 def test_a_damaged_block_is_made_again(tokenizer: PreTrainedTokenizerBase) -> None:
     stream = stream_of(tokenizer, shuffle=False)
-    expected = rows_in(batches_of(stream, world_size=2).step(0, 0)[0])
+    expected = rows_in(batches_of(stream, world_size=2).step_batches(0, 0)[0])
     assert stream.shared is not None
     block = stream.shared / "0-0" / "block-000000000.npz"
     block.write_bytes(block.read_bytes()[:100])
-    assert rows_in(batches_of(stream, world_size=2).step(0, 0)[0]) == expected
+    assert rows_in(batches_of(stream, world_size=2).step_batches(0, 0)[0]) == expected
 
 
 def test_the_blocks_of_earlier_runs_are_removed(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_blocks_that_are_passed_are_removed(
     stream = stream_of(tokenizer, shuffle=False)
     batches = batches_of(stream, world_size=2, accumulation=2)
     for step in range(40):  # 640 documents are 747 records are 12 blocks
-        batches.step(0, 16 * step)
+        batches.step_batches(0, 16 * step)
     assert stream.shared is not None
     left = sorted(int(path.stem.split("-")[1]) for path in stream.shared.rglob("block-*.npz"))
     assert left[0] >= 9 and not list(stream.shared.rglob("*.npz.*"))
@@ -245,19 +245,19 @@ def write_bad(*numbers: int) -> None:
 def test_a_step_that_fails_leaves_the_state_before_it(tokenizer: PreTrainedTokenizerBase, packing: bool) -> None:
     settings: dict[str, Any] = {"shuffle": False, "packing": packing, "max_length": 128}
     whole, good = batches_of(stream_of(tokenizer, **settings)), Path("a.jsonl").read_text()
-    expected = [rows_in(whole.step(0, 16 * step)[0]) for step in range(70)]
+    expected = [rows_in(whole.step_batches(0, 16 * step)[0]) for step in range(70)]
     write_bad(1240)
     batches, step = batches_of(stream_of(tokenizer, **settings)), 0
     with pytest.raises(UserError, match=r"record 1241, turn 1: role 'moderator'"):
         while True:
-            assert rows_in(batches.step(0, 16 * step)[0]) == expected[step]
+            assert rows_in(batches.step_batches(0, 16 * step)[0]) == expected[step]
             step += 1
     state = json.loads(json.dumps(batches.state_dict()))
     assert state["offset"] == 16 * step > 0
     Path("a.jsonl").write_text(good)
     resumed = batches_of(stream_of(tokenizer, **settings))
     resumed.load_state_dict(state)
-    assert rows_in(resumed.step(0, 16 * step)[0]) == expected[step]
+    assert rows_in(resumed.step_batches(0, 16 * step)[0]) == expected[step]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -269,7 +269,7 @@ def test_skipped_records_are_counted_from_any_state(
     stream = stream_of(tokenizer, on_bad_record="skip", **SETTINGS[name])
     batches, states, counts = batches_of(stream, world_size=world_size, accumulation=4 // world_size), [], []
     for step in range(60):
-        batches.step(0, 16 * step)
+        batches.step_batches(0, 16 * step)
         states.append(json.loads(json.dumps(batches.state_dict())))
         counts.append(dict(batches.skipped))
     source = next(iter(counts[0]))
@@ -277,7 +277,7 @@ def test_skipped_records_are_counted_from_any_state(
     resumed = batches_of(stream)
     resumed.load_state_dict(states[29])
     for step in range(30, 60):
-        resumed.step(0, 16 * step)
+        resumed.step_batches(0, 16 * step)
     assert resumed.skipped == counts[-1]
 
 

@@ -15,7 +15,7 @@ from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
 from trainer.data.batches import IGNORED, MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
-from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, padded, rounded_up, shape_of
+from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, pad_to_shape, rounded_up, shape_of
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter
 from trainer.patches.graphed_loss import GraphedLoss
@@ -66,8 +66,8 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     shape = shape_of(batch)
     assert shape.length > batch.input_ids.shape[1] or shape.places > (batch.targets != IGNORED).any(0).sum()
     other = replace(batch, input_ids=batch.input_ids.flip(1))
-    inputs = StaticInputs(*loss.build_host_inputs(padded(other, shape), shape.places), CPU)
-    inputs.fill(*loss.build_host_inputs(padded(batch, shape), shape.places))
+    inputs = StaticInputs(*loss.build_host_inputs(pad_to_shape(other, shape), shape.places), CPU)
+    inputs.fill(*loss.build_host_inputs(pad_to_shape(batch, shape), shape.places))
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
         found = loss.compute_from_inputs(model, *inputs.read())
@@ -125,7 +125,7 @@ def test_what_attention_is_told_of_equal_documents_holds_for_every_batch_of_the_
         documents = [sample(generator.randint(2, longest)) for _ in range(generator.randint(1, 6))]
         together = with_documents(own, documents, 0)
         shape = joint_shape_of(own, together)
-        filled = padded(together, shape.whole)
+        filled = pad_to_shape(together, shape.whole)
         assert filled.cu_seqlens is not None and filled.cu_seqlens[-1] == filled.input_ids.shape[1]
         lengths, tokens = filled.cu_seqlens.diff().tolist(), sum(len(each.input_ids) for each in documents)
         most = max(rounded_up(tokens), tokens + own.input_ids.shape[1] // 16)
@@ -151,7 +151,7 @@ def test_positions_of_padding_stay_among_those_of_documents() -> None:
     own = collate([sample(100, 100)], 0, packed=True, flat=True)
     together = with_documents(own, [sample(90, seed=at) for at in range(40)], 0)
     shape = joint_shape_of(own, together)
-    filled = padded(together, shape.whole)
+    filled = pad_to_shape(together, shape.whole)
     assert filled.position_ids is not None and shape.reference - 3600 > 100 > int(filled.position_ids.max())
 
 
@@ -187,11 +187,11 @@ def test_a_shape_with_reference_text_holds_no_other_text() -> None:
 def test_documents_of_a_flat_pack_keep_their_bounds() -> None:
     batch = collate([sample(37, 20, 5)], 0, packed=True, flat=True)
     shape = shape_of(batch)
-    filled = padded(batch, shape, pad_token_id=7)
+    filled = pad_to_shape(batch, shape, pad_token_id=7)
     assert batch.cu_seqlens is not None and filled.cu_seqlens is not None and filled.position_ids is not None
     assert (shape.length, shape.documents) == (62, 4) and len(filled.cu_seqlens) == 5
     assert filled.cu_seqlens.tolist() == [0, 37, 57, 62, 62] and filled.cu_seqlens.dtype == torch.int32
-    longer = padded(batch, StaticShape(1, 64, 64, True, 8, 64))
+    longer = pad_to_shape(batch, StaticShape(1, 64, 64, True, 8, 64))
     assert longer.cu_seqlens is not None and longer.cu_seqlens.tolist() == [0, 37, 57, 62, 64, 64, 64, 64, 64]
     assert longer.position_ids is not None and longer.position_ids[0, 60:].tolist() == [3, 4, 0, 1]
     assert filled.max_seqlen >= 37 and (filled.tokens, filled.target_count) == (62, batch.target_count)

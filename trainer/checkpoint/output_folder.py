@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.checkpoint.run_record import LOGS, files_in, holds_run, written_names
+from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files, written_names
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import describe_live_holder
 
@@ -26,7 +26,7 @@ def check_place(config: RunConfig) -> None:
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
         _check_not_among(config, folder)
-        found = files_in(folder)
+        found = list_run_files(folder)
         if found and not holds_run(folder):
             names = ", ".join(path.name for path in found[:NAMES_SHOWN]) + (", ..." if len(found) > NAMES_SHOWN else "")
             raise UserError(f"output_dir={folder}: holds files of something else ({names}); use a new folder")
@@ -52,7 +52,7 @@ def find_obstacle(config: RunConfig) -> str | None:
 def _occupied(config: RunConfig) -> str | None:
     """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
     folder, overwrite = Path(config.output_dir), config.output.overwrite
-    if not files_in(folder):
+    if not list_run_files(folder):
         return None
     if overwrite and (overwrite != "delete" or written_names(folder) is None):
         return _why_not_moved(folder)

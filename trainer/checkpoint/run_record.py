@@ -51,7 +51,7 @@ def write_run_record(
     `prompt_text` is the prompt format of the training data, None for conversations.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, files_in(run_dir))):
+    if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, list_run_files(run_dir))):
         (run_dir / WRITTEN).touch()  # a list started in a folder whose list was lost would be incomplete
     note_written(run_dir, OF_EVERY_RUN)
     resolved, earlier = config.model_dump_json(indent=1), {}
@@ -109,7 +109,7 @@ def written_names(run_dir: Path) -> set[str] | None:
     return {name for name in text.split("\n")[:-1] if name and Path(name).name == name and name != LOGS}
 
 
-def files_in(run_dir: Path) -> list[Path]:
+def list_run_files(run_dir: Path) -> list[Path]:
     """Return the folder's entries, sorted, without logs and without an empty list; empty if it does not exist.
 
     An empty list is left by a run that found the disk full before it could write anything.
@@ -124,7 +124,7 @@ def holds_run(run_dir: Path) -> bool:
     """Return whether a folder belongs to a run: it has a record, or only checkpoints and files that a run listed."""
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
-    listed, found = written_names(run_dir) or set(), files_in(run_dir)
+    listed, found = written_names(run_dir) or set(), list_run_files(run_dir)
     return bool(found) and all(ABANDONED.sub("", path.name) in listed or _is_checkpoint(path) for path in found)
 
 
@@ -133,7 +133,7 @@ def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
 
     `overwrite` true moves it aside with everything in the folder, `delete` deletes what is on its list.
     """
-    if not overwrite or not files_in(run_dir):
+    if not overwrite or not list_run_files(run_dir):
         return None
     assert holds_run(run_dir), f"{run_dir}: holds no run, and passed the check of the output folder"
     try:
@@ -160,7 +160,7 @@ def _move_aside(run_dir: Path) -> Path:
             continue
     if (folder / LOGS).is_dir():
         shutil.copytree(folder / LOGS, aside / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
-    for path in _record_last(files_in(folder)):
+    for path in _record_last(list_run_files(folder)):
         os.rename(path, aside / path.name)
     sync_folder(aside)
     sync_folder(folder)
@@ -170,7 +170,7 @@ def _move_aside(run_dir: Path) -> Path:
 def _delete_written(run_dir: Path) -> None:
     """Delete what is on the run's list and keep everything else."""
     listed = written_names(run_dir) or set()
-    for path in _record_last(files_in(run_dir)):
+    for path in _record_last(list_run_files(run_dir)):
         if ABANDONED.sub("", path.name) not in listed:
             continue
         if path.is_dir() and not path.is_symlink():

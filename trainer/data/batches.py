@@ -110,7 +110,7 @@ class Batches(GlobalBatches):
         """Number of optimizer steps of an epoch; the last may be incomplete."""
         return steps_per_epoch(len(self.samples), self.global_batch_size)
 
-    def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
+    def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches of the step `offset` samples into the epoch, and the samples of all ranks.
 
         The last step of an epoch takes the remaining samples. A micro-step without a sample for this rank gets a row
@@ -171,7 +171,7 @@ class StreamBatches(GlobalBatches):
     def samples_per_epoch(self) -> None:
         """None: a stream is one endless epoch."""
 
-    def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
+    def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches after `offset` samples of the stream; `epoch` is ignored.
 
         Raises UserError if the data cannot be read or is exhausted; the state is then that before the step.

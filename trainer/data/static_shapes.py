@@ -121,7 +121,7 @@ def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int]
     return JointShape(StaticShape(1, length + reference, places, True, documents, longest), reference, equal)
 
 
-def padded(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:
+def pad_to_shape(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:
     """Return the batch padded to a shape, with the same losses and gradients.
 
     The padding on the right is a separate document without targets; added documents have no tokens.

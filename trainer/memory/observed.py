@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.experts import padded
+from ops.experts import padded_rank
 from trainer.memory.widths import Mixer
 from trainer.model.expert_forward import detect_activation
 from trainer.model.expert_layers import DOWN, expert_names, expert_shape, expert_width, takes_all_tokens
@@ -103,7 +103,7 @@ def read_experts(block: nn.Module, module: Any, hidden: int) -> Mixer:
         heads=0,
         trained_in=len(adapters) < len(wrappers),
         trained_out=bool(adapters),
-        ranks=choices * sum(map(padded, ranks)),
+        ranks=choices * sum(map(padded_rank, ranks)),
         largest_weight=max(torch.Size(shape).numel() for shape in shapes.values()),
         activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
         choices=choices,

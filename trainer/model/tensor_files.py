@@ -40,7 +40,7 @@ class SafetensorsFiles:
         folder = _checkpoint_folder(base_model, section)
         self._files: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
-        for file in files_in(folder, self._setting, stem=stem):
+        for file in find_weight_files(folder, self._setting, stem=stem):
             headers = _headers(file, self._setting)
             self._headers |= headers
             self._files |= dict.fromkeys(headers, file)
@@ -79,7 +79,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
             raise UserError(f"{setting}: {bad:,} of {own.numel():,} values of {name} are {what}; {fix}")
 
 
-def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
+def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
     """Return the files from which transformers or diffusers loads a model: one, or those in the index.
 
     Raises UserError, beginning with `setting`, if files are missing.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, padded, shape_of
+from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, pad_to_shape, shape_of
 from trainer.patches.loss_head import TokenLoss
 
 Shape = StaticShape | JointShape
@@ -86,7 +86,7 @@ class LossPass:
         return self._loss.compute_from_inputs(module, *inputs.read())
 
     def _on_host(self, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
-        return self._loss.build_host_inputs(padded(self.batch, shape), shape.places)
+        return self._loss.build_host_inputs(pad_to_shape(self.batch, shape), shape.places)
 
 
 class JointPass:
@@ -122,7 +122,7 @@ class JointPass:
         return self._loss.compute_both_from_inputs(module, *inputs.read(), inputs.base_states)
 
     def _on_host(self, shape: JointShape) -> tuple[dict[str, Any], Tensor]:
-        batch = padded(self._together, shape.whole)
+        batch = pad_to_shape(self._together, shape.whole)
         return self._loss.build_host_inputs_with_reference(batch, shape, self.batch.target_count)
 
     def _fill_states(self, static: Tensor) -> None:

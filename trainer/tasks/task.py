@@ -38,7 +38,7 @@ class BatchSource(Protocol):
         """Samples of all ranks; None for a stream, which is one endless epoch."""
         ...
 
-    def step(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
+    def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
         """Return this rank's micro-batches `offset` samples into the epoch, and the number of samples of all ranks."""
         ...
 

@@ -50,7 +50,7 @@ class Factors:
     b_OR: Tensor
     scale: float
 
-    def padded(self, rank: int) -> "Factors":
+    def pad_rank(self, rank: int) -> "Factors":
         """Pad the factors with zeros to a higher rank."""
         more = rank - len(self.a_RI)
         a_RI, b_OR = (torch.nn.functional.pad(value, pad) for value, pad in

@@ -48,7 +48,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     tensors: dict[str, Tensor] = {}
     for layer, found in factors.items():
         found = found.rescaled(scale)
-        found = found.padded(rank) if server == "sglang" else found
+        found = found.pad_rank(rank) if server == "sglang" else found
         tensors[f"{PREFIX}{layer}.lora_A.weight"] = found.a_RI.clone(memory_format=torch.contiguous_format)
         tensors[f"{PREFIX}{layer}.lora_B.weight"] = found.b_OR.clone(memory_format=torch.contiguous_format)
     settings = read_adapter_settings(folder)

@@ -100,7 +100,7 @@ class ImageBatches(GlobalBatches):
     def samples_per_epoch(self) -> int:
         return len(self.samples)
 
-    def step(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
+    def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """Return this rank's micro-batches `offset` images into the epoch, and the number of images of all ranks."""
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
         places = np.arange(offset, offset + len(taken))
