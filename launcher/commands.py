@@ -29,24 +29,33 @@ from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import json_schema, reference_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
+TRAIN, DATA, RESULT, CLUSTER, DEVELOP = "Train", "Data and models", "After training", "Cluster", "Develop"
+"""Groups of commands in `zerolora --help`."""
+
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
-    "prepare": ("trainer.commands.prepare_run", "Check a configuration, and check and tokenize its data."),
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
     "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage, without a GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, trained tokens in colour."),
+    "prepare": ("trainer.commands.prepare_run", "Check a configuration, and check and tokenize its data."),
+    "download": ("trainer.commands.download", "Download a model from the hub, or print the hub's command."),
     "eval": ("trainer.commands.evaluate", "Evaluate base and adapter on held-out data: loss and perplexity."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Chat with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
-    "compare": ("benchmarks.compare", "Compare controllers of the SCU by held-out bits per token, with intervals."),
     "report": ("trainer.monitor.report", "Write plots and an HTML page of a run."),
-    "download": ("trainer.commands.download", "Download a model from the hub, or print the hub's command."),
     "export": ("trainer.commands.export", "Export an adapter: peft, vllm, sglang, gguf-lora, hf, gguf, ollama."),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
-    "tier": ("benchmarks.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
-    "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),
     "ops": ("ops.builder", "Build or list the fused operators."),
+    "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),
+    "tier": ("benchmarks.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
+    "compare": ("benchmarks.compare", "Compare controllers of the SCU by held-out bits per token, with intervals."),
+}
+GROUPS = {
+    TRAIN: ("validate", "estimate"),
+    DATA: ("inspect", "prepare", "download"),
+    RESULT: ("eval", "generate", "chat", "merge", "report", "export", "push"),
+    DEVELOP: ("ops", "bench", "tier", "compare"),
 }
 
 UsageError: Any = typer.BadParameter.__base__
@@ -62,6 +71,7 @@ app = typer.Typer(
     help="Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -71,14 +81,15 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")]
+
+
 @app.callback()
-def zerolora(
-    wanted: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
-) -> None:
+def zerolora(wanted: Version = False) -> None:
     """Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed."""
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def train(
     config: Config,
     overrides: Overrides = None,
@@ -109,7 +120,7 @@ def train(
     raise typer.Exit(start(words, loaded, request, dry_run=dry_run, is_job_start=go_on, profiled=profile_start))
 
 
-@app.command("config")
+@app.command("config", rich_help_panel=TRAIN)
 def show_config(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.")] = None,
     overrides: Overrides = None,
@@ -132,23 +143,26 @@ def show_config(
         typer.echo(dump_yaml(loaded.config), nl=False)
 
 
-app.command("init")(init)
-app.command("import", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(import_)
-app.command("submit")(submit)
-app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(sweep)
-app.command("status")(status)
-app.command("doctor")(doctor)
+MORE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("init", rich_help_panel=TRAIN)(init)
+app.command("import", rich_help_panel=TRAIN, context_settings=MORE_WORDS)(import_)
+app.command("sweep", rich_help_panel=TRAIN, context_settings=MORE_WORDS)(sweep)
+app.command("submit", rich_help_panel=CLUSTER)(submit)
+app.command("status", rich_help_panel=CLUSTER)(status)
+app.command("doctor", rich_help_panel=CLUSTER)(doctor)
 
 AS_TYPED = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@app.command("scu-train", add_help_option=False, context_settings=AS_TYPED)
+@app.command("scu-train", rich_help_panel=TRAIN, add_help_option=False, context_settings=AS_TYPED)
 def scu_train(context: typer.Context) -> None:
     """Train under the SCU with the flags of its published guide."""
     raise typer.Exit(run_scu_train(context.args))
 
 
-def _add_passed_on(name: str, module: str, text: str) -> None:
+def _add_passed_on(name: str, group: str) -> None:
+    module, text = MODULES[name]
+
     def passed_on(context: typer.Context) -> None:
         if find_spec(module.partition(".")[0]) is None:
             raise UserError(
@@ -159,11 +173,12 @@ def _add_passed_on(name: str, module: str, text: str) -> None:
                 load_config(Path(word))  # raises its error before the module imports torch
         become_module(module, context.args)
 
-    app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)
+    app.command(name, help=text, rich_help_panel=group, add_help_option=False, context_settings=AS_TYPED)(passed_on)
 
 
-for _name, (_module, _text) in MODULES.items():
-    _add_passed_on(_name, _module, _text)
+for _group, _names in GROUPS.items():
+    for _name in _names:
+        _add_passed_on(_name, _group)
 
 
 def main() -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.commands import CLUSTER, DATA, DEVELOP, GROUPS, MODULES, RESULT, TRAIN
+
 CHECKOUT = Path(__file__).parents[2]
 DASHES = "settings are written without dashes"
 CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
@@ -115,10 +117,22 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
 
 
+def test_every_subcommand_is_in_one_group_of_the_help() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_is_grouped(folder: Path, option: str) -> None:
+    shown = zerolora(option, cwd=folder).stdout
+    places = [shown.index(f" {title} ") for title in (TRAIN, CLUSTER, DATA, RESULT, DEVELOP)]
+    assert places == sorted(places)
+
+
 def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(folder: Path) -> None:
     program = (
         "import sys, launcher.commands as commands\n"
-        "commands._add_passed_on('probe', 'probe', 'a module')\n"
+        "commands.MODULES['probe'] = 'probe', 'a module'\n"
+        "commands._add_passed_on('probe', commands.RESULT)\n"
         "sys.argv[1:] = ['probe', 'RUN', '--help', '-x', '--', '--flag=1']\n"
         "commands.main()\n"
     )
