@@ -90,7 +90,7 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
     words = ["--model", model, "--data", data, "--output", str(output)]
     words += ["--gpus", str(gpus)] if gpus is not None else []
     words += ["--gpu-memory", gpu_memory] if gpu_memory else []
-    become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_short(model)}"])
+    become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_short(output.stem)}"])
 
 
 def _are_here(model: str | None, data: str | None) -> bool:
@@ -130,9 +130,9 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
         )
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
-    given = {"dataset.path": data} if data else {}
+    given = {"output_dir": f"runs/{_short(output.stem)}"} | ({"dataset.path": data} if data else {})
     if model:
-        given |= {"base_model": model, "output_dir": f"runs/{_short(model)}"}
+        given["base_model"] = model
         while rest[0].startswith("#"):
             rest.pop(0)  # comments about the preset's own model
         lines += ["#", f"# {model}, with the settings of the preset {preset}."]
@@ -170,9 +170,9 @@ def _scalar(text: str) -> str:
     return text if re.fullmatch(r"[\w./~@+-]+", text) and plain(text) == text else json.dumps(text, ensure_ascii=False)
 
 
-def _short(model: str) -> str:
-    """Return a file name for a model: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct` or a folder."""
-    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
+def _short(name: str) -> str:
+    """Return a file name for a model or file: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct` or a folder."""
+    return re.sub(r"[^\w.-]+", "-", name.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
 
 
 def _letters(name: str) -> str:
