@@ -118,7 +118,7 @@ def check_mpi() -> Iterator[Check]:
     else:
         yield Check("mpirun", "OK", _run(["mpirun", "--version"]).stdout.strip().splitlines()[0])
     if importlib.util.find_spec("mpi4py") is None:
-        fix = "pip install 'zerolora[mpi]' (mpi4py), built against the cluster's MPI"
+        fix = "pip install mpi4py, built against the cluster's MPI"
         yield Check("mpi4py", "FAIL", "not installed; ranks of mpirun need it to find each other", fix)
         return
     # In a child process: a broken MPI library ends the process that loads it.

@@ -3,7 +3,7 @@
 # held-out loss of the merged models as transformers loads them is printed last. Seeds run side by side.
 #   OUT=runs/qat STEPS=300 SEEDS="1 2 3" KINDS="plain int8 int4" DOCUMENTS=224 tests/bench/qat_experiment.sh [key=value ...]
 # PYTHON (default python3) and MODEL_AND_DATA (what `python -m examples.demo` prints) may be set. Further settings go to
-# every run. `pip install 'zerolora[qat]'` first.
+# every run. `pip install torchao compressed-tensors` first.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("diffusers", reason="needs diffusers: pip install 'zerolora[images]'")
-pytest.importorskip("PIL", reason="needs pillow: pip install 'zerolora[images]'")
+pytest.importorskip("diffusers", reason="needs diffusers: pip install diffusers pillow")
+pytest.importorskip("PIL", reason="needs pillow: pip install diffusers pillow")
 
 from tests.distributed.conftest import ROOT, Matrix, launch
 from tests.distributed.plan import case

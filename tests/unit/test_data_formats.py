@@ -1,5 +1,8 @@
 """Records of every format, as configured and as found; and one line for each that is not what it should be."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +234,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
 def test_reads(name: str) -> None:
     record, settings, expected = CASES[name]
     assert read(record, **settings) == expected
+
+
+def test_records_of_the_guide_are_read_whole_as_the_format_they_are_shown_for() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text()
+    records = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", guide, re.DOTALL)]
+    shapes = [find_shape(SourceSection(path="x"), [*record], record, "x", has_chat_template=True) for record in records]
+    assert [shape.format for shape in shapes] == "messages messages sharegpt alpaca prompt_completion completion".split()
+    assert [read(record).unread for record in records] == [()] * 6
+    with_tools = read(records[1])
+    assert isinstance(with_tools, Turns) and with_tools.tools
+    assert with_tools.messages[1]["reasoning_content"] == "I have to look it up."
 
 
 @pytest.mark.parametrize("has_input", [True, False])

@@ -30,7 +30,7 @@ from trainer.model.integer_weights import IntegerForm, check_integer_targets, ch
 from trainer.model.random_weights import random_config
 from trainer.patches.fake_quantised_lora import compute_rounded
 
-pytest.importorskip("torchao", reason="needs torchao: pip install 'zerolora[qat]'")
+pytest.importorskip("torchao", reason="needs torchao: pip install torchao compressed-tensors")
 
 CPU, SCALE = torch.device("cpu"), 1.5
 INT8, INT4 = IntegerForm("int8", None, torch.float32), IntegerForm("int4", 32, torch.float32)
@@ -243,7 +243,7 @@ def test_the_losses_are_those_of_plain_torch_and_torchao(ground: Path, kind: str
 def test_transformers_loads_what_was_trained_to_the_bit(
     ground: Path, kind: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install 'zerolora[qat]'")
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install torchao compressed-tensors")
     from transformers import AutoModelForCausalLM
 
     folder = ground / f"{kind}-{precision}"
@@ -276,7 +276,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
 
 
 def test_a_plain_run_is_rounded_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install 'zerolora[qat]'")
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install torchao compressed-tensors")
     run = find_run(make_run(tmp_path, lora={"target_modules": ["q_proj", "up_proj"]}))
     output = merge(run, tmp_path / "served", quantize="int4")
     printed = capsys.readouterr().err

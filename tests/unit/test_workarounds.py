@@ -286,7 +286,7 @@ def test_bitsandbytes_and_deepspeed_compile_while_they_are_imported() -> None:
 @pytest.mark.parametrize("name", ["transformers.quantizers.auto", "peft.tuners.lora.torchao", "diffusers"])
 def test_transformers_imports_torchao_unasked(name: str) -> None:
     """Else that part of trainer/parallel/ranks/lean_imports.py can go. PEFT asks at the first layer that it adapts."""
-    pytest.importorskip("torchao", reason="needs torchao: pip install 'zerolora[qat]'")
+    pytest.importorskip("torchao", reason="needs torchao: pip install torchao compressed-tensors")
     ask = {
         "peft.tuners.lora.torchao": "import torch, peft.tuners.lora.torchao as one; "
         "one.dispatch_torchao(torch.nn.Linear(1, 1), 'x', None)",

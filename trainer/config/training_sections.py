@@ -94,7 +94,7 @@ class TrainingSection(Section):
     """Quantization-aware training for integer weights: adapted layers compute with their merged weight W + s B A,
     rounded in every pass, with straight-through gradients. int8: one scale per row; int4: one per 128 weights (64, 32).
     Activations are not rounded. `zerolora merge --quantize` writes the rounded weights; needs
-    `pip install 'zerolora[qat]'`."""
+    `pip install torchao compressed-tensors`."""
     gradient_checkpointing: Annotated[
         Literal["none", "non_reentrant", "reentrant", "selective", "auto"],
         BeforeValidator(_checkpointing_word),

@@ -26,7 +26,7 @@ Integers = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)
 """Group sizes that the kernels of vLLM and SGLang support; smaller groups are more accurate."""
-INSTALL = "pip install 'zerolora[qat]'"
+INSTALL = "pip install torchao compressed-tensors"
 
 
 @dataclass(frozen=True)

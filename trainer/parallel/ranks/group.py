@@ -178,7 +178,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
         from mpi4py import MPI
     except ImportError as error:
         raise UserError(
-            f"mpi4py: {error}; ranks that mpirun starts find each other through it: pip install 'zerolora[mpi]', "
+            f"mpi4py: {error}; ranks that mpirun starts find each other through it: pip install mpi4py, "
             "or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
         ) from None
     from deepspeed.comm.comm import mpi_discovery

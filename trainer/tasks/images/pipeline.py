@@ -178,7 +178,7 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
     """Read the pipeline at `base_model`. Raises UserError if it is missing, damaged, or not supported."""
     said = f"base_model={base_model}"
     if importlib.util.find_spec("diffusers") is None:
-        raise UserError(f"{said}: image models need diffusers; pip install 'zerolora[images]'")
+        raise UserError(f"{said}: image models need diffusers; pip install diffusers pillow")
     if (found := published_shape(base_model)) is not None:
         shape, settings = found
         family = next(family for family in FAMILIES if family.name == shape.family)
