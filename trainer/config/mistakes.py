@@ -1,4 +1,4 @@
-"""The mistakes of a configuration: one message each, in the order of the file and then of the command line."""
+"""Collect the mistakes of a configuration, ordered by line of the file, then the command line."""
 
 import copy
 import re
@@ -59,7 +59,7 @@ class Mistakes:
         self._found.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_values(self, error: ValidationError) -> None:
-        """Add what pydantic found, except settings that are missing only because their name is misspelt."""
+        """Add pydantic's errors, except settings that are missing only because their name is misspelt."""
         entries = describe_errors(error, self.names)
         doubtful = self._doubtful(dict(entries))
         for dotted, message in entries:
