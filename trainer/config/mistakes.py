@@ -67,7 +67,7 @@ class Mistakes:
                 self.add(dotted, message)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:
-        """Add invalid combinations, except those that involve a setting with a mistake of its own.
+        """Add invalid combinations, except those that involve an invalid setting.
 
         Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
@@ -155,7 +155,7 @@ def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConf
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a setting; for an entry of a list of words, the whole list."""
+    """Remove a setting; for an entry of a list of strings, the whole list."""
     above, name = tree, path[0]
     for node, key in _steps(tree, path):
         if not isinstance(node, dict):
