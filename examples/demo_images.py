@@ -84,7 +84,7 @@ def write_images(folder: Path) -> None:
 
 
 def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
-    """Make the pipeline and train its UNet for so many steps on images by day."""
+    """Make the pipeline and train its UNet on images by day."""
     import torch
     from diffusers import DDPMScheduler, StableDiffusionPipeline
 

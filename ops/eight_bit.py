@@ -272,11 +272,6 @@ def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def dequantize_rows(values: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return W[O,I] = v W_q, computed in float32."""
-    return (reference.eight_bit_values(values) * row_scale[:, None]).to(dtype)
-
-
 def eight_bit_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None) -> Tensor:
     """Compute y = t (x_q W_q^T) v + bias for a frozen weight without an adapter; dX = u (g_q W_q)."""
     y: Tensor = _LINEAR(x, weight.values, weight.row_scale, bias)

@@ -85,7 +85,7 @@ class ExpertMatrix:
     def nf4(
         packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int = 0
     ) -> "ExpertMatrix":
-        """Wrap bitsandbytes NF4 weights, one expert after the other; ValueError if a block would cross experts."""
+        """Wrap bitsandbytes NF4 weights of consecutive experts; ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts")
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
@@ -204,7 +204,7 @@ def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
 
 
 def padded_rank(rank: int) -> int:
-    """Return the columns of h for this rank: the kernels multiply 16 ranks at a time."""
+    """Round a rank up to the number of columns it takes in h: the kernels multiply 16 ranks at a time."""
     return (rank + 15) // 16 * 16
 
 
@@ -278,7 +278,7 @@ def _reference_forward(  # type: ignore[no-untyped-def]
 
 
 class _Views:
-    """Tensors as views of a source, which may be in another place when they are needed again."""
+    """Tensors stored as views of a buffer, which may have moved when they are rebuilt."""
 
     def __init__(self, tensors: Sequence[Tensor], source: Tensor | None) -> None:
         self.kept = list(tensors) if source is None else [source]

@@ -82,12 +82,12 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 
 def _fused(p: Tensor | None) -> Tensor | None:
-    """Return P if the previous kernel can project its result on it, which costs registers for every rank."""
+    """Return P if its rank is low enough to project in the previous kernel: every rank costs registers."""
     return p if p is not None and p.shape[1] <= MOST_FUSED else None
 
 
 class _Call:
-    """Shapes, factors, seeds and row order, as both directions need them."""
+    """Shapes, factors, seeds and row order, shared by the forward and backward passes."""
 
     def __init__(  # type: ignore[no-untyped-def]
         self, x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends

@@ -1,4 +1,4 @@
-"""Adapted linear layer computed as a server with integer weights will: with the merged weight rounded in every pass.
+"""Adapted linear layer for quantisation-aware training: the merged weight is rounded in every pass.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups of a row that share a scale; x[T,I],
 W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. Q rounds to integers times a scale; it
@@ -52,7 +52,7 @@ def fake_quantised(weight: Tensor, down: Tensor, up: Tensor, scale: float, quant
 def _in_parts(
     weight: Tensor, down: Tensor, up: Tensor, scale: float, quantise: Quantise
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield some rows at a time, always the same ones: the rounding of sums can depend on their shapes."""
+    """Yield row blocks, identical in every pass: the rounding of sums can depend on their shapes."""
     count = max(1, ELEMENTS_AT_ONCE // weight.shape[1])
     weight, up, down_RI = weight.detach(), up.detach(), down.detach().float()
     for begin in range(0, len(weight), count):

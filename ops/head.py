@@ -106,7 +106,7 @@ class _Head:
         return logits_CV
 
     def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice) -> None:
-        """Add what a chunk contributes; `grad_CV` is the gradient of its logits and is overwritten."""
+        """Accumulate the gradients of a chunk; `grad_CV` is the gradient of its logits and is overwritten."""
         if self.grad_hidden is None:
             return
         if self._indices is None or self._values is None or self.grad_values is None:
@@ -177,7 +177,7 @@ class _DivergenceSum(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states and trained rows, in the places of the six inputs."""
+    """Return the gradients of hidden states and trained rows, with None for the other inputs."""
     grad_KH, grad_NH = ctx.saved_tensors
     of_rows = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)
     return _times(grad_KH, grad_output), None, None, None, of_rows, None
@@ -195,7 +195,7 @@ def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """Losses of the rows, and in place of the logits their gradient times `scale`, if there is one."""
+    """Write the losses of the rows; unless `scale` is None, overwrite the logits with their gradient times it."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
     losses.copy_(-log_probabilities.gather(1, chosen).squeeze(1)).masked_fill_(~counted, 0.0)
@@ -212,7 +212,7 @@ def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: floa
 
 
 def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    """Divergences of the rows, and in place of the logits their gradient times `scale`, if there is one."""
+    """Write the divergences of the rows; unless `scale` is None, overwrite the logits with their gradient times it."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
     difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
     p_CV = log_p_CV.exp_()

@@ -77,7 +77,7 @@ class ForwardArguments(NamedTuple):
     x: Tensor
     packed: Sequence[Tensor]
     states: Sequence[Tensor]
-    """States of all weights, one after the other."""
+    """Quantisation states of all weights, concatenated."""
     rows: Sequence[int]
     block: int
     nested_block: int

@@ -10,7 +10,7 @@ from torch.utils import cpp_extension
 PTX = "compute_"
 """Prefix of architectures given as PTX, which the driver compiles."""
 OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
-# Ahead-of-time builds cover these: (capability, first toolkit that knows it, last major version that still does).
+# Ahead-of-time builds cover these: (capability, first toolkit that supports it, last major version that does).
 ARCHITECTURES = (
     ("70", (11, 8), 12),
     ("75", (11, 8), None),

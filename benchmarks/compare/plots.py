@@ -110,7 +110,10 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
 
 
 def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
-    """Draw where runs end, one line per controller; `none` as a path over the run. All are means over the seeds."""
+    """Draw the final values of the runs, one line per controller; `none` as a path over the run.
+
+    All values are means over the seeds.
+    """
     axes = figure.add_subplot()
     axes.set_title("The task against forgetting: low and to the left is good")
     for setting in comparison.find("none"):

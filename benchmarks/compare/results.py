@@ -136,7 +136,7 @@ class Interval:
     low: float
     high: float
     over_seeds: tuple[float, float] | None = None
-    """Student's interval of a difference, with the seeds' differences as the sample."""
+    """Student's interval of the difference, over the differences of the seeds."""
 
     @property
     def sign(self) -> int:

@@ -45,7 +45,7 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything of a trial but its seed. `lambda_` is lambda, or the final value of a schedule."""
+    """The parameters of a trial except its seed. `lambda_` is lambda, or the final value of a schedule."""
 
     measure: str
     controller: str

@@ -159,17 +159,17 @@ class Outcome:
     seconds: float
     checks: tuple[Check, ...]
     problem: str | None = None
-    """Why there is nothing to assert, if the run failed or was skipped."""
+    """Reason why no assertion was checked, if the run failed or was skipped."""
 
 
 class Runner:
-    """Runs tiers one after the other and prints their outcomes."""
+    """Run tiers one after the other and print their outcomes."""
 
     def __init__(self, options: argparse.Namespace, machine: Machine, console: Console) -> None:
         self.options, self.machine, self.console = options, machine, console
 
     def run(self, tier: Tier) -> Outcome:
-        """Run one tier from its data to its verdict."""
+        """Run one tier, from preparing its data to checking its assertions."""
         weights = self._weights(tier)
         self._announce(tier, weights)
         needed = tier.needs_gib + self.machine.context_gib

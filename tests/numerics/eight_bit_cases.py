@@ -86,3 +86,8 @@ def check(problem: EightBitProblem, *, tensor_cores: bool = False) -> cases.Resu
     found = cases.overspent(results, *truth_and_budget(problem, tensor_cores=tensor_cores))
     assert not found, found
     return results
+
+
+def dequantize_rows(values: Tensor, row_scale: Tensor) -> Tensor:
+    """Return W[O,I] = v W_q in float32."""
+    return reference.eight_bit_values(values) * row_scale[:, None]

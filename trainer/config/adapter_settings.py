@@ -1,4 +1,4 @@
-"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`), such as that of `lora.adapter_path`."""
+"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`), for example at `lora.adapter_path`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Recognition of other trainers' files, and settings of theirs that are translated depending on the value."""
+"""Recognize other trainers' files, and translate those of their settings that depend on the value."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Error messages for what pydantic found: the setting's dotted name, its value, what is allowed."""
+"""Convert pydantic's errors to messages with the setting's dotted name, its value and the allowed values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
@@ -175,7 +175,7 @@ def _find_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def describe_problem(found: ErrorDetails) -> str:
-    """Return what a value must be, for what pydantic found wrong with it."""
+    """Describe the values that a setting accepts, given pydantic's error."""
     words = WORDS.get(found["type"])
     if words:
         bounds = {name: _whole(value) for name, value in found.get("ctx", {}).items()}

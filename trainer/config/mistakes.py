@@ -1,4 +1,4 @@
-"""The mistakes of a configuration: one message each, in the order of the file and then of the command line."""
+"""Collect the mistakes of a configuration, ordered by line of the file, then the command line."""
 
 import copy
 import re
@@ -59,7 +59,7 @@ class Mistakes:
         self._found.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_values(self, error: ValidationError) -> None:
-        """Add what pydantic found, except settings that are missing only because their name is misspelt."""
+        """Add pydantic's errors, except settings that are missing only because their name is misspelt."""
         entries = describe_errors(error, self.names)
         doubtful = self._doubtful(dict(entries))
         for dotted, message in entries:
@@ -67,7 +67,7 @@ class Mistakes:
                 self.add(dotted, message)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:
-        """Add invalid combinations, except those that involve a setting with a mistake of its own.
+        """Add invalid combinations, except those that involve an invalid setting.
 
         Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
@@ -155,7 +155,7 @@ def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConf
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a setting; for an entry of a list of words, the whole list."""
+    """Remove a setting; for an entry of a list of strings, the whole list."""
     above, name = tree, path[0]
     for node, key in _steps(tree, path):
         if not isinstance(node, dict):

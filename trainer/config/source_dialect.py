@@ -1,4 +1,4 @@
-"""Translation of Axolotl's names for the settings of a data source."""
+"""Translate Axolotl's names for the settings of a data source."""
 
 from collections.abc import Mapping
 from typing import Any
