@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.bench.assignment import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
-from trainer.model.expert_layers import visited_experts
+from trainer.model.expert_layers import experts_per_token
 from trainer.model.published_shapes import PREFIX, find_shape, load_shapes
 from trainer.model.random_weights import ROUTER, SKEWED, random_config
 from trainer.setup.preflight import check_packing
@@ -77,7 +77,7 @@ def resolve(
             else f"base_model={run.base_model}: its shape is unknown; set it with --shape ({', '.join(load_shapes())})"
         )
     if skewed:
-        if visited_experts(random_config(PREFIX + name)) == 1:
+        if experts_per_token(random_config(PREFIX + name)) == 1:
             raise UserError(f"--skew: {name} is not an MoE model; choose one with --shape")
         name += f",{ROUTER}={SKEWED}"
     if defaults and is_recurrent(PREFIX + name):

@@ -36,9 +36,9 @@ from trainer.model.expert_layers import (
     expert_names,
     expert_shape,
     expert_width,
+    experts_per_token,
     is_transposed,
     takes_all_tokens,
-    visited_experts,
 )
 from trainer.monitor.mfu import is_attention
 
@@ -136,7 +136,7 @@ def _experts(model: nn.Module) -> Counter[Experts]:
     for module in expert_modules(model).values():
         number, *matrix = expert_shape(module, DOWN)
         hidden = matrix[-1 if is_transposed(module) else 0]
-        visited = number if takes_all_tokens(module) else visited_experts(model.config)
+        visited = number if takes_all_tokens(module) else experts_per_token(model.config)
         found[Experts(number, visited, hidden, expert_width(module), GATE_UP in expert_names(module))] += 1
     return found
 

@@ -64,7 +64,7 @@ def loss_and_gradients(model):
 
 @pytest.mark.parametrize(("architecture", "settings", "norms", "mlps"), MODELS, ids=[model[0] for model in MODELS])
 def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkeypatch):
-    monkeypatch.setattr(elementwise, "WORTH_FORGETTING", 0)
+    monkeypatch.setattr(elementwise, "RECOMPUTE_FROM_BYTES", 0)
     model = build(architecture, monkeypatch, **settings)
     loss, gradients = loss_and_gradients(adapted(copy.deepcopy(model)))
     replaced = replace_elementwise(model, recompute=True)
@@ -82,7 +82,7 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
 def test_activations_are_computed_again_in_the_backward(monkeypatch):
     model = adapted(build("llama", monkeypatch))
     calls = []
-    monkeypatch.setattr(elementwise, "WORTH_FORGETTING", 0)
+    monkeypatch.setattr(elementwise, "RECOMPUTE_FROM_BYTES", 0)
     monkeypatch.setattr(elementwise, "silu_mul", lambda *a, real=silu_mul: (calls.append(1), real(*a))[1])
     replace_elementwise(model.get_base_model(), recompute=True)
     recompute_inputs(model)

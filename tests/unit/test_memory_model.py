@@ -161,8 +161,8 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
 
     The first norm reads what needs no gradient, so that its output is kept and its input is not; the last norm's is.
     """
-    monkeypatch.setattr("trainer.patches.norm_mlp_rope.WORTH_FORGETTING", 0)
-    monkeypatch.setattr("trainer.memory.activations.WORTH_FORGETTING", 0)
+    monkeypatch.setattr("trainer.patches.norm_mlp_rope.RECOMPUTE_FROM_BYTES", 0)
+    monkeypatch.setattr("trainer.memory.activations.RECOMPUTE_FROM_BYTES", 0)
     model = load_base_model(
         MODELS["llama"], ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )

@@ -292,24 +292,24 @@ def _tell_work_from_waiting() -> None:
     with ThreadPoolExecutor(max_workers=1) as watchdog:
         work = watchdog.submit(Work).result()
 
-        def has_moved() -> bool:
-            return watchdog.submit(work.has_moved).result()
+        def has_progressed() -> bool:
+            return watchdog.submit(work.has_progressed).result()
 
-        has_moved()
+        has_progressed()
         for pause in (0.5, *[0.1] * 10):
             time.sleep(pause)
-            assert not has_moved(), "asleep"
+            assert not has_progressed(), "asleep"
         end = time.thread_time() + 0.3
         while time.thread_time() < end:
             sum(range(1000))
-        assert has_moved(), "computing"
+        assert has_progressed(), "computing"
         time.sleep(0.5)
-        has_moved()
+        has_progressed()
         child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
             while psutil.Process(child.pid).cpu_times().user < 0.3:
                 time.sleep(0.01)
-            assert has_moved(), "a child computes, as with dataset.workers"
+            assert has_progressed(), "a child computes, as with dataset.workers"
         finally:
             child.kill()
             child.wait()
@@ -394,7 +394,7 @@ def test_a_note_and_a_heartbeat_cost_less_than_a_tenth_of_a_millisecond_a_step(t
         notes = (time.process_time() - started) / 1000
         started = time.process_time()
         for _ in range(50):
-            watchdog._folder.publish(watchdog._look_inward())
+            watchdog._folder.publish(watchdog._own_heartbeat())
         beat = (time.process_time() - started) / 50
     finally:
         watchdog.end(0)

@@ -337,7 +337,7 @@ print(sum(path.endswith("llama/modeling_llama.py") for path in opened))
 
 
 def test_transformers_reads_its_files_twice() -> None:
-    """Else LISTS_ITSELF of trainer/parallel/ranks/lean_imports.py can go."""
+    """Else IMPORT_UTILS of trainer/parallel/ranks/lean_imports.py can go."""
     for lean, times in (("", "2"), ("from trainer.parallel.ranks.lean_imports import import_lean; import_lean()", "1")):
         done = subprocess.run([sys.executable, "-c", lean + READ], capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == times

@@ -13,7 +13,7 @@ from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rendezvous import check_free, free_port, host_name
 from trainer.entry.rank import main as train
-from trainer.parallel.ranks.agreement import Report, code_version, differences, meet, summary, unshared_folder
+from trainer.parallel.ranks.agreement import Report, code_version, differences, find_unshared_folder, meet, summary
 from trainer.parallel.ranks.group import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -37,17 +37,17 @@ except UserError as error:
 DECIDE = """
 from trainer.config import UserError
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.agreement import first_rank_decides
+from trainer.parallel.ranks.agreement import decide_on_first_rank
 
 def refuse():
     raise UserError("output_dir=x: no")
 
 ranks = Ranks.from_environment()
 try:
-    first_rank_decides(ranks, 2.0, refuse)
+    decide_on_first_rank(ranks, 2.0, refuse)
 except UserError as error:
     print("refused:", error)
-print("given:", first_rank_decides(ranks, 2.0, lambda: "a lock"))
+print("given:", decide_on_first_rank(ranks, 2.0, lambda: "a lock"))
 """
 
 FACTS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "0.1.0+aa", "configuration": "cc"}
@@ -143,7 +143,7 @@ def test_all_ranks_hear_what_the_first_one_decides() -> None:
 def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Path) -> None:
     """Both are given `run`, in folders of their own: the same name and not the same files, as on a local disk."""
     reports = [replace(report, sees_folder=report.host == "n1") for report in world()]
-    assert unshared_folder(reports, "/run") == [
+    assert find_unshared_folder(reports, "/run") == [
         "output_dir=/run: n2, n3 do not see what rank 0 on n1 writes there; use a folder on a file system that all "
         "hosts share"
     ]

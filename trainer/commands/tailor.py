@@ -35,7 +35,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_bits, capacity_warning, information_bits
 from trainer.model.base import context_length, empty_model, load_model_config
-from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
+from trainer.model.expert_layers import expert_modules, expert_width, experts_per_token
 from trainer.setup.preflight import check_packing, prepare
 
 LONGEST_READ = 16_384
@@ -156,7 +156,7 @@ def _measure(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
         tokens, targets, context, packable, size, per_rank,
         widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
         per_expert_rank=per_expert_rank,
-        visited=visited_experts(prepared.model_config) if widths else 1,
+        visited=experts_per_token(prepared.model_config) if widths else 1,
         expert_width=min(widths, default=size),
     )  # fmt: skip
 

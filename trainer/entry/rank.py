@@ -16,7 +16,7 @@ from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rendezvous import host_name
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import open_console, tell_torchrun
-from trainer.parallel.ranks.agreement import first_rank_decides
+from trainer.parallel.ranks.agreement import decide_on_first_rank
 from trainer.parallel.ranks.group import Ranks, leave_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
@@ -93,7 +93,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
 
     if token is not None:
         return take() if ranks.is_main else None
-    return first_rank_decides(ranks, collective_timeout(config.training), take)
+    return decide_on_first_rank(ranks, collective_timeout(config.training), take)
 
 
 def _train(

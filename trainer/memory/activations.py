@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes
-from trainer.patches.norm_mlp_rope import WORTH_FORGETTING
+from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES
 
 FP32 = 4
 INDEX = 8
@@ -88,7 +88,7 @@ class Work:
         size = self.tokens * width * self.element
         kernels = self.norms if of_norm else self.swiglu
         recomputed = self.recomputed_results == "norms" if of_norm else self.recomputed_results != "none"
-        return 0 if kernels == "ours" and recomputed and size >= WORTH_FORGETTING else size
+        return 0 if kernels == "ours" and recomputed and size >= RECOMPUTE_FROM_BYTES else size
 
 
 def attention_activation_bytes(mixer: Mixer, work: Work) -> int:

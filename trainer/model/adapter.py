@@ -98,7 +98,7 @@ def apply_adapter(
     """
     from peft import get_peft_model
 
-    from trainer.model.expert_adapter import own_experts, set_dropout  # brings bitsandbytes
+    from trainer.model.expert_adapter import set_dropout, use_own_experts  # brings bitsandbytes
 
     if lora.adapter_path:
         misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
@@ -110,7 +110,7 @@ def apply_adapter(
             lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type
         )
         try:
-            with own_experts(model, peft_config):
+            with use_own_experts(model, peft_config):
                 adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None

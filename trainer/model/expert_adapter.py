@@ -89,7 +89,7 @@ class ParamWrapper(lora.ParamWrapper):
 
 
 @contextmanager
-def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
+def use_own_experts(model: nn.Module, config: Any) -> Iterator[None]:
     """Make PEFT use our wrapper for experts, and take target names literally (`keep_target_names`)."""
     found = expert_modules(model).values()
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in found})

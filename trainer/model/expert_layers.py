@@ -82,7 +82,7 @@ def expert_width(module: Any) -> int:
     return shape[1] if is_transposed(module) else shape[2]
 
 
-def visited_experts(config: Any) -> int:
+def experts_per_token(config: Any) -> int:
     """Return the number of experts per token; 1 if the configuration does not define it."""
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in VISITED)

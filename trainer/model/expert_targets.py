@@ -20,8 +20,8 @@ from trainer.model.expert_layers import (
     expert_names,
     expert_shape,
     expert_width,
+    experts_per_token,
     unknown_experts,
-    visited_experts,
 )
 from trainer.parallel.engine.partitioned import whole_shape
 
@@ -102,7 +102,7 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
         raise UserError(
             f"{setting}: an expert of this model is {width} wide, and a higher rank adds nothing; set lora.expert_rank "
-            f"to {width} or less (r/top_k is {max(1, lora.r // visited_experts(model.config))} here)"
+            f"to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
         )
 
 
@@ -175,7 +175,7 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
     if lora.expert_rank == "r":
         return lora.r
     if lora.expert_rank == "r/top_k":
-        return max(1, lora.r // visited_experts(model.config))
+        return max(1, lora.r // experts_per_token(model.config))
     return int(lora.expert_rank)
 
 

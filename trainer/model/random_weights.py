@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.model.expert_layers import router_weights, visited_experts
+from trainer.model.expert_layers import experts_per_token, router_weights
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES
@@ -59,8 +59,8 @@ def random_config(base_model: str) -> Any:
     heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
         raise UserError(f"base_model={base_model}: num_key_value_heads={groups} does not divide {heads} heads; use 1")
-    if router is not None and (router != SKEWED or visited_experts(config) == 1):
-        has = f"must be {SKEWED}" if visited_experts(config) > 1 else "this model has no router; leave it out"
+    if router is not None and (router != SKEWED or experts_per_token(config) == 1):
+        has = f"must be {SKEWED}" if experts_per_token(config) > 1 else "this model has no router; leave it out"
         raise UserError(f"base_model={base_model}: {ROUTER}={router}: {has}")
     config.name_or_path = base_model
     return config

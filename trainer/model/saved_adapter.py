@@ -34,7 +34,7 @@ def load_adapter(
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 
-    from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout  # imports bitsandbytes
+    from trainer.model.expert_adapter import ParamWrapper, set_dropout, use_own_experts  # imports bitsandbytes
 
     if Path(folder).is_dir():
         read_adapter_settings(Path(folder))
@@ -51,7 +51,7 @@ def load_adapter(
             modules = {name.removesuffix(".weight") for name in by_weight}
             config.target_parameters = sorted(parameters - by_weight) or None
             config.target_modules = {*(config.target_modules or ()), *modules}
-            with own_experts(model, config):
+            with use_own_experts(model, config):
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=in_32_bits)
             config.target_modules -= modules
             config.target_parameters, config.exclude_modules, config._custom_modules = (

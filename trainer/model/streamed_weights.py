@@ -146,7 +146,7 @@ def fill(
         is_layer = should_quantize(path, module) and module is not output_head
         is_layer = is_layer and (module.weight.dtype == dtype or not is_typed)  # not layers kept in 32 bits
         kept = fp8.block(layout[_join(path, "weight")], 2) if fp8 is not None and is_layer else None
-        to_pack = _to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
+        to_pack = _layouts_to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if kept is not None and name == "weight":
                 continue
@@ -187,7 +187,7 @@ def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
     return quantized_linear(linear, quantization, compute_dtype=dtype)
 
 
-def _to_pack(
+def _layouts_to_pack(
     module: nn.Module,
     path: str,
     layout: dict[str, Stored],
@@ -203,7 +203,7 @@ def _to_pack(
             if not unpack:
                 found[name] = mxfp4_layout(experts.shape, dtype)
         elif fp8 is not None:
-            if (cell := _cell(fp8, module, path, layout)) is not None:
+            if (cell := _common_block(fp8, module, path, layout)) is not None:
                 own = (1, experts.shape[1 if transposed else 2]) if cell[1] == 0 else cell
                 found[name] = eight_bit_layout(experts.shape, "fp8", dtype, transposed=transposed, cell=own)
         elif quantization is not None and quantization.eight_bit:
@@ -213,7 +213,7 @@ def _to_pack(
     return found
 
 
-def _cell(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
+def _common_block(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
     """Return the block per scale common to all tensors of these experts, (1, 0) for rows; None to dequantise them."""
     shapes = {name: experts.shape for name, experts in find_expert_weights(module).items()}
     found = {name: fp8.block(layout[_join(path, name)], 3) for name in shapes}

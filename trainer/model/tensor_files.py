@@ -115,11 +115,6 @@ def _read_index(index: Path, setting: str) -> list[str]:
     return named
 
 
-def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's tensors. Raises UserError, beginning with `setting`, if the file is invalid."""
-    return {name: shape for name, (shape, _) in _headers(file, setting).items()}
-
-
 def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         entries, _, _ = read_safetensors_header(file)

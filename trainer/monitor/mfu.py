@@ -20,9 +20,9 @@ from trainer.model.expert_layers import (
     ExpertFactor,
     expert_elements,
     expert_shape,
+    experts_per_token,
     holds_experts,
     takes_all_tokens,
-    visited_experts,
 )
 from trainer.parallel.engine.partitioned import whole_size
 
@@ -111,10 +111,10 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
     elif holds_experts(module):
         experts = expert_shape(module, DOWN)[0]
-        visited = experts if takes_all_tokens(module) else visited_experts(config)
+        visited = experts if takes_all_tokens(module) else experts_per_token(config)
         size, parameters = expert_elements(module) * visited / experts, list(module.parameters(recurse=False))
     elif isinstance(module, ExpertFactor):
-        size, parameters = whole_size(module.weight) * visited_experts(config) / module.experts, [module.weight]
+        size, parameters = whole_size(module.weight) * experts_per_token(config) / module.experts, [module.weight]
     else:
         return 0.0
     # The factors of a flat adapter are views without requires_grad.

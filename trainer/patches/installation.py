@@ -47,7 +47,7 @@ class Wanted:
     adapters: str
     """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
-    no_siblings: str | None
+    separate_projections: str | None
     """Why shared-input projections are not computed together; None if they are."""
     clips_on_device: bool
     small_pass: Callable[[Any], object]
@@ -157,7 +157,7 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
             model,
             backend,
             forward=lambda: wanted.small_pass(model),
-            no_groups=wanted.no_siblings,
+            no_groups=wanted.separate_projections,
             tokens=tokens,
         )
     except ValueError as error:

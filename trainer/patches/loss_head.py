@@ -65,10 +65,10 @@ class TokenLoss:
         inputs, targets = self._inputs(batch, device)
 
         def call(inputs: dict[str, Any]) -> Any:
-            return self._called(model, inputs, batch)
+            return self._call_model(model, inputs, batch)
 
         if self._head is None:
-            return self._of_logits(call, inputs, to_device(targets, device))
+            return self._loss_from_logits(call, inputs, to_device(targets, device))
         # On the host, where the batch is: nonzero on the device would wait for it.
         flat = targets.flatten()
         places = (flat != IGNORED).nonzero().squeeze(1)
@@ -103,7 +103,7 @@ class TokenLoss:
             return model(**inputs, use_cache=False)
 
         if self._head is None:
-            return self._of_logits(call, inputs, targets)
+            return self._loss_from_logits(call, inputs, targets)
         return self._in_chunks(call, inputs, targets.flatten(), None)
 
     @property
@@ -111,7 +111,9 @@ class TokenLoss:
         """Whether it has been decided how head and loss are computed."""
         return self._head is None or self._factor is not None
 
-    def _of_logits(self, call: Callable[..., Any], inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+    def _loss_from_logits(
+        self, call: Callable[..., Any], inputs: dict[str, Any], targets: torch.Tensor
+    ) -> torch.Tensor:
         logits = call(inputs).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -141,7 +143,7 @@ class TokenLoss:
         both = states.to(weight.dtype), base_states.to(weight.dtype)
         return divergence_sum(*both, weight, factor=factor, rows=rows)
 
-    def _called(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
+    def _call_model(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
         if not (self._balance and torch.is_grad_enabled()):
             return model(**inputs, use_cache=False)
         # The router chooses experts for padding too, and only a mask keeps these choices out of the balance. The model
@@ -240,7 +242,7 @@ class TokenLoss:
 
         `base_states` are the result of `compute_base_states` for this batch.
         """
-        with self._no_step(batch, device):
+        with self._outside_step(batch, device):
             inputs, places = self._inputs_and_places(batch, device)
             head = self._head
 
@@ -256,12 +258,12 @@ class TokenLoss:
 
     def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; every rank must call it."""
-        with self._no_step(batch, device):
+        with self._outside_step(batch, device):
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the base model's hidden states at the targets [K, H], or its log p [K, V] if not `in_chunks`."""
-        with self._no_step(batch, device):
+        with self._outside_step(batch, device):
             inputs, places = self._inputs_and_places(batch, device)
             seen: list[torch.Tensor] = []
 
@@ -274,7 +276,7 @@ class TokenLoss:
             return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 
     @contextmanager
-    def _no_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
+    def _outside_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
         """Allow forward passes next to that of the loss: keep the flat adapter's views for its backward pass."""
         self._observe(batch, device)
         flat = find_flat_adapter(self._module)

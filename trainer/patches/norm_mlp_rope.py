@@ -28,9 +28,9 @@ from trainer.patches.replace import replace
 
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 ROTARY = "apply_rotary_pos_emb"
-WORTH_FORGETTING = 2**23
+RECOMPUTE_FROM_BYTES = 2**23
 """Minimum bytes of a result for which recomputing is worth the host time of the hooks: 1,024 x 4,096 in 16 bits."""
-_RECIPE = "_zerolora_recipe"
+_RECOMPUTE = "_zerolora_recompute"
 _ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 Forward = Callable[..., Any]
@@ -155,20 +155,20 @@ def recompute_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
     left = {module for part in but for module in part.modules()}
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer) and module not in left]
     for layer in layers:
-        replace(layer, "forward", partial(_forward_forgetting, layer.forward))
+        replace(layer, "forward", partial(_forward_recomputing, layer.forward))
     return len(layers)
 
 
-def _forward_forgetting(inner: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    recipe = getattr(x, _RECIPE, None)
-    if recipe is None:
+def _forward_recomputing(inner: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    recompute = getattr(x, _RECOMPUTE, None)
+    if recompute is None:
         return inner(x, *args, **kwargs)
-    with recomputing(x, recipe):
+    with recomputing(x, recompute):
         return inner(x, *args, **kwargs)
 
 
-def _worth_a_recipe(result: Tensor) -> bool:
-    return result.requires_grad and result.numel() * result.element_size() >= WORTH_FORGETTING
+def _should_recompute(result: Tensor) -> bool:
+    return result.requires_grad and result.numel() * result.element_size() >= RECOMPUTE_FROM_BYTES
 
 
 def _is_norm(name: str) -> bool:
@@ -216,8 +216,8 @@ def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> 
             result: Tensor = plain(self, x)
             return result
         y = rms_norm(x, weight, eps, offset)
-        if recompute and _worth_a_recipe(y) and not weight.requires_grad:
-            setattr(y, _RECIPE, partial(rms_norm, x, weight, eps, offset))
+        if recompute and _should_recompute(y) and not weight.requires_grad:
+            setattr(y, _RECOMPUTE, partial(rms_norm, x, weight, eps, offset))
         return y
 
     return forward
@@ -269,8 +269,8 @@ def _mlp_method(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forwar
         if of_gate != 1.0:
             gate = gate * of_gate
         h = gated(gate, up)
-        if recompute and _worth_a_recipe(h):
-            setattr(h, _RECIPE, partial(gated, gate, up))
+        if recompute and _should_recompute(h):
+            setattr(h, _RECOMPUTE, partial(gated, gate, up))
         result: Tensor = self.down_proj(h)
         return result if of_result == 1.0 else result * of_result
 

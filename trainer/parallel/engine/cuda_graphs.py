@@ -111,7 +111,7 @@ class GraphCapturer:
             with self.flat.reading(self._leaves):
                 self._warm_up(compute)
                 torch.cuda.set_rng_state(random_state, self._device)
-                wanted = self._launched(compute)
+                wanted = self._run_launched(compute)
                 self._make_room()
                 before = torch.cuda.memory_reserved(self._device)
                 with self._restored_after_failure():
@@ -145,13 +145,13 @@ class GraphCapturer:
         with torch.cuda.stream(self._stream):
             self._forward_backward(compute)
             torch.cuda.synchronize(self._device)
-            with _waits_seen() as places:
+            with _record_waits() as places:
                 self._forward_backward(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if places:
             raise NotCapturable(f"the forward or backward pass waits for the device ({places[0]})")
 
-    def _launched(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
+    def _run_launched(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
         """Return value and gradients of a launched pass, and its seconds."""
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize(self._device)
@@ -243,7 +243,7 @@ class _Replay(torch.autograd.Function):
 
 
 @contextmanager
-def _waits_seen() -> Iterator[list[str]]:
+def _record_waits() -> Iterator[list[str]]:
     """Collect the places, as file and line, at which the host waits for the device within the block."""
     places: list[str] = []
     before = torch.cuda.get_sync_debug_mode()

@@ -106,7 +106,7 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
     return World(answer["summary"], store, int(answer["hosts"]), token)
 
 
-def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
+def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
     """Return the result of `decide` on rank 0, None on the others.
 
     Every rank must call it before the process group is formed. A UserError of rank 0 is raised on all ranks, once all
@@ -182,7 +182,7 @@ def differences(reports: Sequence[Report]) -> list[str]:
     return lines + _shared_devices(reports)
 
 
-def unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
+def find_unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
     """Return an error message if some hosts do not share the output folder with rank 0; otherwise nothing."""
     blind = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not blind:
@@ -233,7 +233,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
                 f"{_listed(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {
-        "wrong": "\n".join(differences(reports) + unshared_folder(reports, output_dir)),
+        "wrong": "\n".join(differences(reports) + find_unshared_folder(reports, output_dir)),
         "summary": summary(reports),
         "hosts": str(len({report.host for report in reports})),
     }

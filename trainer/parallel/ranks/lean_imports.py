@@ -27,7 +27,7 @@ from trainer.contract.replacements import replaces
 
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
 _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
-ASK_FOR = {
+AVAILABILITY_CHECKS = {
     "transformers.quantizers.quantizer_torchao": ("transformers.utils", "torchao"),
     "peft.tuners.lora.torchao": ("peft.import_utils", "torchao"),
     "peft.utils.quantization_utils": ("peft.import_utils", "torchao"),
@@ -36,9 +36,9 @@ ASK_FOR = {
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
 """Module -> module that it imports `is_..._available` from, and the package that this function checks."""
-LISTS_ITSELF = "transformers.utils.import_utils"
+IMPORT_UTILS = "transformers.utils.import_utils"
 """Reads the names in all of transformers' files twice, because its cache is smaller than the number of folders."""
-OF_EVERY_RUN = (
+NEEDED_BY_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
     "transformers.models.auto.modeling_auto",
@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
     """Finds each of the modules once, like the other finders, and wraps its loader."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in (*COMPILE, *ASK_FOR, LISTS_ITSELF) if name not in sys.modules}
+        self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS, IMPORT_UTILS) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,16 +76,16 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
-        asked = ASK_FOR.get(module.__name__)
-        with _compiled_when_called() if asked is None else _there_once_imported(*asked):
+        asked = AVAILABILITY_CHECKS.get(module.__name__)
+        with _compile_lazily() if asked is None else _available_if_imported(*asked):
             self._loader.exec_module(module)
-        if module.__name__ == LISTS_ITSELF:
+        if module.__name__ == IMPORT_UTILS:
             lists: Any = module
             lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
 
 
 @contextmanager
-def _compiled_when_called() -> Iterator[None]:
+def _compile_lazily() -> Iterator[None]:
     import torch
 
     eager: Any = torch.compile
@@ -97,7 +97,7 @@ def _compiled_when_called() -> Iterator[None]:
 
 
 @contextmanager
-def _there_once_imported(asked: str, package: str) -> Iterator[None]:
+def _available_if_imported(asked: str, package: str) -> Iterator[None]:
     module, name = sys.modules[asked], f"is_{package}_available"
     installed = getattr(module, name)
     setattr(module, name, lambda: package in sys.modules and installed())
@@ -147,11 +147,11 @@ def import_lean() -> None:
 
 
 def import_common_modules() -> None:
-    """Import `OF_EVERY_RUN`, then freeze all objects and turn the cycle collector on, which is off until then.
+    """Import `NEEDED_BY_EVERY_RUN`, then freeze all objects and turn the cycle collector on, which is off until then.
 
     The half million objects are never freed; scanning them again and again would take a fifth of the import time.
     """
-    for name in OF_EVERY_RUN:
+    for name in NEEDED_BY_EVERY_RUN:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()

@@ -82,7 +82,7 @@ class Work:
         self._looked_at = time.monotonic()
         self._before = self._counters()
 
-    def has_moved(self) -> bool:
+    def has_progressed(self) -> bool:
         """Return whether there was any work since the last call."""
         now, counters = time.monotonic(), self._counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))

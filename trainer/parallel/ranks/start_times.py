@@ -19,9 +19,9 @@ class StartTimes:
     """Wall-clock and CPU seconds of every part of a start until `end`."""
 
     def __init__(self) -> None:
-        began = _began(os.getpid()) or time.clock_gettime(time.CLOCK_BOOTTIME)
+        began = _start_time(os.getpid()) or time.clock_gettime(time.CLOCK_BOOTTIME)
         launcher = ProcessMark.parse(os.environ.get(VARIABLE, ""))
-        self._launched = _began(launcher.pid) if launcher is not None and launcher.is_visible() else None
+        self._launched = _start_time(launcher.pid) if launcher is not None and launcher.is_visible() else None
         self._part: tuple[str, ...] = ("imports",)
         self._since, self._cpu = began, 0.0
         self._of_part: dict[tuple[str, ...], tuple[float, float]] = {}
@@ -84,7 +84,7 @@ def _row(name: str, times: tuple[float, float]) -> str:
     return f"{name:<34}{times[0]:7.2f}{times[1]:8.2f}"
 
 
-def _began(pid: int) -> float | None:
+def _start_time(pid: int) -> float | None:
     """Return when a process of this host began, in seconds since the boot; None if it has ended."""
     fields = read_stat(pid)
     return None if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")

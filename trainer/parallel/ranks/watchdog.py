@@ -81,13 +81,13 @@ class Watchdog:
     def writes(self, value: bool) -> None:
         self._folder.writes = value
         if value:
-            self._folder.publish(self._look_inward())  # at once: a small model trains some steps within an interval
+            self._folder.publish(self._own_heartbeat())  # at once: a small model trains some steps within an interval
 
     def end(self, exit_code: int) -> int:
         """Write the rank's exit code into its last heartbeat; return the code."""
         self._ended.set()
         self._thread.join(timeout=self._interval_s)
-        self._folder.publish(replace(self._look_inward(), exit_code=exit_code))
+        self._folder.publish(replace(self._own_heartbeat(), exit_code=exit_code))
         return exit_code
 
     def note_end(self, exit_code: int) -> None:
@@ -96,21 +96,21 @@ class Watchdog:
 
     def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
-            self._folder.publish(self._look_inward())  # the launcher forwards signals to the process named here
+            self._folder.publish(self._own_heartbeat())  # the launcher forwards signals to the process named here
         self._folder.note_step(step, first)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            beat = self._look_inward()
+            beat = self._own_heartbeat()
             self._folder.publish(beat)
             verdict = self._folder.verdict() if self._timeout_s else None
             if verdict is not None:
                 # Also on a rank that was stopped and continues after the others have given up.
-                self._leave(verdict, first=False)
+                self._exit(verdict, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
-                self._look_around(beat)
+                self._check_others(beat)
 
-    def _look_inward(self) -> Heartbeat:
+    def _own_heartbeat(self) -> Heartbeat:
         """Return this rank's current heartbeat."""
         progress, now = PROGRESS, time.monotonic()
         frame = main_thread_frame()
@@ -124,7 +124,7 @@ class Watchdog:
             collective = collective or recorded
         waits = collective is not None or WAITING_PHASE in progress.phases
         # A rank that waits for the GPU spins, which looks like work: it counts only outside of waits.
-        if in_long_phase and not waits and self._work.has_moved():
+        if in_long_phase and not waits and self._work.has_progressed():
             self._worked_at = now
         idle_s = now - max(progress.changed_at, self._worked_at)
         place = (find_place(frame) or "")[:160] if idle_s > self._interval_s else None
@@ -149,7 +149,7 @@ class Watchdog:
             device_reached=None if place is None else self._marks.reached(),
         )
 
-    def _look_around(self, own: Heartbeat) -> None:
+    def _check_others(self, own: Heartbeat) -> None:
         """Read the others' heartbeats; end this rank if the run hangs."""
         now = time.monotonic()
         for rank, beat in (self._folder.read() | {own.rank: own}).items():
@@ -172,9 +172,9 @@ class Watchdog:
                 fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
                 beats, silent = beats | fallen, silent | set(fallen)
             verdict = describe_hang(beats, silent)
-            self._leave(verdict, first=self._folder.decide(verdict))
+            self._exit(verdict, first=self._folder.decide(verdict))
 
-    def _leave(self, verdict: Hang, *, first: bool) -> None:
+    def _exit(self, verdict: Hang, *, first: bool) -> None:
         """Write this rank's stacks into its log and end the process."""
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(main_thread_frame(), file=sys.stderr)
@@ -184,7 +184,7 @@ class Watchdog:
             os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
             # A launcher ends all ranks once the first has ended: the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
-        self._folder.publish(replace(self._look_inward(), exit_code=EXIT_FAILED))
+        self._folder.publish(replace(self._own_heartbeat(), exit_code=EXIT_FAILED))
         os._exit(EXIT_FAILED)
 
 
@@ -228,14 +228,14 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
     behind = ranks_behind(beats, quiet)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]
     if not waiting and len(behind) > 1:
-        text = f"all {len(behind)} ranks are stuck, {_doing(beats[behind[0]])}"
+        text = f"all {len(behind)} ranks are stuck, {_describe_position(beats[behind[0]])}"
         if all(_waits_for_others(beats[rank]) for rank in behind):
             text += (
                 ": the network between them does not work; `zerolora doctor` tests it, NCCL_DEBUG=INFO in the "
                 "environment shows more"
             )
     else:
-        text = "; ".join(_sentence(beats[rank], silent=rank in quiet) for rank in behind)
+        text = "; ".join(_describe_rank(beats[rank], silent=rank in quiet) for rank in behind)
         if not quiet and behind == sorted(_behind_on_device(_furthest_behind(beats))):
             text += (
                 ": the GPU is behind those of other ranks; a kernel does not end, or the GPU or its link has a fault "
@@ -248,17 +248,17 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
     return Hang(behind, f"the run hangs: {text}")
 
 
-def _sentence(beat: Heartbeat, *, silent: bool) -> str:
+def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:
     if beat.is_missing:
         place = f" on {beat.host}" if beat.host else ""
         return f"rank {beat.rank}{place} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
-        return f"{who} sends no heartbeat any more, {_doing(beat)}: {_why_silent(beat)}"
-    return f"{who} has made no progress for {beat.idle_s / 60.0:.1f} minutes, {_doing(beat)}"
+        return f"{who} sends no heartbeat any more, {_describe_position(beat)}: {_why_silent(beat)}"
+    return f"{who} has made no progress for {beat.idle_s / 60.0:.1f} minutes, {_describe_position(beat)}"
 
 
-def _doing(beat: Heartbeat) -> str:
+def _describe_position(beat: Heartbeat) -> str:
     step = f"step {beat.step}" if beat.step else "before the first step"
     words = [step, f"phase {beat.phase or 'between phases'}"]
     words += [f"in {beat.collective}"] if beat.collective else []
