@@ -19,6 +19,7 @@ import ops
 from ops.experts import Activation
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
 from trainer.model.mxfp4 import MXFP4
+from trainer.parallel.engine.linear_layers import packed_experts_layout
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -45,7 +46,7 @@ def adapted_forward(
         if operands is not None:
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
         compute, tensors = _run_plain, (hidden, index, weights)
-    if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
+    if any(packed_experts_layout(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
         # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
         return result
@@ -85,13 +86,9 @@ def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | 
     )
 
 
-def _packing(weight: Any) -> Any | None:
-    return getattr(weight, "packing", None)
-
-
 def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     weight = getattr(experts, name)
-    layout = _packing(weight)
+    layout = packed_experts_layout(weight)
     if layout is None:
         return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
     from trainer.model.packed_experts import NESTED_BLOCK  # imports bitsandbytes
@@ -198,7 +195,7 @@ class _Products:
         self.factors = (adapter.a_ERI.unbind(0), adapter.b_EOR.unbind(0)) if adapter is not None else None
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
-        if _packing(self.weight) is not None:
+        if packed_experts_layout(self.weight) is not None:
             weight = self.weight.expert(expert)
         else:
             weight = self.weight[expert].t() if self.transposed else self.weight[expert]
@@ -219,7 +216,7 @@ def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
 
 
 def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
-    if _packing(weight_EIO) is not None:  # dequantised one by one
+    if packed_experts_layout(weight_EIO) is not None:  # dequantised one by one
         y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:
         y_ETO = torch.bmm(x_ETI, weight_EIO)

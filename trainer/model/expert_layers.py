@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.engine.linear_layers import find_expert_weights
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.linear_layers import find_expert_weights, model_shape
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
@@ -61,9 +60,7 @@ def expert_names(module: nn.Module) -> list[str]:
 
 def expert_shape(module: Any, name: str) -> tuple[int, ...]:
     """Return the unpacked, unpartitioned shape of a tensor of experts: [E, out, in], or [E, in, out]."""
-    parameter = getattr(module, name)
-    packing = getattr(parameter, "packing", None)
-    return tuple(whole_shape(parameter)) if packing is None else tuple(packing.shape)
+    return tuple(model_shape(getattr(module, name)))
 
 
 def takes_all_tokens(module: Any) -> bool:

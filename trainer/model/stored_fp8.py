@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -269,12 +269,7 @@ def _check_grid(
 
 def _is_by_row(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
     """Return whether scales are per row or per matrix, not per block."""
-    matrices, rows = 1, shape[-2]
-    for each in shape[:-2]:
-        matrices *= each
-    count = 1
-    for each in scales:
-        count *= each
+    matrices, rows, count = prod(shape[:-2]), shape[-2], prod(scales)
     ends_in_one = not scales or scales[-1] == 1 or len(scales) < len(shape)
     return count == matrices or (count == matrices * rows and ends_in_one)
 

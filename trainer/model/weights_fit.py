@@ -16,11 +16,9 @@ from torch import nn
 from trainer.config import UserError
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.mxfp4 import full_precision, unpacked_shapes
-from trainer.model.stored_fp8 import fp8_form, plain_shapes, scales_by_weight
+from trainer.model.stored_fp8 import SAME_MODEL, fp8_form, plain_shapes, scales_by_weight
 from trainer.model.stored_layout import BLOCKS, SCALES
 from trainer.model.tensor_files import SafetensorsFiles
-
-SAME_MODEL = "take config.json and weights from the same model"
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
