@@ -1,6 +1,6 @@
 """Train one adapted linear towards a random low-rank change of its weight, then time the plain backward.
 
-    python -m ops.example [--tokens 2048] [--width 1024] [--rank 16] [--steps 60]
+    python -m examples.lora_layer [--tokens 2048] [--width 1024] [--rank 16] [--steps 60]
 
 Runs on a GPU if one is available (and builds the kernels), otherwise on the CPU with the reference.
 """
