@@ -1,6 +1,6 @@
 """Predicted and measured peak memory, over shapes, formats of the base, recomputation and ZeRO stages.
 
-python -m tests.gpu.memory_table [--gpus 1] [--shape NAME ...] [--json FILE]      for docs/guide/memory.md
+python -m tests.gpu.memory_table [--gpus 1] [--shape NAME ...] [--json FILE]      for docs/lab/memory.md
 python -m tests.gpu.memory_table --shape llama3.1-8b --batch-size 4 key=value ...   other settings
 
 The product itself trains for a few steps, on random weights drawn on the card and text that fills every sequence. Each

@@ -1,4 +1,4 @@
-"""The estimate, made without a GPU, against what 32 runs used on one and 32 on two (docs/guide/memory.md)."""
+"""The estimate, made without a GPU, against what 32 runs used on one and 32 on two (docs/lab/memory.md)."""
 
 import json
 from functools import cache, partial
