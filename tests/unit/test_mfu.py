@@ -57,7 +57,7 @@ def test_a_window_bounds_what_a_token_sees() -> None:
     flops = StepFlops(adapted("random:phi3-mini,sliding_window=8,num_hidden_layers=1"))
     assert list(flops.attention) == [8]
     pairs = sum(2 * min(place, 7) + 1 for place in range(20))
-    inside = flops.of([packed(20)]) - 20 * (flops.per_token + flops.per_target)
+    inside = flops.count([packed(20)]) - 20 * (flops.per_token + flops.per_target)
     assert inside == 6 * flops.attention[8] * pairs
 
 
@@ -113,4 +113,4 @@ def test_steps_may_overlap() -> None:
 
 
 def test_no_meter_without_a_known_card() -> None:
-    assert MfuMeter.of(adapted(), torch.device("cpu"), "bf16") is None
+    assert MfuMeter.for_device(adapted(), torch.device("cpu"), "bf16") is None

@@ -32,7 +32,7 @@ CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
 """Settings, in any section, that may name a file or folder the run reads."""
-MOVED = "location of the base model, if it was moved"
+BASE_MODEL_HELP = "location of the base model, if it was moved"
 Section = TypeVar("Section", bound=BaseModel)
 
 

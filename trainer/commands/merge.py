@@ -61,7 +61,7 @@ def merge(
     integers = None if quantize is None else prepare_integers(run, quantize, dtype)
     model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
     if integers is not None:
-        values: dict[str, torch.Tensor] | None = integers.saved(model)
+        values: dict[str, torch.Tensor] | None = integers.build_state_dict(model)
     else:
         values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
     check_room(model, output)
@@ -72,7 +72,7 @@ def merge(
 
 
 def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Build what rounds the adapted layers; `auto` is the dtype that the run was trained in.
+    """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
@@ -96,7 +96,7 @@ def load_merged(
     """
     tokenizer = saved_tokenizer(run)
     wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
+    factor = _find_best_scale(run, tokenizer) if isinstance(scale, str) else scale
     if integers is not None:
         wanted = integers.dtype
     return build_merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
@@ -144,7 +144,7 @@ def build_merged_model(
     return model
 
 
-def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
+def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
     """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
     try:
         documents = held_out_documents(run, tokenizer, None, None)
