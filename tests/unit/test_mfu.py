@@ -34,14 +34,14 @@ def by_hand(tokens: int, targets: int, squares: int) -> float:
 
 
 def test_the_sum_by_hand() -> None:
-    assert StepFlops(adapted()).of([packed(10, 22), packed(32)]) == by_hand(64, 64, 10**2 + 22**2 + 32**2)
+    assert StepFlops(adapted()).count([packed(10, 22), packed(32)]) == by_hand(64, 64, 10**2 + 22**2 + 32**2)
 
 
 def test_padding_and_tokens_without_loss_cost_nothing() -> None:
     mask = torch.tensor([[1] * 10 + [0] * 6, [1] * 16])
     targets = torch.full((2, 16), -100)
     targets[1, 4:] = 7
-    counted = StepFlops(adapted()).of([MicroBatch(mask, targets, 26, attention_mask=mask)])
+    counted = StepFlops(adapted()).count([MicroBatch(mask, targets, 26, attention_mask=mask)])
     assert counted == by_hand(26, 12, 10**2 + 16**2)
 
 

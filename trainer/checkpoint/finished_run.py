@@ -181,6 +181,12 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     return model
 
 
+def load_full_base(run: FinishedRun, dtype: torch.dtype) -> Any:
+    """Load the run's base, unquantized, in `dtype` on the CPU."""
+    base, cpu = run.config.base_model, torch.device("cpu")
+    return load_base_model(base, run.config.model, dtype=dtype, device=cpu, attention="eager", unpack=True)
+
+
 def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
     """Resize the embedding of `base` for added tokens and attach the run's adapter for inference.
 

@@ -17,26 +17,13 @@ from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
-def save_adapter(
-    model: Any,
-    folder: Path,
-    *,
-    is_main: bool,
-    must_have_moved: bool,
-    initial: Path | None = None,
-) -> None:
-    """Write the adapter in PEFT's format and verify it; a collective call, rank 0 writes."""
-    trained = gather_weights(model)
-    if is_main:
-        form = AdapterForm.from_model(model, trained)
-        write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)
-
-
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
     """Write the initial adapter, subtracted from later ones to fit the unchanged base; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
-    save_adapter(model, folder, is_main=is_main, must_have_moved=False)
+    trained = gather_weights(model)
+    if is_main:
+        write_adapter(AdapterForm.from_model(model, trained), trained, folder, must_have_moved=False)
     config.init_lora_weights = method
 
 

@@ -22,6 +22,7 @@ from trainer.checkpoint.finished_run import (
     attach_adapter,
     default_device,
     find_run,
+    load_full_base,
     load_trained,
     quiet_libraries,
     run_command,
@@ -35,7 +36,7 @@ from trainer.commands.integers import IntegerMerge
 from trainer.commands.requantized import requantize_mxfp4
 from trainer.config import CommandParser, UserError
 from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
-from trainer.model.base import load_base_model, load_model_config
+from trainer.model.base import load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.stored_fp8 import fp8_form
@@ -121,14 +122,7 @@ def build_merged_model(
     integers: IntegerMerge | None = None,
 ) -> Any:
     """Load the base in `dtype` on the CPU, resized for added tokens, and merge the adapter into its weights."""
-    base = load_base_model(
-        run.config.base_model,
-        run.config.model,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        attention="eager",
-        unpack=True,
-    )
+    base = load_full_base(run, dtype)
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
     # With an adapter in 32 bits only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)

@@ -15,13 +15,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.finished_run import FinishedRun, attach_adapter
+from trainer.checkpoint.finished_run import FinishedRun, attach_adapter, load_full_base
 from trainer.commands.export.gguf import write_gguf
 from trainer.commands.export.readers import add_updates, read_llama_cpp, read_sglang, read_vllm
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.memory.bytes import GIB
-from trainer.model.base import load_base_model, match_vocabulary
+from trainer.model.base import match_vocabulary
 from trainer.model.served_layers import NAMES
 from trainer.parallel.ranks.group import set_seed
 
@@ -131,14 +131,7 @@ def _run_llama_cpp(base: Any, tokenizer: Any, adapter: Path, prompts: list[list[
 
 
 def _base(run: FinishedRun, tokenizer: Any) -> Any:
-    base = load_base_model(
-        run.config.base_model,
-        run.config.model,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        attention="eager",
-        unpack=True,
-    )
+    base = load_full_base(run, torch.float32)
     set_seed(run.config.seed)  # rows of added tokens are random
     match_vocabulary(base, tokenizer)
     return base.eval()

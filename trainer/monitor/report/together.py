@@ -29,6 +29,7 @@ CHARTS = (
     ("SCU: S", "fraction", "scu/s_ratio", 0.0),
 )
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
+HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
         (),
         [draw(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
-        wide=[_outcomes(runs), *_differences(runs)],
+        wide=[wide_table("Results", HEADS, [_outcome(run) for run in runs], runs=True), *_differences(runs)],
     )
     write_whole(page, text)
     return page
@@ -111,11 +112,6 @@ def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
     mean = replace(line, values=running_mean(line.values, window))
     pale = [Curve(line, "pale", colour)] if metric == "train/loss" else []
     return [*pale, Curve(mean, "line", colour, f"{run.name}, mean of {window}")]
-
-
-def _outcomes(runs: Sequence[Recorded]) -> str:
-    heads = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
-    return wide_table("Results", heads, [_outcome(run) for run in runs], runs=True)
 
 
 def _outcome(run: Recorded) -> list[str]:
