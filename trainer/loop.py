@@ -55,7 +55,7 @@ class Parts:
     """Copies the content of a checkpoint after the current step of the device."""
     save: Callable[[Position], None]
     """Starts to write the copy."""
-    hold_changes: Callable[[], None]
+    make_updates_wait: Callable[[], None]
     """Called before an update: makes the device finish the copy first."""
     settle_save: Callable[[], None]
     """Waits until the checkpoint is complete."""
@@ -186,7 +186,7 @@ class Loop:
 
     def _before_update(self) -> None:
         self._settle()
-        self._parts.hold_changes()
+        self._parts.make_updates_wait()
 
     def _wants_save(self) -> bool:
         """Return whether `save_minutes` have passed on rank 0; the others get this from the step's result."""

@@ -257,7 +257,7 @@ class Run:
         return steering
 
     def _build_parts(self, engine: Engine, total_steps: int) -> Parts:
-        experts = ExpertLoad.of(engine.module, compiled=self.config.training.torch_compile)
+        experts = ExpertLoad.for_model(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
         release = graphs.drop if graphs is not None else None
         common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
@@ -275,7 +275,7 @@ class Run:
             evaluate=self.evaluation.loss if self.evaluation.has_data else None,
             copy_for_save=lambda: self._copy_for_save(engine),
             save=lambda position: self._save_checkpoint(engine, position),
-            hold_changes=self.checkpoints.hold_changes,
+            make_updates_wait=self.checkpoints.make_updates_wait,
             settle_save=self.checkpoints.settle,
             recovery=self.recovery,
             steering=self.steering,

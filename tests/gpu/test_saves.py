@@ -39,7 +39,7 @@ def test_copies_are_of_what_was_queued_before_them_and_not_of_the_next_update() 
         later = [torch.full(shape, -1.0, device="cuda") for shape in SHAPES]
         copies.mark_queued()
         busy()  # the next forward and backward pass
-        copies.hold_changes()
+        copies.make_updates_wait()
         for tensor in tensors:
             tensor.mul_(-5.0)
         copies.wait()
@@ -60,7 +60,7 @@ def test_the_host_does_not_wait_for_copies() -> None:
     marks[0].record()
     found = copies.copy("one", tensor)
     copies.mark_queued()
-    copies.hold_changes()
+    copies.make_updates_wait()
     assert not marks[0].query(), "the device was done before the host was: more for it to do is needed"
     tensor.zero_()
     marks[1].record()

@@ -29,7 +29,7 @@ def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model whenever its weights are copied or written."""
     import trainer.checkpoint.run_folder
     import trainer.train
-    from trainer.checkpoint.weights import gather_weights, save_adapter, write_adapter
+    from trainer.checkpoint.weights import gather_weights, write_adapter
 
     seen: dict[int, torch.Tensor] = {}
 
@@ -49,12 +49,7 @@ def train_and_keep_logits() -> None:
         write_adapter(model, trained, folder, **settings)
         save_file({"logits": seen.pop(id(trained))}, folder / LOGITS)
 
-    def saving(model: Any, folder: Path, **settings: Any) -> None:
-        save_adapter(model, folder, **settings)
-        save_file({"logits": logits_of(model)}, folder / LOGITS)
-
-    replaced = {"gather_weights": copying, "write_adapter": writing, "save_adapter": saving}
-    vars(trainer.checkpoint.run_folder).update(replaced)
+    vars(trainer.checkpoint.run_folder).update({"gather_weights": copying, "write_adapter": writing})
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from PIL import Image
 
 from tests.unit.test_report import make_two
-from trainer.monitor.report.recorded import keep_times
+from trainer.monitor.report.recorded import record_times
 from trainer.monitor.report.sample_images import save_sample_image
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import write_report
@@ -52,7 +52,7 @@ class Loaded(HTMLParser):
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     runs = make_two(folder)
-    keep_times(runs[0], {"start": 5.0, "steps": 60.0, "save": 1.0}, goes_on=False)
+    record_times(runs[0], {"start": 5.0, "steps": 60.0, "save": 1.0}, resumes=False)
     return {"one": write_report(runs[0]), "several": write_page_of_runs(runs, folder / "runs.html")}
 
 

@@ -18,9 +18,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.saved_adapters import save_adapter
 from tests.tiny import make_tokenizer, record_base
 from trainer.checkpoint.finished_run import find_run
-from trainer.checkpoint.weights import save_adapter, save_initial_adapter
+from trainer.checkpoint.weights import save_initial_adapter
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import merge
 from trainer.config import ModelSection, RunConfig, UserError
@@ -126,7 +127,7 @@ def make_run(folder: Path, base: Path, lora: dict[str, Any]) -> Path:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    save_adapter(model, folder, is_main=True, must_have_moved=True, initial=initial)
+    save_adapter(model, folder, initial=initial)
     make_tokenizer(folder)
     return folder
 

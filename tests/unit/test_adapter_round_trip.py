@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from tests.families import FAMILIES, tiny_family
-from trainer.checkpoint.weights import save_adapter
+from tests.saved_adapters import save_adapter
 from trainer.config import LoraSection
 from trainer.model.adapter import apply_adapter
 
@@ -30,7 +30,7 @@ def test_plain_peft_loads_every_tensor(kind: str, tmp_path: Path) -> None:
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.05)
-    save_adapter(adapted, tmp_path, is_main=True, must_have_moved=True)
+    save_adapter(adapted, tmp_path)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing")
         loaded = PeftModel.from_pretrained(tiny_family(kind), tmp_path).eval()

@@ -20,7 +20,7 @@ from trainer.commands import push
 from trainer.commands.push import read_records, stage
 from trainer.config import LoraSection
 from trainer.config.files import read_json
-from trainer.monitor.report.model_card import OF_PEFT, OURS, model_card, public_name
+from trainer.monitor.report.model_card import OURS, PEFT_PLACEHOLDER, model_card, public_name
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "hf_ThisIsNobodysToken1234567890abcd"
@@ -113,7 +113,7 @@ def test_the_card_of_a_checkpoint_has_no_later_steps(run_dir: Path) -> None:
 
 def test_a_card_that_a_person_wrote_is_kept_and_others_are_written_anew(run_dir: Path, tmp_path: Path) -> None:
     card = run_dir / "README.md"
-    assert OF_PEFT in card.read_text()
+    assert PEFT_PLACEHOLDER in card.read_text()
     for number, (before, kept) in enumerate(
         ((None, False), (f"old\n{OURS}\n", False), ("# My own\n\n50 % better!\n", True))
     ):

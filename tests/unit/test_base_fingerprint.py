@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
-from trainer.checkpoint.base_fingerprint import EVERY, fingerprint_base, same_base
+from trainer.checkpoint.base_fingerprint import EVERY, fingerprint_base, is_same_base
 from trainer.config import ModelSection
 
 PLAIN = ModelSection()
@@ -24,19 +24,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_copy_is_the_same_and_another_is_not(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     first = fingerprint_base(str(model), PLAIN)
-    assert set(first) == {"config", "weights"} and same_base(first, fingerprint_base(str(copy), PLAIN))
+    assert set(first) == {"config", "weights"} and is_same_base(first, fingerprint_base(str(copy), PLAIN))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"transformers_version": "99"}))
-    assert same_base(first, fingerprint_base(str(copy), PLAIN))
+    assert is_same_base(first, fingerprint_base(str(copy), PLAIN))
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0, "rms_norm_eps": 0.1}))
-    assert same_base(first, fingerprint_base(str(copy), PLAIN)) is False
+    assert is_same_base(first, fingerprint_base(str(copy), PLAIN)) is False
     other = make_model(tmp_path / "other", seed=3)
-    assert same_base(first, fingerprint_base(str(other), PLAIN)) is False
+    assert is_same_base(first, fingerprint_base(str(other), PLAIN)) is False
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     shutil.copytree(model, tmp_path / "moved")
     save_file(weights, tmp_path / "moved" / "model.safetensors", metadata={"format": "pt"})
-    assert same_base(first, fingerprint_base(str(tmp_path / "moved"), PLAIN)) is False
+    assert is_same_base(first, fingerprint_base(str(tmp_path / "moved"), PLAIN)) is False
 
 
 def test_a_model_on_the_hub_is_its_commit_until_its_weights_are_here(
@@ -55,11 +55,11 @@ def test_a_model_on_the_hub_is_its_commit_until_its_weights_are_here(
     early = fingerprint_base("me/tiny", PLAIN)
     assert early["commit"] == "a" * 40 and "weights" not in early
     local = fingerprint_base(str(model), PLAIN)
-    assert same_base(early, local) is None, "nothing to compare by"
+    assert is_same_base(early, local) is None, "nothing to compare by"
     shutil.copy(model / "model.safetensors", snapshot)
     late = fingerprint_base("me/tiny", PLAIN)
-    assert same_base(early, late) and same_base(late, local)
-    assert same_base(early, early | {"commit": "b" * 40}) is False
+    assert is_same_base(early, late) and is_same_base(late, local)
+    assert is_same_base(early, early | {"commit": "b" * 40}) is False
 
 
 def test_16_gb_take_seconds_at_most_and_names_shapes_and_samples_count(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_16_gb_take_seconds_at_most_and_names_shapes_and_samples_count(tmp_path:
             stream.seek(place)
             stream.write(b"x")
         changed = fingerprint_base(str(tmp_path), PLAIN)
-        assert same_base(first, changed) is False, place
+        assert is_same_base(first, changed) is False, place
         first = changed
     os.truncate(file, 16 * 10**9 - 1)
-    assert same_base(first, fingerprint_base(str(tmp_path), PLAIN)) is False
+    assert is_same_base(first, fingerprint_base(str(tmp_path), PLAIN)) is False
 
 
 def test_a_random_model_is_its_name() -> None:

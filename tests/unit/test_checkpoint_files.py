@@ -14,7 +14,7 @@ from trainer.checkpoint import checkpoint_files
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import (
     choose_checkpoint,
-    damage,
+    find_damage,
     later_checkpoints,
     list_checkpoints,
     publish,
@@ -56,7 +56,7 @@ def flip(file: Path, byte: int, bit: int) -> None:
 def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
     """Every bit of the small files, COMPLETE and state.json among them; two hundred of the others."""
     checkpoint, draw = run_dir / "checkpoint-15", random.Random(0)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) == 8
     for file in files:
@@ -64,10 +64,10 @@ def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
         bits = [(byte, bit) for byte in range(len(whole)) for bit in range(8)]
         for byte, bit in bits if len(bits) < 400 else draw.sample(bits, 200):
             flip(file, byte, bit)
-            found = damage(checkpoint)
+            found = find_damage(checkpoint)
             assert found is not None and found.startswith(str(file.relative_to(checkpoint))), (file, byte, bit, found)
             file.write_bytes(whole)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,15 @@ def test_all_damaged_checkpoints_are_listed_and_auto_does_not_start_over(run_dir
 
 def test_an_empty_list_of_checksums_is_damage(run_dir: Path) -> None:
     (run_dir / "checkpoint-15" / "COMPLETE").write_bytes(b"")
-    assert damage(run_dir / "checkpoint-15") == "COMPLETE is damaged"
+    assert find_damage(run_dir / "checkpoint-15") == "COMPLETE is damaged"
 
 
 def test_a_card_that_push_has_written_is_no_damage(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoint-15"
     (checkpoint / "README.md").write_text("a better card")
-    assert damage(checkpoint) == "README.md is damaged: 13 bytes of 6"
+    assert find_damage(checkpoint) == "README.md is damaged: 13 bytes of 6"
     reseal(checkpoint, "README.md")
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
     assert [path.name for path in aside] == ["abandoned-2-checkpoint-1000"]
     # What was set aside can still be named.
     found = choose_checkpoint(str(run_dir / "abandoned-checkpoint-1500"), run_dir, read=True)
-    assert damage(found.checkpoint or run_dir) is None
+    assert find_damage(found.checkpoint or run_dir) is None
 
 
 @pytest.mark.parametrize("calls", range(5))
@@ -176,8 +176,8 @@ def test_a_crash_while_a_checkpoint_takes_its_place_loses_none(
         assert calls < 4  # COMPLETE, two aside, the new one
     monkeypatch.undo()
     assert choose_checkpoint("latest", run_dir, read=True).checkpoint is not None
-    assert damage(run_dir / "checkpoint-500") is None
-    kept = [path for path in run_dir.glob("*checkpoint-*") if path.name[0] != "." and damage(path) is None]
+    assert find_damage(run_dir / "checkpoint-500") is None
+    kept = [path for path in run_dir.glob("*checkpoint-*") if path.name[0] != "." and find_damage(path) is None]
     assert len(kept) == 3 + (calls == 4)
 
 

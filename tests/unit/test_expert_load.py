@@ -31,7 +31,7 @@ def routed(monkeypatch: pytest.MonkeyPatch, chosen: tuple[int, ...]) -> Any:
 
 def test_shares_entropy_and_adapters_without_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, flat = routed(monkeypatch, (1, 3))
-    load = ExpertLoad.of(model, compiled=False)
+    load = ExpertLoad.for_model(model, compiled=False)
     assert load is not None
     assert load.values() == {"experts/adapters_without_token": 8.0}, "two tensors of four experts, before any step"
     trained(model, flat.buffers, steps=2)
@@ -50,4 +50,4 @@ def test_shares_entropy_and_adapters_without_token(monkeypatch: pytest.MonkeyPat
 def test_a_model_without_experts_has_no_load() -> None:
     from tests.unit.test_targets import model_of
 
-    assert ExpertLoad.of(model_of("llama", num_hidden_layers=1), compiled=False) is None
+    assert ExpertLoad.for_model(model_of("llama", num_hidden_layers=1), compiled=False) is None

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
-from trainer.checkpoint.weights import save_adapter
+from tests.saved_adapters import save_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter
 from trainer.model.base import load_base_model
@@ -71,7 +71,7 @@ def base_of(model_type: str, **changes: Any) -> Any:
 
 
 def saved(model: Any, folder: Path, *, moved: bool = True) -> Path:
-    save_adapter(model, folder, is_main=True, must_have_moved=moved)
+    save_adapter(model, folder, must_have_moved=moved)
     return folder
 
 

@@ -46,7 +46,7 @@ def lost(name: str, folder: Path, **lora: Any) -> tuple[list[str], list[str]]:
     with torch.device("meta"):
         ours = apply_adapter(empty_model(config, ModelSection()), LoraSection(r=2, **lora), torch.float32)
     form = AdapterForm.from_model(ours, [path for path, _ in trained_parameters(ours)])
-    shapes = {stored: value.shape for stored, value in form.stored(dict(ours.named_parameters())).items()}
+    shapes = {stored: value.shape for stored, value in form.build_tensors(dict(ours.named_parameters())).items()}
     save_file({stored: torch.zeros(shape) for stored, shape in shapes.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(form.settings)
     base = empty_model(config, ModelSection())

@@ -34,14 +34,14 @@ def by_hand(tokens: int, targets: int, squares: int) -> float:
 
 
 def test_the_sum_by_hand() -> None:
-    assert StepFlops(adapted()).of([packed(10, 22), packed(32)]) == by_hand(64, 64, 10**2 + 22**2 + 32**2)
+    assert StepFlops(adapted()).count([packed(10, 22), packed(32)]) == by_hand(64, 64, 10**2 + 22**2 + 32**2)
 
 
 def test_padding_and_tokens_without_loss_cost_nothing() -> None:
     mask = torch.tensor([[1] * 10 + [0] * 6, [1] * 16])
     targets = torch.full((2, 16), -100)
     targets[1, 4:] = 7
-    counted = StepFlops(adapted()).of([MicroBatch(mask, targets, 26, attention_mask=mask)])
+    counted = StepFlops(adapted()).count([MicroBatch(mask, targets, 26, attention_mask=mask)])
     assert counted == by_hand(26, 12, 10**2 + 16**2)
 
 
@@ -57,7 +57,7 @@ def test_a_window_bounds_what_a_token_sees() -> None:
     flops = StepFlops(adapted("random:phi3-mini,sliding_window=8,num_hidden_layers=1"))
     assert list(flops.attention) == [8]
     pairs = sum(2 * min(place, 7) + 1 for place in range(20))
-    inside = flops.of([packed(20)]) - 20 * (flops.per_token + flops.per_target)
+    inside = flops.count([packed(20)]) - 20 * (flops.per_token + flops.per_target)
     assert inside == 6 * flops.attention[8] * pairs
 
 
@@ -113,4 +113,4 @@ def test_steps_may_overlap() -> None:
 
 
 def test_no_meter_without_a_known_card() -> None:
-    assert MfuMeter.of(adapted(), torch.device("cpu"), "bf16") is None
+    assert MfuMeter.for_device(adapted(), torch.device("cpu"), "bf16") is None

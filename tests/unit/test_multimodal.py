@@ -9,8 +9,8 @@ import yaml
 
 from tests.multimodal import MULTIMODAL, make_multimodal
 from tests.plain_peft import plain_losses
+from tests.saved_adapters import save_adapter
 from tests.tiny import write_chats
-from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.data import Samples
 from trainer.memory.preflight import plan_memory
@@ -123,7 +123,7 @@ def test_text_trains_as_in_plain_peft_and_the_adapter_loads_onto_the_whole_model
     assert sum(layer.count for layer in adapted_layers(model)) == TEXT_LAYERS.get(name, 4 * 7)
     [line] = [line for line in lines if "never sees text" in line]
     assert line.startswith("without adapter: ") and "vis" in line
-    save_adapter(model, tmp_path, is_main=True, must_have_moved=True)
+    save_adapter(model, tmp_path)
     base = AutoModelForMultimodalLM.from_pretrained(root / name, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path).eval()
     ids = torch.arange(3, 40)[None]

@@ -20,9 +20,9 @@ from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import running_mean, series
 from trainer.monitor.report.plots import draw_chart
-from trainer.monitor.report.recorded import keep_times, read_times
+from trainer.monitor.report.recorded import read_times, record_times
 from trainer.monitor.report.together import write_page_of_runs
-from trainer.monitor.report.write import keep_answer, training_seconds, write_report
+from trainer.monitor.report.write import record_answer, training_seconds, write_report
 
 STEPS = 80
 
@@ -144,9 +144,9 @@ def test_model_data_command_answers_and_next_steps_are_on_the_page(
         "sys.argv", ["train.py", "c.yaml", "--lock", "01", encode_command(typed), "--console", "/tmp/x"]
     )
     make_run(tmp_path)
-    keep_answer(tmp_path, "Who <are> you?", "before", "I am lost")
-    keep_answer(tmp_path, "Who <are> you?", "after", "A <b>tiny</b> model")
-    keep_answer(tmp_path, "never answered again", "before", "x")
+    record_answer(tmp_path, "Who <are> you?", "before", "I am lost")
+    record_answer(tmp_path, "Who <are> you?", "after", "A <b>tiny</b> model")
+    record_answer(tmp_path, "never answered again", "before", "x")
     page = write_report(tmp_path).read_text()
     assert rows_of(page)["command"] == "zerolora train c.yaml &#x27;logging.run_name=a run&#x27;"
     assert "<title>a run: models/tiny on data/train.jsonl" in page
@@ -169,8 +169,8 @@ def test_settings_that_are_not_at_their_defaults_are_told_apart(tmp_path: Path) 
 
 def test_time_by_phase_is_shown_longest_first(tmp_path: Path) -> None:
     make_run(tmp_path)
-    keep_times(tmp_path, {"start": 5.0, "steps": 60.0, "save": 0.1}, goes_on=False)
-    keep_times(tmp_path, {"start": 5.0, "evaluate": 30.0}, goes_on=True)
+    record_times(tmp_path, {"start": 5.0, "steps": 60.0, "save": 0.1}, resumes=False)
+    record_times(tmp_path, {"start": 5.0, "evaluate": 30.0}, resumes=True)
     page = write_report(tmp_path).read_text()
     rows = re.findall(r'swatch run\d"></span>(\w+)</th><td>([\d.]+) s</td><td>(\d+)%</td>', page)
     assert rows == [
@@ -180,15 +180,15 @@ def test_time_by_phase_is_shown_longest_first(tmp_path: Path) -> None:
         ("others", "0.1", "0"),
     ]
     assert re.findall(r'<i class="run\d" style="width:([\d.]+)%">', page) == ["59.94", "29.97", "9.99", "0.10"]
-    keep_times(tmp_path, {"start": 1.0}, goes_on=False)
+    record_times(tmp_path, {"start": 1.0}, resumes=False)
     assert read_times(tmp_path) == {"start": 1.0}, "a run that starts over counts again"
 
 
 def make_two(folder: Path) -> list[Path]:
     for name, scu in (("one", False), ("two", True)):
         make_run(folder / name, scu=scu, name=name)
-        keep_answer(folder / name, "Who?", "before", "I am lost")
-        keep_answer(folder / name, "Who?", "after", f"I am {name}")
+        record_answer(folder / name, "Who?", "before", "I am lost")
+        record_answer(folder / name, "Who?", "after", f"I am {name}")
     config = json.loads((folder / "two" / "training_config.json").read_text())
     config["training"]["learning_rate"] = 0.003
     (folder / "two" / "training_config.json").write_text(json.dumps(config))
@@ -368,7 +368,7 @@ def test_a_record_of_another_shape_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, old: str, new: str, words: str
 ) -> None:
     make_run(tmp_path)
-    keep_answer(tmp_path, "who", "before", "I am lost")
+    record_answer(tmp_path, "who", "before", "I am lost")
     content = (tmp_path / name).read_text().replace('"val_split": ', '"val_split":')
     assert old in content
     (tmp_path / name).write_text(content.replace(old, new))

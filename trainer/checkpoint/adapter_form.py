@@ -33,9 +33,9 @@ class AdapterForm:
 
     @classmethod
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
-        """Have PEFT save the model with a number in place of each tensor, which takes tenths of a second.
+        """Determine the layout by letting PEFT save the model with an index in place of each tensor.
 
-        Raises UserError for tensors that PEFT alone could not load.
+        Takes tenths of a second. Raises UserError for tensors that PEFT alone could not load.
         """
         trained = list(trained)
         factors = {f"{path}.weight": part for path, part in model.named_modules() if isinstance(part, ExpertFactor)}
@@ -48,13 +48,10 @@ class AdapterForm:
             settings = (Path(folder) / SETTINGS).read_text(encoding="utf-8")
         return cls(names, settings, {name: factors[name] for name in trained if name in factors})
 
-    def stored(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def build_tensors(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the trained tensors in PEFT's shapes, by their names in the file."""
-        return {stored: self._to_peft(name, trained[name]) for stored, name in self.names.items()}
-
-    def _to_peft(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        factor = self.factors.get(name)
-        return value if factor is None else factor.to_peft(value).contiguous()
+        peft = {name: factor.to_peft(trained[name]).contiguous() for name, factor in self.factors.items()}
+        return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
     def for_unchanged_base(self) -> "AdapterForm":
         """Return the layout of an equivalent adapter for the unchanged base, for PiSSA and OLoRA.

@@ -39,7 +39,7 @@ class SaveFailed(UserError):
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """What rank 0 does with a checkpoint once it is written."""
+    """Options for publishing a written checkpoint, used by rank 0."""
 
     keep: int | None
     """Number of complete checkpoints to keep."""
@@ -54,7 +54,7 @@ class PublishOptions:
 
 
 class CheckpointSaver:
-    """The checkpoints of one run on one rank, one at a time."""
+    """Writes a run's checkpoints on one rank, one at a time."""
 
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
         self._run_dir, self._ranks = run_dir, ranks
@@ -91,19 +91,19 @@ class CheckpointSaver:
             weights(self._copies)
         self._copies.mark_queued()
 
-    def hold_changes(self) -> None:
+    def make_updates_wait(self) -> None:
         """Make the device, not the host, wait for the copies before the next update changes the tensors."""
-        self._copies.hold_changes()
+        self._copies.make_updates_wait()
 
     def begin(
-        self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, order: PublishOptions
+        self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, options: PublishOptions
     ) -> None:
         """Start writing the copies as `checkpoint-<position["step"]>`; a collective call.
 
         Raises SaveFailed, on every rank, if the folder cannot be created.
         """
         assert self._copied is not None, "nothing was copied"
-        own, self._copied = self._copied.complete(position, engine, self._ranks), None
+        rank_state, self._copied = self._copied.complete(position, engine, self._ranks), None
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []
@@ -111,48 +111,48 @@ class CheckpointSaver:
             if self._ranks.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-        self._agree(_Report(failures), folder)
+        self._exchange_outcomes(_Report(failures), folder)
 
         def write_weights(folder: Path) -> None:
             if self._preparing is not None:
                 self._preparing.join()
             write_copied(folder)
 
-        self._current = _Save(folder, final, own, write_weights, self._copies, order, self._ranks)
+        self._current = _Save(folder, final, rank_state, write_weights, self._copies, options, self._ranks)
 
     def finish(self) -> list[Path] | None:
         """Wait for the current save; return the new names of renamed checkpoints (on rank 0), None without a save.
 
-        A collective call. Raises SaveFailed on all ranks if a disk was full, and any other error as it is.
+        A collective call. Raises SaveFailed on all ranks if a disk was full, and any other error unchanged.
         """
         save, self._current = self._current, None
         if save is None:
             return None
         save.written.wait()
-        self._agree(save.report(), save.folder, save)
+        self._exchange_outcomes(save.report(), save.folder, save)
         if self._ranks.is_main:
             save.all_have_written.set()
             save.thread.join()
-        self._agree(save.report(), save.folder, save)
-        return save.aside
+        self._exchange_outcomes(save.report(), save.folder, save)
+        return save.renamed
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for the current save, on this rank only, after the run has failed."""
         if self._current is not None:
             self._current.thread.join(seconds)
 
-    def _agree(self, report: "_Report", folder: Path, save: "_Save | None" = None) -> None:
+    def _exchange_outcomes(self, report: "_Report", folder: Path, save: "_Save | None" = None) -> None:
         """Exchange the outcome between ranks; if any rank failed, remove what was written and raise on all."""
-        everyones: list[_Report] = [report]
+        reports: list[_Report] = [report]
         if dist.is_initialized() and self._ranks.world_size > 1:
-            everyones = [report] * self._ranks.world_size
-            dist.all_gather_object(everyones, _Report(report.failures, report.error))
-        failures = [reason for other in everyones for reason in other.failures]
-        errors = [(rank, other.error) for rank, other in enumerate(everyones) if other.error]
+            reports = [report] * self._ranks.world_size
+            dist.all_gather_object(reports, _Report(report.failures, report.error))
+        failures = [reason for other in reports for reason in other.failures]
+        errors = [(rank, other.error) for rank, other in enumerate(reports) if other.error]
         if not failures and not errors:
             return
         if save is not None and self._ranks.is_main:
-            save.is_lost.set()
+            save.has_failed.set()
             save.thread.join()
         if self._ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -181,16 +181,16 @@ class _Save:
         self,
         folder: Path,
         final: Path,
-        own: RankState,
+        rank_state: RankState,
         write_weights: WriteWeights,
         copies: HostCopies,
-        order: PublishOptions,
+        options: PublishOptions,
         ranks: Ranks,
     ) -> None:
-        self.folder, self._final, self._own, self._write_weights = folder, final, own, write_weights
-        self._copies, self._order, self._ranks = copies, order, ranks
-        self.aside: list[Path] = []
-        self.written, self.all_have_written, self.is_lost = threading.Event(), threading.Event(), threading.Event()
+        self.folder, self._final, self._rank_state, self._write_weights = folder, final, rank_state, write_weights
+        self._copies, self._options, self._ranks = copies, options, ranks
+        self.renamed: list[Path] = []
+        self.written, self.all_have_written, self.has_failed = threading.Event(), threading.Event(), threading.Event()
         self._failures: list[str] = []
         self._exception: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="save", daemon=True)
@@ -208,7 +208,7 @@ class _Save:
             if self._ranks.is_main and not self._failures and self._wait_for_others():
                 with collect_disk_errors(self._failures, self.folder.parent):
                     self._publish()
-        except BaseException as error:  # the main thread's to raise
+        except BaseException as error:  # raised again by the main thread
             self._exception = error
         finally:
             self.written.set()
@@ -217,33 +217,33 @@ class _Save:
         self._copies.wait()
         if self._ranks.is_main:
             self._write_weights(self.folder)
-        for file in self._own.write(self.folder):
+        for file in self._rank_state.write(self.folder):
             descriptor = os.open(file, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        self._mark(self._ranks.rank).touch()
+        self._marker_path(self._ranks.rank).touch()
 
     def _wait_for_others(self) -> bool:
         """Return True once every rank has written its files, False if one of them failed."""
         while not self.all_have_written.is_set():
-            if self.is_lost.is_set():
+            if self.has_failed.is_set():
                 return False
-            if all(self._mark(rank).exists() for rank in range(self._ranks.world_size)):
+            if all(self._marker_path(rank).exists() for rank in range(self._ranks.world_size)):
                 break
-            self.is_lost.wait(POLL_INTERVAL_S)
-        return not self.is_lost.is_set()
+            self.has_failed.wait(POLL_INTERVAL_S)
+        return not self.has_failed.is_set()
 
     def _publish(self) -> None:
         for rank in range(self._ranks.world_size):
-            self._mark(rank).unlink(missing_ok=True)
-        self._order.before_publishing()
-        self.aside = publish(self.folder, self._final, self._order.later)
-        self._order.after_publishing(self.aside)
-        step = int(self._own.state["step"])
-        for checkpoint in list(surplus_checkpoints(self.folder.parent, self._order.keep, (*self._order.protect, step))):
+            self._marker_path(rank).unlink(missing_ok=True)
+        self._options.before_publishing()
+        self.renamed = publish(self.folder, self._final, self._options.later)
+        self._options.after_publishing(self.renamed)
+        protect = (*self._options.protect, int(self._rank_state.state["step"]))
+        for checkpoint in list(surplus_checkpoints(self.folder.parent, self._options.keep, protect)):
             shutil.rmtree(checkpoint)
 
-    def _mark(self, rank: int) -> Path:
+    def _marker_path(self, rank: int) -> Path:
         return self.folder / f".written-{rank:05d}"

@@ -45,7 +45,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 
 
 def _hash_denoiser(folder: Path) -> dict[str, str]:
-    """Return the hashes of an image pipeline's denoiser, which is what adapters are trained on."""
+    """Return the hashes of an image pipeline's denoiser, the part that adapters are trained on."""
     denoiser = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
     found, config = {}, denoiser / "config.json"
     if config.is_file():
@@ -53,7 +53,7 @@ def _hash_denoiser(folder: Path) -> dict[str, str]:
     return found | _hash_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
 
 
-def same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
+def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
     """Return whether two fingerprints are of the same base; None if they have no key in common."""
     if "config" in one and "config" in other and one["config"] != other["config"]:
         return False

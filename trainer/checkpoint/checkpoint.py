@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import FORMAT, damage, read_state
+from trainer.checkpoint.checkpoint_files import FORMAT, find_damage, read_state
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
@@ -52,7 +52,7 @@ class RankState:
 
     @classmethod
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """Queue copies of the engine's state, all but `state`; they are valid after `copies.wait()`."""
+        """Queue copies of everything except `state`; they are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.pieces()
         if pieces is not None:
@@ -63,7 +63,7 @@ class RankState:
         return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
-        """Add `state`, once the device has computed what was copied."""
+        """Add `state`, after the device has computed the copied step."""
         state = {
             "format": FORMAT,
             **position,
@@ -89,15 +89,15 @@ class RankState:
 
 
 def checkpoint_sizes(engine: Engine, ranks: Ranks) -> list[Size]:
-    """Return the sizes of what this rank will copy for a checkpoint of an adapter, except for small tensors."""
+    """Return the sizes of the tensors that this rank copies for an adapter's checkpoint, except small ones."""
     weights = trained_parameters(engine.module) if ranks.is_main else []
     sizes = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]
     return EngineState(engine).sizes() + sizes
 
 
-def share_damage(checkpoint: Path, ranks: Ranks) -> str | None:
+def find_damage_collectively(checkpoint: Path, ranks: Ranks) -> str | None:
     """Return on all ranks the damage that rank 0 finds in a checkpoint; a collective call."""
-    answer = [damage(checkpoint) if ranks.is_main else None]
+    answer = [find_damage(checkpoint) if ranks.is_main else None]
     if dist.is_initialized() and ranks.world_size > 1:
         dist.broadcast_object_list(answer, src=0, device=ranks.device())
     return answer[0]
@@ -110,7 +110,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     moments are quantized again.
     """
     state = read_state(checkpoint)
-    tensors = _load_state(checkpoint)
+    tensors = _load_training_state(checkpoint)
     engine_state = EngineState(engine)
     if misfit := engine_state.misfit(tensors):
         raise UserError(
@@ -139,7 +139,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
 
 
-def _load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+def _load_training_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return complete master weights and moments by name."""
     parts = sorted(checkpoint.glob("training_state-*.safetensors"))
     return whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)

@@ -22,7 +22,7 @@ MARKER = "COMPLETE"
 FORMAT = 3
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
-NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+FSYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,29 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     if setting is None:
         return Choice(None)
     if setting in ("latest", "auto"):
-        return _newest_whole(setting, run_dir, read)
-    path, asked = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
+        return _choose_newest_intact(setting, run_dir, read)
+    path, setting_text = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
     if not (path / "state.json").exists() and not (path / MARKER).exists():
-        raise UserError(f"{asked}: not the folder of a checkpoint; use latest")
-    problem = _problem(path, read)
+        raise UserError(f"{setting_text}: not the folder of a checkpoint; use latest")
+    problem = _find_problem(path, read)
     if problem is None:
         return Choice(path)
     step = checkpoint_step(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
     before = [other for other in list_checkpoints(path.parent) if checkpoint_step(other) < step]
-    complete = next((other for other in reversed(before) if damage(other) is None), None)
+    complete = next((other for other in reversed(before) if find_damage(other) is None), None)
     fix = (
         f"the newest complete one before it is {complete}"
         if complete
         else "no earlier one is complete; start a new run"
     )
-    raise UserError(f"{asked}: {problem}; {fix}")
+    raise UserError(f"{setting_text}: {problem}; {fix}")
 
 
-def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
+def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
     damaged: list[str] = []
     folders = checkpoint_folders(run_dir)
     for folder in reversed(folders):
-        problem = _problem(folder, read)
+        problem = _find_problem(folder, read)
         if problem is None:
             warning = f"skipped {'; '.join(damaged)}; resuming from {folder.name}" if damaged else None
             return Choice(folder, warning)
@@ -97,11 +97,11 @@ def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
     return Choice(None)
 
 
-def _problem(checkpoint: Path, read: bool) -> str | None:
-    return damage(checkpoint) if read or not (checkpoint / MARKER).exists() else None
+def _find_problem(checkpoint: Path, read: bool) -> str | None:
+    return find_damage(checkpoint) if read or not (checkpoint / MARKER).exists() else None
 
 
-def damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """Verify all checksums of a checkpoint; return the first problem, with the file's name, or None."""
     try:
         marker = (checkpoint / MARKER).read_bytes()
@@ -109,7 +109,7 @@ def damage(checkpoint: Path) -> str | None:
         if sums is None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in sums.items():
-            if problem := _difference(checkpoint / name, digest, size):
+            if problem := _find_difference(checkpoint / name, digest, size):
                 return f"{name} {problem}"
         return None
     except FileNotFoundError as error:
@@ -182,7 +182,7 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
-def _difference(file: Path, digest: str, size: int) -> str | None:
+def _find_difference(file: Path, digest: str, size: int) -> str | None:
     found = file.stat().st_size
     if found != size:
         return f"is damaged: {found:,} bytes of {size:,}"
@@ -224,7 +224,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in NO_SUCH_CALL:  # some network file systems cannot fsync folders
+        if error.errno not in FSYNC_UNSUPPORTED:  # some network file systems cannot fsync folders
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where a run resumes, how it saves, and what happens to the checkpoints of an earlier run in the same folder."""
+"""Resume a run, save its checkpoints, and set aside those of an earlier run in the same folder."""
 
 import math
 import shutil
@@ -11,11 +11,11 @@ import torch
 from rich.markup import escape
 
 from trainer.checkpoint.background import CheckpointSaver, PublishOptions, SaveFailed, WriteWeights
-from trainer.checkpoint.checkpoint import Position, restore_checkpoint, share_damage
+from trainer.checkpoint.checkpoint import Position, find_damage_collectively, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
-from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left
+from trainer.checkpoint.resume_comparison import agree_on_resumption, describe_finished
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.monitor.metrics import archive_previous_attempt
@@ -68,7 +68,7 @@ class CheckpointManager:
             self._say("note: " + REQUANTIZED_MOMENTS)
         training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
-            self._say(f"note: {nothing_left(position.step, total_steps)}")
+            self._say(f"note: {describe_finished(position.step, total_steps)}")
         best = position.best_step
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
             self._say(f"note: the best checkpoint so far (step {best}) is missing; the search for the best starts over")
@@ -76,7 +76,7 @@ class CheckpointManager:
         return position, state
 
     def prepare_saves(self, engine: Engine, also: Callable[[], object]) -> None:
-        """Do what the first save needs, and `also`, in a thread while the first step runs."""
+        """Prepare the first save and call `also` in a thread while the first step runs."""
 
         def prepare() -> None:
             self.identity()
@@ -85,21 +85,21 @@ class CheckpointManager:
         self._saves.prepare(engine, prepare)
 
     def identity(self) -> dict[str, Any] | None:
-        """Return what identifies this run on rank 0; None on the other ranks."""
+        """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
             found = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
             self._identity = found.model_dump()
         return self._identity
 
     def copy(self, engine: Engine, weights: Callable[[HostCopies], object]) -> None:
-        """Queue copies of what a checkpoint holds behind the current step on the device; a collective call."""
-        with suppress(SaveFailed):  # of the previous save: already reported, and the next one is about to be made
+        """Queue copies of a checkpoint's tensors behind the current step on the device; a collective call."""
+        with suppress(SaveFailed):  # the previous save: its failure was reported, and the next one follows
             self.settle()
         self._saves.copy(engine, weights)
 
-    def hold_changes(self) -> None:
-        """Make the device finish the copies before the next update."""
-        self._saves.hold_changes()
+    def make_updates_wait(self) -> None:
+        """Make the next update on the device wait for the copies."""
+        self._saves.make_updates_wait()
 
     def save(
         self,
@@ -118,14 +118,14 @@ class CheckpointManager:
             before_publishing=before_publishing,
             after_publishing=self._close_earlier_run,
         )
-        with self._warning_of_failure():
+        with self._warn_on_failure():
             state = position.to_dict() | more | {"run": self.identity()}
             self._saves.begin(engine, state, write_weights, order)
 
     @phase("save")
     def settle(self) -> None:
         """Wait until the current save is complete; a collective call. Raises SaveFailed, after a warning."""
-        with self._warning_of_failure():
+        with self._warn_on_failure():
             aside = self._saves.finish()
         if aside is None:
             return
@@ -135,7 +135,7 @@ class CheckpointManager:
             self._say(f"checkpoints after step {self._begun_at} belong to the earlier run: kept as {names}")
 
     def _close_earlier_run(self, aside: list[Path]) -> None:
-        """Drop or set aside the earlier run's metrics once this run has a checkpoint of its own."""
+        """Drop or set aside the earlier run's metrics once this run has a checkpoint."""
         if not self._saved:
             archive_previous_attempt(self._run_dir, keep=bool(aside))
         self._saved = True
@@ -145,7 +145,7 @@ class CheckpointManager:
         self._saves.wait(seconds)
 
     @contextmanager
-    def _warning_of_failure(self) -> Iterator[None]:
+    def _warn_on_failure(self) -> Iterator[None]:
         try:
             yield
         except SaveFailed as error:
@@ -170,7 +170,7 @@ class CheckpointManager:
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._checkpoint_path(position.best_step)
-        if problem := share_damage(best, self._ranks):
+        if problem := find_damage_collectively(best, self._ranks):
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)

@@ -32,7 +32,7 @@ CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
 """Settings, in any section, that may name a file or folder the run reads."""
-MOVED = "location of the base model, if it was moved"
+BASE_MODEL_HELP = "location of the base model, if it was moved"
 Section = TypeVar("Section", bound=BaseModel)
 
 
@@ -179,6 +179,12 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     if config.training.qat:
         compute_rounded(model, config.training.qat, dtype)
     return model
+
+
+def load_full_base(run: FinishedRun, dtype: torch.dtype) -> Any:
+    """Load the run's base, unquantized, in `dtype` on the CPU."""
+    base, cpu = run.config.base_model, torch.device("cpu")
+    return load_base_model(base, run.config.model, dtype=dtype, device=cpu, attention="eager", unpack=True)
 
 
 def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 
 # Page-locked memory cannot be swapped, so larger models (full fine-tuning) are copied synchronously.
-MOST_KEPT_BYTES = 8 * 2**30
+MAX_PINNED_BYTES = 8 * 2**30
 OWN_BLOCK_BYTES = 32 * 2**20
 ALIGNMENT = 512
 Size = tuple[int, torch.device]
@@ -17,7 +17,7 @@ class HostCopies:
     """Named buffers, pinned for GPU tensors; the copies of one save are valid until the next one.
 
     Copies from a GPU run in their own stream behind the work queued so far, so that neither the host nor the next
-    forward and backward pass waits. Call `hold_changes` before queueing what changes the tensors.
+    forward and backward pass waits. Call `make_updates_wait` before queueing what changes the tensors.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class HostCopies:
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
-        self._is_held = True
+        self._updates_wait = True
 
     def reserve(self, tensors: Sequence[Size]) -> None:
         """Allocate memory for copies of these tensors; pinned memory takes tenths of a second.
@@ -48,7 +48,7 @@ class HostCopies:
         if buffer is None:
             return tensor.to("cpu", copy=True).contiguous()
         tensor = tensor.contiguous()
-        with self._behind(tensor):
+        with self._copy_stream(tensor):
             return buffer.copy_(tensor, non_blocking=True)
 
     def mark_queued(self) -> None:
@@ -57,20 +57,20 @@ class HostCopies:
             # Blocking, so that the waiting thread neither spins nor holds the CUDA driver's lock.
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(self._stream)
-            self._is_held = False
+            self._updates_wait = False
 
-    def hold_changes(self) -> None:
+    def make_updates_wait(self) -> None:
         """Make work queued after this call wait for the copies; the host does not wait."""
-        if self._event is not None and not self._is_held:
+        if self._event is not None and not self._updates_wait:
             torch.cuda.current_stream(self._event.device).wait_event(self._event)
-            self._is_held = True
+            self._updates_wait = True
 
     def wait(self) -> None:
         """Block until the copies are complete; called by the thread that reads them."""
         if self._event is not None:
             self._event.synchronize()
 
-    def _behind(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
+    def _copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
         """Enter the copy stream behind the work that produces the tensor, which keeps its memory until copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
@@ -81,7 +81,7 @@ class HostCopies:
         return torch.cuda.stream(self._stream)
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the buffer of that name; None if it would exceed MOST_KEPT_BYTES."""
+        """Return the buffer of that name; None if it would exceed MAX_PINNED_BYTES."""
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
             return buffer
@@ -93,7 +93,7 @@ class HostCopies:
         return buffer
 
     def _allocate(self, size: int, device: torch.device) -> "_Block | None":
-        if sum(len(block.memory) for block in self._blocks) + size > MOST_KEPT_BYTES:
+        if sum(len(block.memory) for block in self._blocks) + size > MAX_PINNED_BYTES:
             return None
         if device.type == "cuda":
             with torch.cuda.device(device):  # a new thread starts with device 0

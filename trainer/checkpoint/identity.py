@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
-from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_base, same_base
+from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_base, is_same_base
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
@@ -33,7 +33,7 @@ FIXED = (
     "model.added_tokens",
 )
 # Setting -> its name in training.resume_changes.
-DECISIVE = {
+CHANGE_GROUPS = {
     "adapter": "adapter",
     "lora.alpha": "adapter",
     "lora.alpha_pattern": "adapter",
@@ -44,7 +44,7 @@ DECISIVE = {
     "training.optimizer": "optimizer",
     "training.precision": "precision",
 }
-OF_SECTIONS = {"dataset": "data", "image": "data", "quantization": "adapter", "scu": "scu"}
+SECTION_GROUPS = {"dataset": "data", "image": "data", "quantization": "adapter", "scu": "scu"}
 # Compared in another way (content instead of path, the global batch), or relevant to this start only.
 NOT_COMPARED = (
     "base_model",
@@ -67,15 +67,15 @@ NOT_COMPARED = (
     "training.resume_from_checkpoint",
     "training.resume_changes",
 )
-LOADED_BY = ("adapter", "model.added_tokens", "quantization.", "training.qat")
+MODEL_SETTINGS = ("adapter", "model.added_tokens", "quantization.", "training.qat")
 """Settings that determine the model a finished adapter is loaded into; its own are in adapter_config.json."""
-SPLIT_BY = (
+SPLIT_SETTINGS = (
     *("dataset.val_split", "dataset.split", "dataset.mix", "dataset.format", "dataset.fields", "dataset.template"),
     *("dataset.max_length", "seed"),
 )
 """Settings that determine which documents were held out."""
 # adapter_config.json's names -> ours.
-OF_PEFT = {
+PEFT_NAMES = {
     "r": "r",
     "rank_pattern": "rank_pattern",
     "lora_alpha": "alpha",
@@ -132,7 +132,7 @@ def run_identity(
             "batch": f"training.batch_size={training.batch_size} x gradient_accumulation_steps="
             f"{training.gradient_accumulation_steps} x {world_size} ranks",
         },
-        settings=_settings(config) | {"training.precision": precision},
+        settings=_comparable_settings(config) | {"training.precision": precision},
         base_model=config.base_model,
         base=fingerprint_base(config.base_model, config.model),
         data={} if prepared is None else dict(prepared.data.origin),
@@ -160,10 +160,10 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         if old == new or unknown or (new is None and setting == "training.precision"):
             continue
         fixed = setting in FIXED or (setting == "adapter" and "none" in (old, new))
-        group = DECISIVE.get(setting) or OF_SECTIONS.get(setting.partition(".")[0])
+        group = CHANGE_GROUPS.get(setting) or SECTION_GROUPS.get(setting.partition(".")[0])
         problem = f"{setting}={shown(new)}: {name} was trained with {shown(old)}"
         found.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
-    same = same_base(then.base, now.base)
+    same = is_same_base(then.base, now.base)
     if not same:
         what = "its weights differ from" if same is False else "its weights cannot be compared with"
         before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
@@ -185,7 +185,7 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
 
 
 def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
-    """Raise UserError, with a line for each change since the adapter in `folder` was trained, or if none is known.
+    """Raise UserError if anything changed since the adapter in `folder` was trained, or its record is missing.
 
     A base that is neither needed nor on this machine is not compared.
     """
@@ -199,10 +199,10 @@ def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
         if needs_base and not base:
             load_model_config(config.base_model, config.model)  # download it, which makes its commit known
             base = fingerprint_base(config.base_model, config.model)
-        now = Identity(settings=_settings(_without_adapter_path(config)))
-        problems += [f"{each}; restore the setting" for each in _problems(then, now, folder, LOADED_BY)]
+        now = Identity(settings=_comparable_settings(_without_adapter_path(config)))
+        problems += [f"{each}; restore the setting" for each in _list_problems(then, now, folder, MODEL_SETTINGS)]
         now = Identity(base_model=config.base_model, base=base)
-        problems += [f"{each}; pass that model with --base-model" for each in _problems(then, now, folder)]
+        problems += [f"{each}; pass that model with --base-model" for each in _list_problems(then, now, folder)]
     if problems:
         raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
 
@@ -211,11 +211,11 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
     """Raise UserError if splitting the data now could hold out documents that were trained on."""
     then = recorded_identity(folder)
     if then is not None:
-        settings = _settings(_without_adapter_path(config))
+        settings = _comparable_settings(_without_adapter_path(config))
         content = {"content": origin["content"]}
         now = Identity(names={"dataset.path": _data_path(config)}, settings=settings, data=content)
         fix = f"documents used in training may be held out now; pass other data with --data, or allow it with {ALLOW}"
-        if problems := _problems(then, now, folder, SPLIT_BY):
+        if problems := _list_problems(then, now, folder, SPLIT_SETTINGS):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 
 
@@ -234,17 +234,17 @@ def check_start(config: RunConfig) -> list[str]:
             return []
         return [f"lora.adapter_path={folder}: its {SETTINGS} names {named}, and base_model is {config.base_model}"]
     now = run_identity(_without_adapter_path(config), None, None, None)
-    problems = _problems(then, now, folder, ("model.added_tokens",))
+    problems = _list_problems(then, now, folder, ("model.added_tokens",))
     if problems and not config.lora.allow_mismatch:
         fix = "set it to what the adapter was trained with, or allow it with lora.allow_mismatch: true"
         raise UserErrors([f"{problem}; {fix}" for problem in problems])
     return problems
 
 
-def _problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
+def _list_problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
     """Return a line for each difference in base, data and `settings` that needs permission."""
     kept = {key: value for key, value in now.settings.items() if key.startswith(settings)}
-    base = then.base if same_base(then.base, now.base) is None else now.base
+    base = then.base if is_same_base(then.base, now.base) is None else now.base
     found = differences(then, now.model_copy(update={"settings": kept, "base": base}), str(folder))
     return [each.problem for each in found if each.group or each.fixed]
 
@@ -259,12 +259,12 @@ def _data_path(config: RunConfig) -> str:
     return data.path or ", ".join(str(source.path) for source in data.mix)
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _comparable_settings(config: RunConfig) -> dict[str, Any]:
     """Return all comparable settings by dotted name, without those of disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
         # The adapter's own settings replace those of the section.
-        values["lora"] = {name: value for name, value in values["lora"].items() if name not in OF_PEFT.values()}
+        values["lora"] = {name: value for name, value in values["lora"].items() if name not in PEFT_NAMES.values()}
         values["lora"] |= _initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
     off = {
@@ -277,11 +277,11 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         if not isinstance(value, dict):
             flat[name] = value
         elif not off.get(name):
-            flat |= {f"{name}.{key}": _without_order(f"{name}.{key}", inner) for key, inner in value.items()}
+            flat |= {f"{name}.{key}": _normalize_value(f"{name}.{key}", inner) for key, inner in value.items()}
     return {name: value for name, value in flat.items() if name not in NOT_COMPARED}
 
 
-def _without_order(name: str, value: Any) -> Any:
+def _normalize_value(name: str, value: Any) -> Any:
     """Sort layer names, whose order is irrelevant, and drop the paths of data sources, whose content is compared."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
@@ -300,6 +300,6 @@ def _initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     if folder is None:
         return {}
     saved = read_adapter_settings(folder)
-    found = {ours: saved[theirs] for theirs, ours in OF_PEFT.items() if theirs in saved}
+    found = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")
     return {name: (value or [] if name in lists else value) for name, value in found.items()}

@@ -25,7 +25,7 @@ def check_place(config: RunConfig) -> None:
         _check_writable(folder, existing)
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
-        _check_not_among(config, folder)
+        _check_separate(config, folder)
         found = list_run_files(folder)
         if found and not holds_run(folder):
             names = ", ".join(path.name for path in found[:NAMES_SHOWN]) + (", ..." if len(found) > NAMES_SHOWN else "")
@@ -36,7 +36,7 @@ def check_place(config: RunConfig) -> None:
 
 def check_free(config: RunConfig) -> None:
     """Raise UserError unless a run may start or resume in the folder; the caller holds its lock."""
-    problem = _occupied(config)
+    problem = _find_conflict(config)
     if problem:
         raise UserError(f"output_dir={config.output_dir}: {problem}")
 
@@ -46,16 +46,16 @@ def find_obstacle(config: RunConfig) -> str | None:
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
         return f"a run is active in it ({holder}); wait until it ends, or use another folder"
-    return _occupied(config)
+    return _find_conflict(config)
 
 
-def _occupied(config: RunConfig) -> str | None:
+def _find_conflict(config: RunConfig) -> str | None:
     """Return what to do about an earlier run in the folder; None if it is free or to be resumed."""
     folder, overwrite = Path(config.output_dir), config.output.overwrite
     if not list_run_files(folder):
         return None
     if overwrite and (overwrite != "delete" or written_names(folder) is None):
-        return _why_not_moved(folder)
+        return _find_move_obstacle(folder)
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
     overwriting = "output.overwrite: true to move it aside (delete to delete it)"
@@ -65,7 +65,7 @@ def _occupied(config: RunConfig) -> str | None:
     return f"holds another run, without a complete checkpoint to resume from; use a new folder, or set {overwriting}"
 
 
-def _why_not_moved(folder: Path) -> str | None:
+def _find_move_obstacle(folder: Path) -> str | None:
     """Return why the folder's content cannot be moved to a folder next to it; None if it can."""
     real = folder.resolve()
     if os.path.ismount(real):
@@ -106,7 +106,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
         )
 
 
-def _check_not_among(config: RunConfig, folder: Path) -> None:
+def _check_separate(config: RunConfig, folder: Path) -> None:
     """Raise UserError if the folder is a home folder or git checkout, or contains or is inside an input of the run."""
     real = folder.resolve()
     try:

@@ -58,11 +58,11 @@ def plan_resumption(
     else:
         notes.append(f"{checkpoint.name} has no record of its run: model, data and settings were not compared")
     if training.max_steps is not None and int(state["step"]) >= training.max_steps:
-        notes.append(nothing_left(int(state["step"]), training.max_steps))
+        notes.append(describe_finished(int(state["step"]), training.max_steps))
     return Resumption(checkpoint, warnings, tuple(notes))
 
 
-def nothing_left(step: int, total_steps: int) -> str:
+def describe_finished(step: int, total_steps: int) -> str:
     """Return the note for a run that has already done all of its steps."""
     return (
         f"the checkpoint is of step {step}, and training.max_steps or epochs amount to {total_steps} steps: "

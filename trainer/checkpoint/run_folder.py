@@ -1,4 +1,4 @@
-"""The folder of a run and what is written there: records, checkpoints, the result, the report.
+"""The output folder of a run: records, checkpoints, final weights and report.
 
 Every rank has a RunFolder, since gathering weights is collective; only rank 0 writes, after checking each time that the
 folder still belongs to this run.
@@ -33,8 +33,6 @@ from trainer.checkpoint.run_record import (
 )
 from trainer.checkpoint.weights import (
     gather_weights,
-    save_adapter,
-    save_full_model,
     save_initial_adapter,
     write_adapter,
     write_full_model,
@@ -46,9 +44,9 @@ from trainer.model.adapter import changes_base_weights
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
-from trainer.monitor.report.recorded import TIMES, keep_times
+from trainer.monitor.report.recorded import TIMES, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
-from trainer.monitor.report.write import ANSWERS, keep_answer, write_report
+from trainer.monitor.report.write import ANSWERS, record_answer, write_report
 from trainer.monitor.summary import end_summary
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.protocol import Engine
@@ -123,7 +121,7 @@ class RunFolder:
         if self._ranks.is_main:
             self.check()
             with self.tolerating_full_disk(ANSWERS):
-                keep_answer(self.path, prompt, when, answer)
+                record_answer(self.path, prompt, when, answer)
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
@@ -173,7 +171,7 @@ class RunFolder:
         `must_have_moved`: the learning rate has been above zero. Raises SaveFailed, after a warning.
         """
         if self._ranks.is_main:
-            self._keep_record()
+            self._restore_record()
             name = f"checkpoint-{position.step}"
             note_written(self.path, [name, f".writing-{name}"])
         write_weights = self._writer(engine, self._copied, must_have_moved)
@@ -188,18 +186,21 @@ class RunFolder:
         failures: list[str] = []
         with collect_disk_errors(failures, self.path):
             if self._ranks.is_main:
-                self._keep_record()
+                self._restore_record()
                 shutil.rmtree(result, ignore_errors=True)
                 result.mkdir()
-            self._save_weights(engine, result, must_have_moved, factor)
+            weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
+            if factor != 1.0:
+                weights |= {name: value * factor for name, value in weights.items() if "lora_B" in name}
             if self._ranks.is_main:
+                self._writer(engine, weights, must_have_moved)(result)
                 self.check()
                 self._write_card(result)
                 record_result(self.path, place_result(self.path), self._checkpoints.identity())
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
-    def _keep_record(self) -> None:
+    def _restore_record(self) -> None:
         """Check the folder, and rewrite the record if it was moved away."""
         self.check()
         if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
@@ -209,7 +210,7 @@ class RunFolder:
     def write_times(self) -> None:
         """Write seconds by phase, added to those of the earlier starts of this run."""
         with self.tolerating_full_disk(TIMES):
-            keep_times(self.path, PROGRESS.time_by_phase(), goes_on=PROGRESS.first_step > 1)
+            record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
         """Write the report and plots and print the summary, with the held-out loss before and after training."""
@@ -226,25 +227,6 @@ class RunFolder:
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 
-    def _save_weights(self, engine: Engine, folder: Path, must_have_moved: bool, factor: float) -> None:
-        model, is_main = engine.module, self._ranks.is_main
-        if self._config.adapter == "none":
-            save_full_model(model, folder, is_main=is_main)
-        else:
-            initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
-            form = self._adapter_form(engine) if is_main else None
-            save_adapter(
-                model,
-                folder,
-                is_main=is_main,
-                must_have_moved=must_have_moved,
-                initial=initial,
-                form=form,
-                factor=factor,
-            )
-        if is_main:
-            self._task.companion_files()(folder)
-
     def _adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
@@ -254,7 +236,7 @@ class RunFolder:
     def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:
         """Return a function that writes the copied weights and their tokenizer files."""
         model, whole = engine.module, self._config.adapter == "none"
-        save_beside = self._task.companion_files() if self._ranks.is_main else None
+        write_companions = self._task.companion_files() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 
         def write(folder: Path) -> None:
@@ -264,8 +246,8 @@ class RunFolder:
                 form = self._adapter_form(engine)
                 assert form is not None, "weights are written on rank 0"
                 write_adapter(form, weights, folder, must_have_moved=must_have_moved, initial=initial)
-            if save_beside is not None:
-                save_beside(folder)
+            if write_companions is not None:
+                write_companions(folder)
 
         return write
 

@@ -29,9 +29,9 @@ from trainer.contract.whole_files import sync_folder, write_json, write_whole
 CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
 LOGS = "logs"
 STARTED_IN, PROMPT_TEXT = "working_directory", "prompt_text"
-OF_RESULT = ("checksums", "identity")
+RESULT_KEYS = ("checksums", "identity")
 RESULT = ".writing-result"
-OF_EVERY_RUN = (
+RUN_FILES = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
     *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
     *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
@@ -40,7 +40,7 @@ OF_EVERY_RUN = (
 # Prefix of checkpoints that were set aside; the rest of the name is listed.
 ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
 # Names in folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
-OF_NOBODY = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
+IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
 def write_run_record(
@@ -53,7 +53,7 @@ def write_run_record(
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, list_run_files(run_dir))):
         (run_dir / WRITTEN).touch()  # a list started in a folder whose list was lost would be incomplete
-    note_written(run_dir, OF_EVERY_RUN)
+    note_written(run_dir, RUN_FILES)
     resolved, earlier = config.model_dump_json(indent=1), {}
     with suppress(UserError):  # a damaged record is replaced
         earlier = read_record(run_dir)
@@ -73,7 +73,7 @@ def write_run_record(
         "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
     }
     # The earlier result stays in the folder until this run has written its own.
-    write_json(run_dir / RUN, record | {key: earlier[key] for key in OF_RESULT if key in earlier})
+    write_json(run_dir / RUN, record | {key: earlier[key] for key in RESULT_KEYS if key in earlier})
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def list_run_files(run_dir: Path) -> list[Path]:
     """
     if not run_dir.is_dir():
         return []
-    found = (path for path in run_dir.iterdir() if not OF_NOBODY.fullmatch(path.name))
+    found = (path for path in run_dir.iterdir() if not IGNORED_ENTRIES.fullmatch(path.name))
     return sorted(path for path in found if not (path.name == WRITTEN and path.lstat().st_size == 0))
 
 

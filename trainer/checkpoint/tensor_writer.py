@@ -24,7 +24,7 @@ _FLOATS = {name: dtype for dtype, name in _NAMES.items() if dtype.is_floating_po
 _ALIGNMENT = 8
 _PIECE = 1 << 22
 """Elements checked together; temporaries take the same amount of memory again."""
-_MOST_AT_ONCE = 1024
+_MAX_BUFFERS = 1024
 """Buffers per call, the limit of Linux."""
 
 
@@ -55,8 +55,8 @@ def iterate_float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
-    for kind, neighbours in itertools.groupby(ordered, key=lambda item: item[1].dtype):
-        tensors = list(neighbours)
+    for kind, group in itertools.groupby(ordered, key=lambda item: item[1].dtype):
+        tensors = list(group)
         begin, end = tensors[0][1].data_offsets[0], tensors[-1][1].data_offsets[1]
         if kind not in _FLOATS or begin == end:
             continue
@@ -76,7 +76,7 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 def _write(descriptor: int, buffers: list[memoryview]) -> None:
     rest = buffers[::-1]
     while rest:
-        written = os.writev(descriptor, rest[: -_MOST_AT_ONCE - 1 : -1])
+        written = os.writev(descriptor, rest[: -_MAX_BUFFERS - 1 : -1])
         while rest and written >= len(rest[-1]):
             written -= len(rest.pop())
         if written:

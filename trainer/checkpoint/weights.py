@@ -17,33 +17,13 @@ from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
-def save_adapter(
-    model: Any,
-    folder: Path,
-    *,
-    is_main: bool,
-    must_have_moved: bool,
-    initial: Path | None = None,
-    form: AdapterForm | None = None,
-    factor: float = 1.0,
-) -> None:
-    """Write the adapter in PEFT's format and verify it; a collective call, rank 0 writes.
-
-    `factor` scales the update: W + factor s B A.
-    """
-    trained = gather_weights(model)
-    if factor != 1.0:
-        trained |= {name: value * factor for name, value in trained.items() if "lora_B" in name}
-    if is_main:
-        form = form or AdapterForm.from_model(model, trained)
-        write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)
-
-
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter, which later ones are compared with to fit the unchanged base; a collective call."""
+    """Write the initial adapter, subtracted from later ones to fit the unchanged base; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
-    save_adapter(model, folder, is_main=is_main, must_have_moved=False)
+    trained = gather_weights(model)
+    if is_main:
+        write_adapter(AdapterForm.from_model(model, trained), trained, folder, must_have_moved=False)
     config.init_lora_weights = method
 
 
@@ -62,7 +42,7 @@ def write_adapter(
     Raises RuntimeError if the file is empty, not finite or differs from memory, or if it `must_have_moved` and all of
     B is still zero.
     """
-    stored = form.stored(trained)
+    stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
     if must_have_moved and factors_b and not any(value.any() for value in factors_b):
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
@@ -76,13 +56,6 @@ def write_adapter(
     _check_read_back(file)
 
 
-def save_full_model(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the full model as safetensors (adapter: none); a collective call, rank 0 writes."""
-    weights = gather_weights(model, only_trained=False)
-    if is_main:
-        write_full_model(model, weights, folder)
-
-
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write gathered weights as safetensors; of `model` only its settings are used."""
     model.save_pretrained(folder, state_dict=weights)
@@ -94,7 +67,7 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
 def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return unsharded weights by name on the CPU of rank 0 (empty elsewhere), gather_weights one tensor at a time.
+    """Gather unsharded weights by name on the CPU of rank 0 (empty elsewhere), one tensor at a time.
 
     `copy(name, tensor)` copies one to the CPU. A collective call.
     """

@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 from trainer.checkpoint.finished_run import (
-    MOVED,
+    BASE_MODEL_HELP,
     add_run_arguments,
     find_run,
     quiet_libraries,
@@ -54,12 +54,12 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Answer a turn, streaming the answer. Raises UserError if the turn alone does not fit into the context."""
         turns = [*self.turns, {"role": "user", "content": question}]
-        row = self._fitting(turns)
+        row = self._encode_fitting_turns(turns)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         [answer] = generate_answers(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
-    def _fitting(self, turns: list[dict[str, Any]]) -> torch.Tensor:
+    def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> torch.Tensor:
         """Return token ids [1, T] of the latest turns that leave room for an answer."""
         longest = context_length(self.model.config) or sys.maxsize
         room = min(self.sampling.max_new_tokens, longest // 4)  # longer answers may be cut off
@@ -108,7 +108,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora chat", description="Talk with a trained adapter; /help lists commands, Ctrl-D ends it."
     )
-    add_run_arguments(parser, MOVED)
+    add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
     return parser.parse_args(argv)
 

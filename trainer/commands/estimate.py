@@ -38,7 +38,7 @@ from trainer.setup.preflight import load_reference
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
-LEAST_GPU = GIB
+MIN_GPU_MEMORY = GIB
 DEFAULT_GPU = "80GiB"
 SHOWN = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
 """Decisions that cost memory if they differ from the default."""
@@ -51,7 +51,7 @@ def parse_memory(text: str) -> int:
     if match is None or unit is None:
         raise UserError(f"--gpu-memory {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
     size = int(float(match.group(1)) * unit)
-    if not LEAST_GPU <= size <= 2**50:
+    if not MIN_GPU_MEMORY <= size <= 2**50:
         raise UserError(
             f"--gpu-memory {text}: {size / GIB:.3g} GiB is not a GPU's memory; write 80GiB, 24GB or 40960MiB"
         )
@@ -112,7 +112,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "estimate": to_json(found),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
-        "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
+        "batch_size_is_bounded_by": None if best is None else _explain_batch_limit(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).to_json(),
         "on_cpu": _cpu_row(planner, config),
@@ -136,7 +136,7 @@ def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     return max(configured, planner.largest_batch(config, memory))
 
 
-def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
+def _explain_batch_limit(planner: Planner, best: RunConfig, memory: int) -> str:
     """Return what bounds the recommended micro-batch."""
     most, reason = planner.most_rows(best)
     if best.training.batch_size > (largest := planner.largest_batch(best, memory)):
@@ -255,10 +255,10 @@ def main(argv: list[str] | None = None) -> int:
 def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
     """Plan the same run on CPUs, with `auto` as resolved without a GPU."""
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
+    cpu_planner = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
     try:
-        resolved = there.resolve(config, None)
-        return Choice(resolved, there.estimate(resolved))
+        resolved = cpu_planner.resolve(config, None)
+        return Choice(resolved, cpu_planner.estimate(resolved))
     except UserError as error:
         return Choice(config, None, str(error))
 

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import (
-    MOVED,
+    BASE_MODEL_HELP,
     FinishedRun,
     add_run_arguments,
     default_device,
@@ -35,7 +35,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
-from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
+from trainer.config import CommandParser, SourceSection, UserError
 from trainer.config.command_line import positive_int
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
@@ -129,7 +129,8 @@ def evaluate(
                     done += part
                     progress.advance(bar, len(part))
             rows.append(np.array([loss for _, loss in sorted(done)]))
-    tokens = np.array([_target_count(document) for document in documents], dtype=np.float64)
+    # The first token of a document is not predicted.
+    tokens = np.array([sum(document.trained[1:]) for document in documents], dtype=np.float64)
     scaled_FD = np.stack(rows[1:])
     evaluation = bootstrap(rows[0], cross_validated_losses(scaled_FD), tokens, resamples=resamples, seed=seed)
     return replace(evaluation, scale=factors[best_scale(scaled_FD)])
@@ -168,7 +169,9 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
     elif source is None and not section.val_split:
         raise UserError(f"{run.folder}: the run held no data out; pass some with --data FILE")
     if source is not None:
-        section = _only(section, source)
+        alone = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
+        fields = {name: getattr(source, name) for name in SourceSection.model_fields}
+        section = section.model_copy(update=alone | fields)
     try:
         prepared = prepare_data(
             section,
@@ -186,26 +189,16 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         check_held_out(run.config, run.folder, prepared.origin)
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
-    return [document for sample in samples for document in _documents(sample)]
+    return [document for sample in samples for document in split_documents(sample)]
 
 
-def _only(section: DatasetSection, source: SourceSection) -> DatasetSection:
-    """Return the run's data settings with `source` in place of all sources."""
-    alone = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
-    return section.model_copy(update=alone | {name: getattr(source, name) for name in SourceSection.model_fields})
-
-
-def _documents(sample: Sample) -> Iterator[Sample]:
+def split_documents(sample: Sample) -> Iterator[Sample]:
     """Yield the documents of a pack as separate samples."""
     start = 0
     for length in sample.document_lengths:
         end = start + length
         yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
         start = end
-
-
-def _target_count(document: Sample) -> int:
-    return sum(document.trained[1:])  # the first token is not predicted
 
 
 def _document_losses(
@@ -265,7 +258,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
     )
-    add_run_arguments(parser, MOVED)
+    add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument(
         "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
     )

@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import TextStreamer
 
 from trainer.checkpoint.finished_run import (
-    MOVED,
+    BASE_MODEL_HELP,
     FinishedRun,
     add_run_arguments,
     default_device,
@@ -210,7 +210,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="zerolora generate",
         description="Answer prompts with a trained adapter; without a PROMPT, every line of standard input is one.",
     )
-    add_run_arguments(parser, MOVED)
+    add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a separate conversation")
     add_answer_options(parser, Sampling())
     parser.add_argument("--base", action="store_true", help="show the base model's answer as well")

@@ -19,6 +19,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.commands.evaluate import split_documents
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
 from trainer.config.command_line import positive_int
 from trainer.config.types import AUTO
@@ -77,7 +78,7 @@ def show_step(
     epoch, in_epoch = divmod(step - 1, batches.steps_per_epoch)
     size = global_batch(training, ranks)
     for index in batches.order(epoch)[in_epoch * size : (in_epoch + 1) * size].tolist():
-        for number, document in enumerate(_documents(data.train[index])):
+        for number, document in enumerate(split_documents(data.train[index])):
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             place = f"sample {index}" + (f", document {number + 1}" if number else "")
             console.print(
@@ -130,7 +131,7 @@ def warnings(stats: DataStats) -> list[str]:
 
 def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, colours: bool) -> Panel:
     text = Text()
-    documents = _documents(sample)
+    documents = list(split_documents(sample))
     for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
         if index:
             text.append("\n──── next document, masked from the one above ────\n", style="cyan")
@@ -150,17 +151,8 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
     return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
 
 
-def _documents(sample: Sample) -> list[Sample]:
-    documents, start = [], 0
-    for length in sample.document_lengths:
-        end = start + length
-        documents.append(Sample(sample.input_ids[start:end], sample.trained[start:end], [length]))
-        start = end
-    return documents
-
-
 def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
-    documents = [document for sample in samples for document in _documents(sample)]
+    documents = [document for sample in samples for document in split_documents(sample)]
     return DataStats(
         records=len(documents),
         documents=len(documents),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.fake_quantised import dequantised, quantised_merged
+from trainer.commands.export.factors import FUSED_LAYERS, PREFIX
 from trainer.config import UserError
 from trainer.model.integer_weights import (
     INSTALL,
@@ -24,10 +25,6 @@ from trainer.model.integer_weights import (
     choose_integer_form,
     why_not_rounded,
 )
-
-IN_PEFT = "base_model.model."
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers compute as one, which therefore need the same format."""
 
 
 class IntegerMerge:
@@ -55,13 +52,13 @@ class IntegerMerge:
             raise UserError(f"--quantize={self.kind}: no linear layer has an adapter, and only such are rounded")
         for path, layer in layers.items():
             if reason := why_not_rounded(layer):
-                raise UserError(f"--quantize={self.kind}: {path.removeprefix(IN_PEFT)}: {reason}; merge without it")
-        widths = {path.removeprefix(IN_PEFT): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
+                raise UserError(f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without it")
+        widths = {path.removeprefix(PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
         self._form = choose_integer_form(self.kind, widths, self.dtype, setting="--quantize")
         for path, layer in layers.items():
-            self._layers[path.removeprefix(IN_PEFT)] = self._rounded(layer, self._form)
+            self._layers[path.removeprefix(PREFIX)] = self._round_layer(layer, self._form)
 
-    def _rounded(self, layer: Any, form: IntegerForm) -> tuple[Tensor, Tensor]:
+    def _round_layer(self, layer: Any, form: IntegerForm) -> tuple[Tensor, Tensor]:
         name = layer.active_adapters[0]
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
@@ -72,7 +69,7 @@ class IntegerMerge:
         factors[1].data.zero_()
         return values, scales.to(self.dtype)
 
-    def saved(self, model: Any) -> dict[str, Tensor]:
+    def build_state_dict(self, model: Any) -> dict[str, Tensor]:
         """Return the merged state dict and set the model's `quantization_config`; print a summary to stderr."""
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
@@ -96,13 +93,13 @@ class IntegerMerge:
 
 
 def mixed_format_warnings(rounded: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return a warning for each group of layers that servers compute as one, but only some are in integers."""
+    """Return a warning for each group of layers that servers fuse and of which only some are in integers."""
     here, there = ({path.rpartition(".")[2] for path in paths} for paths in (rounded, others))
     return [
         f"warning: {', '.join(sorted(there & set(names)))} without an adapter stays in 16 bits, unlike "
         f"{', '.join(sorted(here & set(names)))}: vLLM and SGLang compute {', '.join(names)} as one layer and refuse "
         "mixed formats; adapt all of them"
-        for names in TOGETHER
+        for names in FUSED_LAYERS
         if here & set(names) and there & set(names)
     ]
 

@@ -22,6 +22,7 @@ from trainer.checkpoint.finished_run import (
     attach_adapter,
     default_device,
     find_run,
+    load_full_base,
     load_trained,
     quiet_libraries,
     run_command,
@@ -35,7 +36,7 @@ from trainer.commands.integers import IntegerMerge
 from trainer.commands.requantized import requantize_mxfp4
 from trainer.config import CommandParser, UserError
 from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
-from trainer.model.base import load_base_model, load_model_config
+from trainer.model.base import load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.stored_fp8 import fp8_form
@@ -61,7 +62,7 @@ def merge(
     integers = None if quantize is None else prepare_integers(run, quantize, dtype)
     model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
     if integers is not None:
-        values: dict[str, torch.Tensor] | None = integers.saved(model)
+        values: dict[str, torch.Tensor] | None = integers.build_state_dict(model)
     else:
         values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
     check_room(model, output)
@@ -72,7 +73,7 @@ def merge(
 
 
 def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
-    """Build what rounds the adapted layers; `auto` is the dtype that the run was trained in.
+    """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
@@ -96,7 +97,7 @@ def load_merged(
     """
     tokenizer = saved_tokenizer(run)
     wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
+    factor = _find_best_scale(run, tokenizer) if isinstance(scale, str) else scale
     if integers is not None:
         wanted = integers.dtype
     return build_merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
@@ -121,14 +122,7 @@ def build_merged_model(
     integers: IntegerMerge | None = None,
 ) -> Any:
     """Load the base in `dtype` on the CPU, resized for added tokens, and merge the adapter into its weights."""
-    base = load_base_model(
-        run.config.base_model,
-        run.config.model,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        attention="eager",
-        unpack=True,
-    )
+    base = load_full_base(run, dtype)
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
     # With an adapter in 32 bits only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
@@ -144,7 +138,7 @@ def build_merged_model(
     return model
 
 
-def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
+def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
     """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
     try:
         documents = held_out_documents(run, tokenizer, None, None)

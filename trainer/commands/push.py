@@ -88,7 +88,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     except OfflineModeIsEnabled:
         raise UserError(f"{repo}: the hub is switched off by HF_HUB_OFFLINE; unset it") from None
     except HfHubHTTPError as error:
-        raise UserError(f"{repo}: {_refusal(error.response.status_code)}") from None
+        raise UserError(f"{repo}: {_explain_refusal(error.response.status_code)}") from None
     except (HTTPError, OSError) as error:
         raise UserError(
             f"{repo}: the hub at {api.endpoint} cannot be reached ({type(error).__name__}); "
@@ -97,7 +97,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     return str(created)
 
 
-def _refusal(status: int) -> str:
+def _explain_refusal(status: int) -> str:
     """Explain a refusal of the hub without quoting it, since it may contain the request."""
     reasons = {
         401: f"the hub does not accept the token; {LOGIN}",

@@ -43,11 +43,11 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
                 parts[part].append(value)
         values |= {name + part: torch.stack(each) for part, each in parts.items()}
     model.config.quantization_config = stored_config.quantization_config
-    print(_line(changed, lost, size), file=sys.stderr)
+    print(_describe_error(changed, lost, size), file=sys.stderr)
     return values
 
 
-def _line(changed: float, lost: float, size: float) -> str:
+def _describe_error(changed: float, lost: float, size: float) -> str:
     if not changed:
         return "experts: unchanged, in MXFP4"
     return (

@@ -42,8 +42,8 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
     samples = count_samples(prepared)
     if trained is not None and samples is not None:
-        small = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
-        lines += [f"warning: {small}"] if small else []
+        warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
+        lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
     lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_describe_more_ranks(config)}")
     if smaller := smaller_batch_line(config.training, resolved.training, ranks):

@@ -19,10 +19,10 @@ from trainer.config import CommandParser, UserError
 from trainer.config.errors import printable
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.curves import Series, running_mean, series, window_for
+from trainer.monitor.report.curves import Series, choose_window, running_mean, series
 
 PLOT = "sweep.png"
-LAST_SHARE = 10
+TAIL_DIVISOR = 10
 MOST_LINES = 8
 COLOURS = ("#2f6db3", "#d9822b", "#3b8f6b", "#a14f9a", "#8a94a3", "#b5473c", "#6b6f1d", "#27303d")
 
@@ -63,7 +63,7 @@ def _outcome(folder: Path, exit_code: int | None) -> Outcome:
         best = int(np.argmin(held_out.values))
         loss, step = float(held_out.values[best]), int(held_out.steps[best])
     elif len(training):
-        loss = float(training.values[-max(1, len(training) // LAST_SHARE) :].mean())
+        loss = float(training.values[-max(1, len(training) // TAIL_DIVISOR) :].mean())
     state = (
         f"ended with {exit_code}" if exit_code else "done" if exit_code == 0 or _has_result(folder) else "not finished"
     )
@@ -77,8 +77,8 @@ def _has_result(folder: Path) -> bool:
 
 def show(console: Console, runs: list[Outcome]) -> None:
     held_out = any(len(run.held_out) for run in runs)
-    judged = "lowest held-out loss" if held_out else "training loss, last tenth"
-    table = Table("", "run", judged, "step", *(["at the end"] if held_out else []), "", box=None, pad_edge=False)
+    criterion = "lowest held-out loss" if held_out else "training loss, last tenth"
+    table = Table("", "run", criterion, "step", *(["at the end"] if held_out else []), "", box=None, pad_edge=False)
     for place, run in enumerate(runs, start=1):
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         last = [] if not held_out else ["-" if run.last is None else f"{run.last:.4f}"]
@@ -105,7 +105,7 @@ def draw(runs: list[Outcome], path: Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10], integer=True))
         for place, run in reversed(list(enumerate(shown))):
             line = run.held_out if held_out else run.training
-            window = None if held_out else window_for(len(line))
+            window = None if held_out else choose_window(len(line))
             values = running_mean(line.values, window) if window else line.values
             colour, label = (COLOURS[place], f"{run.name}  {run.loss:.4f}") if place < MOST_LINES else ("#d5dae1", None)
             axes.plot(line.steps, values, "o-" if held_out else "-", color=colour, label=label, markersize=4)

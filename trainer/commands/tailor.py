@@ -41,9 +41,9 @@ from trainer.setup.preflight import check_packing, prepare
 LONGEST_READ = 16_384
 UNCUT_FRACTION = 0.995
 """Fraction of the documents that are not truncated."""
-PACK = 2048
+PACK_LENGTH = 2048
 RANKS = (16, 32, 64, 128)
-SHORT_RUN = 200
+SHORT_RUN_STEPS = 200
 WIDTH = 110
 
 
@@ -57,19 +57,19 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """The command's arguments."""
 
     model: str
     data: str
     gpus: int
     memory: int
-    card: str
+    gpu_text: str
     output_dir: str
 
 
 @dataclass(frozen=True)
-class Seen:
+class Profile:
     """Properties of the data and the model."""
 
     tokens: Any
@@ -96,48 +96,46 @@ class Seen:
         return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
 
 
-def choose_settings(ask: Ask) -> tuple[list[Line], list[str]]:
+def choose_settings(request: Request) -> tuple[list[Line], list[str]]:
     """Return settings with reasons, and warnings. Raises UserError for a model or data that cannot be used."""
-    prepared, context = _read_data(ask)
-    seen = _measure(ask, prepared, context)
-    data = _data_lines(ask, seen)
-    rank, warnings = _rank(seen)
-    settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": ask.model}
-    settings |= {"output_dir": ask.output_dir} | {line.name: line.value for line in _target_lines(seen)}
-    samples = _samples(settings, seen)
-    length = _length_lines(samples, ask.gpus, seen)
+    prepared, context = _read_data(request)
+    profile = _build_profile(prepared, context)
+    data = _data_lines(request, profile)
+    rank, warnings = _choose_rank(profile)
+    settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": request.model}
+    settings |= {"output_dir": request.output_dir} | {line.name: line.value for line in _target_lines(profile)}
+    samples = _count_samples(settings, profile)
+    length = _length_lines(samples, request.gpus, profile)
     settings |= {line.name: line.value for line in length}
-    batch = resolve_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
-    together = batch.training.global_batch_size
-    settings["training.global_batch_size"] = together
-    placement = _placement(ask, prepared, settings, samples)
+    batch = resolve_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, request.gpus)
+    global_batch = batch.training.global_batch_size
+    settings["training.global_batch_size"] = global_batch
+    placement = _choose_placement(request, prepared, settings, samples)
     settings |= {line.name: line.value for line in placement}
-    steps = count_steps(_config(settings).training, samples, ask.gpus) or 1
+    steps = count_steps(_config(settings).training, samples, request.gpus) or 1
     batch_line = Line(
         "training.global_batch_size",
-        together,
-        f"small batches suit adapters: {steps:,} steps of {together} sequences",
+        global_batch,
+        f"small batches suit adapters: {steps:,} steps of {global_batch} sequences",
     )
     lines = [
-        Line("base_model", ask.model, f"{seen.parameters / 1e6:,.1f} million parameters"),
-        Line("output_dir", ask.output_dir, "adapter, checkpoints and report"),
+        Line("base_model", request.model, f"{profile.parameters / 1e6:,.1f} million parameters"),
+        Line("output_dir", request.output_dir, "adapter, checkpoints and report"),
         *placement[:1], rank, Line("lora.alpha", 32, "fits every rank, with the learning rate below"),
-        *_target_lines(seen),
-        *data, *length, batch_line, *placement[1:], _rate(seen, steps), *_evaluation_lines(settings),
+        *_target_lines(profile),
+        *data, *length, batch_line, *placement[1:], _choose_learning_rate(profile, steps), *_evaluation_lines(settings),
     ]  # fmt: skip
     return lines, warnings
 
 
-def _read_data(ask: Ask) -> tuple[Prepared, int | None]:
-    context = context_length(load_model_config(ask.model, ModelSection()))
+def _read_data(request: Request) -> tuple[Prepared, int | None]:
+    context = context_length(load_model_config(request.model, ModelSection()))
     longest = min(context or LONGEST_READ, LONGEST_READ)
-    config = _config(
-        {"base_model": ask.model, "output_dir": ask.output_dir, "dataset.path": ask.data, "dataset.max_length": longest}
-    )
-    return prepare(config, to_train=False), context
+    settings = {"base_model": request.model, "output_dir": request.output_dir, "dataset.path": request.data}
+    return prepare(_config(settings | {"dataset.max_length": longest}), to_train=False), context
 
 
-def _measure(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
+def _build_profile(prepared: Prepared, context: int | None) -> Profile:
     assert isinstance(prepared.data.train, Samples)
     tokens, targets = prepared.data.train.lengths()
     model = empty_model(prepared.model_config, ModelSection())
@@ -152,7 +150,7 @@ def _measure(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
         packable = True
     except UserError:
         packable = False
-    return Seen(
+    return Profile(
         tokens, targets, context, packable, size, per_rank,
         widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
         per_expert_rank=per_expert_rank,
@@ -161,98 +159,100 @@ def _measure(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
     )  # fmt: skip
 
 
-def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
-    documents, total = len(seen.tokens), int(seen.tokens.sum())
-    needed = int(np.quantile(seen.tokens, UNCUT_FRACTION, method="higher"))
-    length = min(-(-needed // 64) * 64, seen.context or needed * 2)
-    pack = min(max(length, PACK), seen.context or PACK)
-    short = bool(seen.packable and documents > 1 and seen.tokens.mean() < 0.5 * pack)
-    steps = _passes(documents) * total // (pack * ask.gpus)
+def _data_lines(request: Request, profile: Profile) -> list[Line]:
+    documents, total = len(profile.tokens), int(profile.tokens.sum())
+    needed = int(np.quantile(profile.tokens, UNCUT_FRACTION, method="higher"))
+    length = min(-(-needed // 64) * 64, profile.context or needed * 2)
+    pack = min(max(length, PACK_LENGTH), profile.context or PACK_LENGTH)
+    short = bool(profile.packable and documents > 1 and profile.tokens.mean() < 0.5 * pack)
+    steps = _usual_epochs(documents) * total // (pack * request.gpus)
     packs = short and steps >= ENOUGH_STEPS
-    cut = int((seen.tokens > (pack if packs else length)).sum())
-    held = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
-    middle, longest = int(np.median(seen.tokens)), int(seen.tokens.max())
-    trained = int(seen.targets.sum())
+    cut = int((profile.tokens > (pack if packs else length)).sum())
+    held_out = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
+    middle, longest = int(np.median(profile.tokens)), int(profile.tokens.max())
+    trained = int(profile.targets.sum())
     lines = [
-        Line("dataset.path", ask.data, f"{documents:,} documents, {total:,} tokens, {trained:,} of them trained"),
+        Line("dataset.path", request.data, f"{documents:,} documents, {total:,} tokens, {trained:,} of them trained"),
         Line(
             "dataset.max_length",
             pack if packs else length,
             f"the median document has {middle:,} tokens, the longest {longest:,}; {cut:,} are truncated",
         ),
     ]
-    full = seen.tokens.mean() / pack
+    full = profile.tokens.mean() / pack
     why_not = (
         f"packed, the run would have {steps} steps" if short
-        else "documents fill their sequences" if seen.packable
+        else "documents fill their sequences" if profile.packable
         else "this model's layers leak one document into the next"
     )  # fmt: skip
     reason = f"a single document would fill {full:.0%} of a sequence" if packs else why_not
     lines.append(Line("dataset.packing", packs, reason))
-    if held:
-        lines.append(Line("dataset.val_split", held, f"{max(1, round(held * documents)):,} documents for evaluation"))
+    if held_out:
+        count = max(1, round(held_out * documents))
+        lines.append(Line("dataset.val_split", held_out, f"{count:,} documents for evaluation"))
     return lines
 
 
-def _rank(seen: Seen) -> tuple[Line, list[str]]:
+def _choose_rank(profile: Profile) -> tuple[Line, list[str]]:
     """Choose the lowest usual rank with enough capacity for the data; return it with a warning if none has."""
-    trained = float(seen.targets.sum())
-    ranks = [rank for rank in RANKS if rank <= seen.widest and seen.expert_rank(rank) <= seen.expert_width] or [8]
+    trained = float(profile.targets.sum())
+    usable = (rank for rank in RANKS if rank <= profile.widest)
+    ranks = [rank for rank in usable if profile.expert_rank(rank) <= profile.expert_width] or [8]
     information = information_bits(trained)
-    rank = next((rank for rank in ranks if capacity_bits(seen.adapter_parameters(rank)) >= information), ranks[-1])
-    parameters = seen.adapter_parameters(rank)
+    rank = next((rank for rank in ranks if capacity_bits(profile.adapter_parameters(rank)) >= information), ranks[-1])
+    parameters = profile.adapter_parameters(rank)
     capacity = capacity_bits(parameters)
     why = f"{parameters:,} parameters hold about {capacity / 1e6:,.1f} Mbit, the data about {information / 1e6:,.1f}"
     warning = capacity_warning(parameters, trained, rank)
     return Line("lora.r", rank, why), [warning] if warning else []
 
 
-def _target_lines(seen: Seen) -> list[Line]:
+def _target_lines(profile: Profile) -> list[Line]:
     """Return settings that adapt all linear layers, and experts with their part of the rank."""
     lines = [Line("lora.target_modules", "all-linear", "attention layers alone learn less, at any rank")]
-    if seen.per_expert_rank:
+    if profile.per_expert_rank:
         lines += [
             Line("lora.experts", True, "most weights of an MoE model are in its experts"),
-            Line("lora.expert_rank", "r/top_k", f"a token visits {seen.visited} experts, with a total rank of r"),
+            Line("lora.expert_rank", "r/top_k", f"a token visits {profile.visited} experts, with a total rank of r"),
         ]
     return lines
 
 
-def _samples(settings: dict[str, Any], seen: Seen) -> int:
+def _count_samples(settings: dict[str, Any], profile: Profile) -> int:
     kept = 1 - settings.get("dataset.val_split", 0.0)
     if settings["dataset.packing"]:
-        return max(1, math.ceil(kept * float(seen.tokens.sum()) / settings["dataset.max_length"]))
-    return max(1, round(kept * len(seen.tokens)))
+        return max(1, math.ceil(kept * float(profile.tokens.sum()) / settings["dataset.max_length"]))
+    return max(1, round(kept * len(profile.tokens)))
 
 
-def _passes(documents: int) -> int:
+def _usual_epochs(documents: int) -> int:
     """Return the usual number of epochs for a number of documents."""
     return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
 
 
-def _length_lines(samples: int, gpus: int, seen: Seen) -> list[Line]:
-    documents = len(seen.tokens)
-    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / gpus)), _passes(documents)
+def _length_lines(samples: int, gpus: int, profile: Profile) -> list[Line]:
+    documents = len(profile.tokens)
+    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / gpus)), _usual_epochs(documents)
     why = f"fewer epochs are fewer than {FEW_STEPS} steps" if least > usual else "the best checkpoint is kept"
     return [Line("training.epochs", max(least, usual), f"{documents:,} documents; {why}")]
 
 
-def _placement(ask: Ask, prepared: Prepared, settings: dict[str, Any], samples: int) -> list[Line]:
+def _choose_placement(request: Request, prepared: Prepared, settings: dict[str, Any], samples: int) -> list[Line]:
     """Return the settings, `adapter` first, of the fastest placement that fits the GPUs. Raises UserError if none."""
     tried = []
-    for adapter, stage, recompute, offload in _placements(ask.gpus):
+    for adapter, stage, recompute, offload in _placements(request.gpus):
         changes = {
             "adapter": adapter, "zero.stage": stage, "training.gradient_checkpointing": recompute,
             "zero.offload_parameters": offload,
         }  # fmt: skip
         config = _config(settings | changes)
-        largest = _largest_batch(ask, prepared, config, samples)
+        largest = _largest_batch(request, prepared, config, samples)
         tried.append(f"{adapter} at stage {stage}{', recomputed' * (recompute != 'none')}")
         if largest:
-            return _placement_lines(ask, config, largest, tried[:-1], samples)
+            return _placement_lines(request, config, largest, tried[:-1])
     raise UserError(
-        f"--gpu-memory {ask.memory / GIB:.3g}GiB: {ask.model} does not fit {ask.gpus} of these GPUs in any way "
-        f"({'; '.join(tried)}); use more GPUs, or a smaller model"
+        f"--gpu-memory {request.memory / GIB:.3g}GiB: {request.model} does not fit {request.gpus} of these GPUs in "
+        f"any way ({'; '.join(tried)}); use more GPUs, or a smaller model"
     )
 
 
@@ -266,25 +266,24 @@ def _placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
     yield "qlora", 3, "non_reentrant", True
 
 
-def _largest_batch(ask: Ask, prepared: Prepared, config: RunConfig, samples: int) -> int:
-    shapes = read_shapes(
-        prepared.model_config, config.model, config.lora, vocabulary_at_least=len(prepared.tokenizer)
-    )  # fmt: skip
+def _largest_batch(request: Request, prepared: Prepared, config: RunConfig, samples: int) -> int:
+    vocabulary = len(prepared.tokenizer)
+    shapes = read_shapes(prepared.model_config, config.model, config.lora, vocabulary_at_least=vocabulary)
     longest = config.dataset.max_length
-    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(ask.gpus, "bf16"))
+    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(request.gpus, "bf16"))
     alone = config.training.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 1})
-    return planner.largest_batch(config.model_copy(update={"training": alone}), ask.memory)
+    return planner.largest_batch(config.model_copy(update={"training": alone}), request.memory)
 
 
-def _placement_lines(ask: Ask, config: RunConfig, largest: int, before: list[str], samples: int) -> list[Line]:
-    rows = min(largest, (config.training.global_batch_size or ask.gpus) // ask.gpus or 1)
+def _placement_lines(request: Request, config: RunConfig, largest: int, before: list[str]) -> list[Line]:
+    rows = min(largest, (config.training.global_batch_size or request.gpus) // request.gpus or 1)
     too_large = f"; too large: {'; '.join(before)}" if before else ""
     base = "the base only fits in 4 bits" if config.adapter == "qlora" else "the base fits in 16 bits"
     stage = "the base is replicated on every GPU" if config.zero.stage == 2 else "the base is sharded over the GPUs"
     recompute = config.training.gradient_checkpointing
     kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
     lines = [
-        Line("adapter", config.adapter, f"{base} on GPUs {ask.card}{too_large}"),
+        Line("adapter", config.adapter, f"{base} on GPUs {request.gpu_text}{too_large}"),
         Line("training.batch_size", rows, f"{largest} fit a GPU; at most the global batch per GPU"),
         Line("training.gradient_checkpointing", recompute, kept),
         Line("zero.stage", config.zero.stage, stage),
@@ -294,10 +293,10 @@ def _placement_lines(ask: Ask, config: RunConfig, largest: int, before: list[str
     return lines
 
 
-def _rate(seen: Seen, steps: int) -> Line:
+def _choose_learning_rate(profile: Profile, steps: int) -> Line:
     """Return ten times the usual rate of full fine-tuning, or fifteen times for few steps."""
-    full = 5e-5 if seen.parameters < 2e9 else 2e-5 if seen.parameters < 2e10 else 1e-5
-    factor = 15 if steps < SHORT_RUN else 10
+    full = 5e-5 if profile.parameters < 2e9 else 2e-5 if profile.parameters < 2e10 else 1e-5
+    factor = 15 if steps < SHORT_RUN_STEPS else 10
     why = f"{factor} times the usual rate for full fine-tuning of such a model"
     return Line(
         "training.learning_rate", float(f"{full * factor:.2g}"), why + ", since the run is short" * (factor > 10)
@@ -325,7 +324,7 @@ def _config(settings: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def _card(given: str | None) -> tuple[int, str]:
+def _gpu_memory(given: str | None) -> tuple[int, str]:
     if given is not None:
         return parse_memory(given), f"of {given}"
     if torch.cuda.is_available():
@@ -368,9 +367,9 @@ def main(argv: list[str] | None = None) -> int:
         if gpus < 1:
             raise UserError(f"--gpus {gpus}: must be 1 or more")
         check_output_file(arguments.output, f"--output {arguments.output}")
-        memory, card = _card(arguments.gpu_memory)
-        ask = Ask(arguments.model, arguments.data, gpus, memory, card, arguments.output_dir)
-        lines, warnings = choose_settings(ask)
+        memory, gpu_text = _gpu_memory(arguments.gpu_memory)
+        request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
+        lines, warnings = choose_settings(request)
         write_whole(arguments.output, render_yaml(lines, arguments.output, warnings))
         load_config(arguments.output)
     except UserError as error:

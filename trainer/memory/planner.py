@@ -15,7 +15,7 @@ from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
-from trainer.scu.base_samples import LENGTH, MOST_STATES, SAMPLES
+from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
 
 LARGEST_BATCH = 256
 """Larger micro-batches are not faster on any GPU."""
@@ -260,7 +260,7 @@ class Planner:
         if scu.reference is None:
             places = SAMPLES * (min(LENGTH, config.dataset.max_length) - 1)
         size = places * self.shapes.hidden * self._element
-        return size if scu.reference_cache is True or size <= MOST_STATES else 0
+        return size if scu.reference_cache is True or size <= MAX_AUTO_CACHE_BYTES else 0
 
     @cached_property
     def _element(self) -> int:

@@ -1,1 +1,1 @@
-"""What is seen of a run: metrics, console, profiles, the report."""
+"""Monitoring of a run: metrics, console, profiles and the report."""

@@ -91,7 +91,7 @@ def warn(console: Console, message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
-def tell_torchrun(error: Exception) -> None:
+def report_to_torchrun(error: Exception) -> None:
     """Under torchrun, record the error in the file from which torchrun prints the failed rank's traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -158,9 +158,9 @@ def _log_uncaught(rank: int) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}: uncaught {kind.__name__}", file=sys.stderr)
         traceback.print_exception(kind, error, trace, file=sys.stderr)
 
-    def write_of_thread(args: threading.ExceptHookArgs) -> None:
+    def write_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
             write(args.exc_type, args.exc_value, args.exc_traceback)
 
     sys.excepthook = write
-    threading.excepthook = write_of_thread
+    threading.excepthook = write_thread

@@ -11,13 +11,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 REFRESH_S = 0.1
 SPEED_WINDOW = 50
 SHORTEST_BAR, LONGEST_BAR = 4, 40
-BAR_WORDS = {
+BAR_FORMATS = {
     "train/loss": "loss {:.3f}",
     "perf/tokens_per_second": "{:,.0f} tok/s",
     "perf/tokens_per_second_per_gpu": "{:,.0f} tok/s/GPU",
     "perf/images_per_second": "{:,.2f} images/s",
 }
-LINE_WORDS = {
+LINE_FORMATS = {
     "train/loss": "loss {:7.4f}",
     "train/learning_rate": "lr {:.2e}",
     "train/grad_norm": "grad {:8.3g}",
@@ -38,23 +38,23 @@ class Display:
         self._mode = mode
         self._total = total_steps
         # From the end of the first step, which compiles and warms up.
-        self._seen: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
+        self._step_times: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
         self._progress: Progress | None = None
         self._bar = BarColumn(complete_style="cyan", finished_style="green")
         self._refreshed = -math.inf
 
-    def line(self, step: int, values: Mapping[str, float]) -> None:
+    def print_line(self, step: int, values: Mapping[str, float]) -> None:
         if self._mode == "off":
             return
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         if "eval/loss" in values:
-            self._print(f"{head}  held-out {evaluation_text(values)}")
+            self._print(f"{head}  held-out {format_evaluation(values)}")
         elif self._mode == "lines" and "train/loss" in values:
-            self._observe(step)
-            self._print("  ".join([head, f"{self._time_left():>8} left", *step_words(values, detailed=True)]))
+            self._record_time(step)
+            self._print("  ".join([head, f"{self._time_left():>8} left", *format_step(values, detailed=True)]))
 
-    def move(self, step: int, values: Mapping[str, float]) -> None:
-        self._observe(step)
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        self._record_time(step)
         if self._mode != "bar" or (time.monotonic() - self._refreshed < REFRESH_S and step < self._total):
             return
         self._refreshed = time.monotonic()
@@ -64,7 +64,7 @@ class Display:
         # Words that do not fit next to the shortest bar are dropped, last first; the bar takes the remaining width.
         room = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
         text = ""
-        for word in step_words(values, detailed=False):
+        for word in format_step(values, detailed=False):
             if len(text) + len(word) + 2 > room:
                 break
             text += f"  {word}"
@@ -97,15 +97,15 @@ class Display:
         self._console.show_cursor(True)
         return progress
 
-    def _observe(self, step: int) -> None:
-        if not self._seen or step != self._seen[-1][1]:
-            self._seen.append((time.monotonic(), step))
+    def _record_time(self, step: int) -> None:
+        if not self._step_times or step != self._step_times[-1][1]:
+            self._step_times.append((time.monotonic(), step))
 
     def _time_left(self) -> str:
         """Format the remaining steps x the mean time of the last steps, evaluations included."""
-        if not self._seen or self._seen[-1][1] <= self._seen[0][1]:
+        if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return "-:--:--"
-        (time_then, step_then), (time_now, step_now) = self._seen[0], self._seen[-1]
+        (time_then, step_then), (time_now, step_now) = self._step_times[0], self._step_times[-1]
         seconds = round((self._total - step_now) * (time_now - time_then) / (step_now - step_then))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
@@ -113,14 +113,14 @@ class Display:
         self._console.print(line, soft_wrap=True, markup=False)
 
 
-def step_words(values: Mapping[str, float], *, detailed: bool) -> list[str]:
+def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
     """Format the metrics of a step, most important first: in fixed widths for a line if `detailed`, else short."""
     # The throughput of the whole job if it is known, that of one GPU otherwise.
-    rate_of_gpu = "perf/tokens_per_second" not in values
+    per_gpu = "perf/tokens_per_second" not in values
     words = [
         text.format(values[name])
-        for name, text in (LINE_WORDS if detailed else BAR_WORDS).items()
-        if name in values and (rate_of_gpu or name != "perf/tokens_per_second_per_gpu")
+        for name, text in (LINE_FORMATS if detailed else BAR_FORMATS).items()
+        if name in values and (per_gpu or name != "perf/tokens_per_second_per_gpu")
     ]
     if "scu/s_ratio" in values:
         target = f"/{values['scu/target']:.2%}" if "scu/target" in values else " %"
@@ -132,7 +132,7 @@ def step_words(values: Mapping[str, float], *, detailed: bool) -> list[str]:
     return words
 
 
-def evaluation_text(values: Mapping[str, float]) -> str:
+def format_evaluation(values: Mapping[str, float]) -> str:
     """Format a held-out evaluation: loss in nats per token, bits per token, perplexity."""
     parts = [f"loss {values['eval/loss']:7.4f}"]
     if "eval/bpt" in values:

@@ -33,7 +33,7 @@ class ExpertLoad:
             experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
 
     @classmethod
-    def of(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
+    def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
         """Return None without experts, or if compiled: a hook would break the graph at every layer."""
         return cls(model) if expert_modules(model) and not compiled else None
 
@@ -66,7 +66,7 @@ class ExpertLoad:
             for counts in visits:
                 counts.zero_()
         if self._adapters and not self._all_had_tokens:
-            idle = self._without_token()
+            idle = self._count_idle()
             if idle is not None:
                 found["experts/adapters_without_token"] = float(idle)
                 self._all_had_tokens = idle == 0
@@ -74,7 +74,7 @@ class ExpertLoad:
             found["experts/adapters_without_token"] = 0.0
         return found
 
-    def _without_token(self) -> int | None:
+    def _count_idle(self) -> int | None:
         """Count the experts with B still zero, that is, without a gradient so far; None if stage 3 partitions it."""
         factors = [each.weight for each in self._adapters]
         if any(is_partitioned(factor) for factor in factors):

@@ -19,7 +19,7 @@ MOST_KEPT_BYTES = 2**28
 
 
 class AppendedFile:
-    """A file to append pieces to, each whole or not at all; it is created again if it was moved."""
+    """A file to which each piece is appended completely or not at all; recreated if it was moved."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

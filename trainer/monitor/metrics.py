@@ -79,7 +79,7 @@ class Metrics:
         self._before_writing = before_writing
         run_dir.mkdir(parents=True, exist_ok=True)
         name = logging.run_name or run_dir.resolve().name
-        _cut_back(run_dir, first_step)
+        _truncate_records(run_dir, first_step)
         self._files = MetricFiles(
             run_dir,
             name,
@@ -103,7 +103,7 @@ class Metrics:
         self._files.write({"step": step, "time": round(time.time(), 3), **finite}, numbers)
         if self._wandb is not None:
             self._wandb.log({"step": step, **numbers})
-        self._display.line(step, numbers)
+        self._display.print_line(step, numbers)
 
     def log_image(self, step: int, name: str, image: Any) -> None:
         """Show an image (PIL) in TensorBoard and wandb."""
@@ -114,7 +114,7 @@ class Metrics:
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
         """Update the progress bar; `values` may lack any name. Cheap enough for every step."""
-        self._display.move(step, values)
+        self._display.update(step, values)
 
     def close(self) -> None:
         """Stop the bar and close all files; may be called twice."""
@@ -136,7 +136,7 @@ def archive_previous_attempt(run_dir: Path, *, keep: bool) -> None:
     later.unlink(missing_ok=True)
 
 
-def _cut_back(run_dir: Path, first_step: int) -> None:
+def _truncate_records(run_dir: Path, first_step: int) -> None:
     """Keep the records up to the resumed step and move later ones to `LATER_FILE`; a fresh run (0) starts empty."""
     path = run_dir / METRICS_FILE
     if not path.is_file():

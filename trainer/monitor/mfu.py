@@ -87,7 +87,7 @@ class StepFlops:
             else:
                 self.per_token += flops
 
-    def of(self, batches: Sequence[MicroBatch]) -> float:
+    def count(self, batches: Sequence[MicroBatch]) -> float:
         """Return the FLOPs of an optimizer step's micro-batches."""
         total = 0.0
         for batch in batches:
@@ -138,18 +138,18 @@ class MfuMeter:
     def __init__(self, flops: StepFlops, peak: float) -> None:
         self._flops = flops
         self._peak = peak
-        self._under_way: dict[int, float] = {}
+        self._flops_by_step: dict[int, float] = {}
 
     @classmethod
-    def of(cls, model: nn.Module, device: torch.device, precision: str) -> "MfuMeter | None":
+    def for_device(cls, model: nn.Module, device: torch.device, precision: str) -> "MfuMeter | None":
         """Return a meter for this GPU, or None if its peak is unknown."""
         peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
     def count(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """Count the FLOPs of a step that begins with these micro-batches."""
-        self._under_way[step] = self._flops.of(batches)
+        self._flops_by_step[step] = self._flops.count(batches)
 
     def values(self, step: int, seconds: float) -> dict[str, float]:
         """Return the metric of a step, given its duration."""
-        return {"perf/mfu": self._under_way.pop(step, 0.0) / seconds / self._peak}
+        return {"perf/mfu": self._flops_by_step.pop(step, 0.0) / seconds / self._peak}

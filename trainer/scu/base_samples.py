@@ -23,17 +23,17 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
-from trainer.scu.fit import FEWEST, split_held_out
+from trainer.scu.fit import MIN_TEXTS, split_held_out
 
-SAMPLES, LENGTH, AT_A_TIME, SHORTEST = 512, 128, 64, 8
-MOST_STATES = 2**30
-AT_ONCE = 8
+SAMPLES, LENGTH, SAMPLE_BATCH, MIN_LENGTH = 512, 128, 64, 8
+MAX_AUTO_CACHE_BYTES = 2**30
+HELD_OUT_BATCH = 8
 """Held-out texts that are measured in one batch."""
 
 
 @dataclass(frozen=True)
 class SteeringInputs:
-    """What the controller of a run is built from."""
+    """Inputs for building the controller of a run."""
 
     config: RunConfig
     prepared: Prepared
@@ -51,13 +51,13 @@ class SteeringInputs:
     say: Callable[[str], None]
 
 
-def build_divergence(given: SteeringInputs) -> Divergence:
-    """Build what measures K in this run, on the user's texts or the base's samples; a collective call."""
-    config, prepared, ranks, engine, say = given.config, given.prepared, given.ranks, given.engine, given.say
+def build_divergence(inputs: SteeringInputs) -> Divergence:
+    """Build the measurement of K on the user's texts or the base's samples; a collective call."""
+    config, prepared, ranks, engine, say = inputs.config, inputs.prepared, inputs.ranks, inputs.engine, inputs.say
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference
     if documents is None:
-        documents = base_samples(engine, prepared.tokenizer, config, resumes=given.step > 0, ranks=ranks)
+        documents = base_samples(engine, prepared.tokenizer, config, resumes=inputs.step > 0, ranks=ranks)
     everything = [documents[index] for index in range(len(documents))]
     fits = scu.controller == "pi" and scu.scale_to_target
     texts, held_out = split_held_out(everything) if fits else (everything, [])
@@ -74,7 +74,7 @@ def build_divergence(given: SteeringInputs) -> Divergence:
         seed=config.seed,
         pad_token_id=prepared.tokenizer.pad_token_id,
         packed=config.dataset.packing,
-        flat=given.flat,
+        flat=inputs.flat,
     )
     reference = build_reference(texts)
     source = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
@@ -82,25 +82,25 @@ def build_divergence(given: SteeringInputs) -> Divergence:
     if prepared.reference is None:
         say("scu: other texts may diverge more from the base than its own samples: set scu.reference to such texts")
     if fits and not held_out:
-        say(f"scu: fewer than {FEWEST} reference texts, so none is held out: scu.scale_to_target does nothing")
-    states, visits = None, given.total_steps * reference.rows
-    if _pays(scu.reference_cache, size := _count_state_bytes(engine, texts), visits, len(texts)):
-        states = BaseStates.compute(engine, given.token_loss, reference)
+        say(f"scu: fewer than {MIN_TEXTS} reference texts, so none is held out: scu.scale_to_target does nothing")
+    states, visits = None, inputs.total_steps * reference.rows
+    if _should_cache_states(scu.reference_cache, size := _count_state_bytes(engine, texts), visits, len(texts)):
+        states = BaseStates.compute(engine, inputs.token_loss, reference)
         kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
     return Divergence(
         engine,
-        given.token_loss,
+        inputs.token_loss,
         reference,
         drawn=everything if prepared.reference is None else (),
         base_states=states,
-        packed=given.packed,
-        held_out=build_reference(held_out, rows=AT_ONCE) if held_out else None,
+        packed=inputs.packed,
+        held_out=build_reference(held_out, rows=HELD_OUT_BATCH) if held_out else None,
     )
 
 
-def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) -> bool:
-    return size <= MOST_STATES and visits >= 2 * texts if wanted == "auto" else wanted
+def _should_cache_states(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) -> bool:
+    return size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * texts if wanted == "auto" else wanted
 
 
 def _count_state_bytes(engine: Engine, texts: list[Sample]) -> int:
@@ -126,14 +126,14 @@ def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: 
     if found[0] is None:
         if resumes:
             raise UserError(f"{path}: missing, so the run cannot resume exactly; set scu.reference, or start over")
-        found = [_draw(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed)]
+        found = [_sample_base(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed)]
         if ranks.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=engine.device)
     return [Sample(ids, [True] * len(ids), [len(ids)]) for ids in found[0]]
 
 
 @torch.no_grad()
-def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
+def _sample_base(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
     model = engine.module
     first = next(token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None)
     devices = [engine.device] if engine.device.type == "cuda" else []
@@ -143,8 +143,8 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
     # The RNG states of training (of dropout) must not depend on these samples.
     with torch.random.fork_rng(devices), bypass_adapter(model):
         torch.manual_seed(seed)
-        for _ in range(SAMPLES // AT_A_TIME):
-            start = torch.full((AT_A_TIME, 1), first, device=engine.device)
+        for _ in range(SAMPLES // SAMPLE_BATCH):
+            start = torch.full((SAMPLE_BATCH, 1), first, device=engine.device)
             rows = model.generate(
                 input_ids=start,
                 attention_mask=torch.ones_like(start),
@@ -159,13 +159,13 @@ def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[i
                 # Under ZeRO-3 forward passes are collective: no rank may stop generating before the others.
                 synced_gpus=engine.zero_optimization_stage() == 3 or find_layer_shards(model) is not None,
             )
-            drawn += [_until_its_end(row, tokenizer.eos_token_id) for row in rows.tolist()]
+            drawn += [_truncate_after(row, tokenizer.eos_token_id) for row in rows.tolist()]
     model.train(was_training)
-    long_enough = [ids for ids in drawn if len(ids) >= min(SHORTEST, length)]
+    long_enough = [ids for ids in drawn if len(ids) >= min(MIN_LENGTH, length)]
     if not long_enough:
         raise UserError("scu.reference: the base model generates no text from an empty prompt; set it to a text file")
     return long_enough
 
 
-def _until_its_end(ids: list[int], end: int | None) -> list[int]:
+def _truncate_after(ids: list[int], end: int | None) -> list[int]:
     return ids[: ids.index(end, 1) + 1] if end is not None and end in ids[1:] else ids

@@ -2,8 +2,8 @@
 
 Optimizer step t:
 
-    last micro-step:  forward, by loss(t) if reference text is in its pack; penalty(t) takes in S (or K) of step t-1,
-                      which moves lambda; backward of loss + penalty
+    last micro-step:  forward, by loss(t) if reference text is in its pack; penalty(t) first updates lambda by S
+                      (or K) of step t-1; backward of loss + penalty
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
@@ -32,7 +32,7 @@ from trainer.scu.information import AdapterInformation, data_bpt
 from trainer.scu.law_settings import adapt_state, build_information, build_law
 
 MIB = 2**20
-KNOWN_BY_HEART = 1e-3
+MEMORIZED_BPT = 1e-3
 """DataBPT below which nothing is left to learn: runs that overfit end at 0.002 (docs/lab/scu.md)."""
 
 
@@ -134,7 +134,7 @@ class Steering:
         now_global = sum_over_ranks(self._mean_over_ranks(self.information.squares().detach()))
         now = scu.s_ratio(data_bpt_now, self.information.bits(now_global.item()))
         target = self.law.target
-        high = scu.s_ratio(KNOWN_BY_HEART, bits_high)
+        high = scu.s_ratio(MEMORIZED_BPT, bits_high)
         warnings = [warning] if (warning := scu.gain_warning(self.law)) else []
         if not low <= target <= high:
             line = (
@@ -194,7 +194,7 @@ class Steering:
         measured_global: Tensor,
         applied: Tensor | bool = True,
     ) -> None:
-        """Take in the sums of step `step` over all ranks and micro-steps without waiting for the device.
+        """Record the sums of step `step` over all ranks and micro-steps without waiting for the device.
 
         A collective call. A step that was not `applied` does not change the controller.
         """
@@ -313,11 +313,11 @@ class Steering:
         if self.law.form == "published":
             config["gain_bound"] = scu.gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()
+        measured = "s_ratio" if self.divergence is None else "kl_bits"
         history = {
-            **({} if self.divergence is not None else {"s_ratio_history": [r["s_ratio"] for r in self.records]}),
-            **({} if self.divergence is None else {"kl_bits_history": [r["kl_bits"] for r in self.records]}),
+            f"{measured}_history": [record[measured] for record in self.records],
             "lambda_history": [record["lambda"] for record in self.records],
-            "target_s_ratio" if self.divergence is None else "target_kl_bits": self.law.target,
+            f"target_{measured}": self.law.target,
             "peak_cuda_memory_mb": torch.cuda.max_memory_allocated() / MIB if on_gpu else 0.0,
             "cuda_memory_stats": dict(torch.cuda.memory_stats()) if on_gpu else {},
         }

@@ -39,7 +39,7 @@ class Reference:
 
     def select(self, step: int) -> list[int]:
         """Return the indices of this rank's documents in optimizer step `step` (from 1)."""
-        return self._chosen(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
+        return self._select_all_ranks(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
     def batch(self, documents: Sequence[int]) -> MicroBatch:
         """Collate the documents with these indices."""
@@ -51,9 +51,9 @@ class Reference:
 
     def tokens(self, step: int) -> int:
         """Return the number of positions at which all ranks together compare adapter and base in a step."""
-        return sum(len(self.documents[index].input_ids) - 1 for index in self._chosen(step))
+        return sum(len(self.documents[index].input_ids) - 1 for index in self._select_all_ranks(step))
 
-    def _chosen(self, step: int) -> list[int]:
+    def _select_all_ranks(self, step: int) -> list[int]:
         together, count = self.rows * self.world_size, len(self.documents)
         places = range((step - 1) * together, step * together)
         orders = {turn: self._order(turn) for turn in {place // count for place in places}}

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 Text = TypeVar("Text")
 SHARE, MOST, NEIGHBOURS = 8, 64, 8
-FEWEST = SHARE * NEIGHBOURS
-HALVINGS = 8
+MIN_TEXTS = SHARE * NEIGHBOURS
+BISECTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def fit(kl_bits: Callable[[float], float], target: float, texts: int) -> Fit:
     if before <= target:
         return Fit(1.0, before, before, texts)
     low, high, at_low = 0.0, 1.0, before
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         found = kl_bits(middle)
         if found <= target:

@@ -105,9 +105,9 @@ class AdapterInformation:
         self.chunks = list(_chunks(pairs, flat))
 
     def squares(self) -> Tensor:
-        """Return this rank's Q, a differentiable scalar whose mean over the ranks (as its gradient's) is the adapter's.
+        """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
 
-        Under ZeRO-3 with `factors` it is that of this rank's shards times the ranks; otherwise that of the full adapter
+        Under ZeRO-3 with `factors` it covers this rank's shards, times the number of ranks; otherwise the full adapter,
         on every rank. A collective call (`delta` gathers partitioned parameters), to be made between a forward and its
         backward, where autograd sees each parameter's full shape instead of the (0,) it has while partitioned.
         """
@@ -139,7 +139,7 @@ class AdapterInformation:
         """
         low = high = 0.0
         for chunk in self.chunks:
-            a_NRI, b_NOR = chunk.stacked(_whole)
+            a_NRI, b_NOR = chunk.stacked(_gather_whole)
             if self.measure == "factors":
                 for weights, reach in ((a_NRI, reach_a), (b_NOR, reach_b)):
                     low += float((weights.abs() - reach).clamp(min=0).square().sum())
@@ -147,9 +147,9 @@ class AdapterInformation:
                 continue
             a_abs, b_abs = a_NRI.abs(), b_NOR.abs()
             a_far, b_far = a_abs + reach_a, b_abs + reach_b
-            present_N = _inner(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
-            squared_N = _inner(a_far, b_far, a_far, b_far) + _inner(a_abs, b_abs, a_abs, b_abs)
-            moved_N = (squared_N - 2 * _inner(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()
+            present_N = _inner_product(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
+            squared_N = _inner_product(a_far, b_far, a_far, b_far) + _inner_product(a_abs, b_abs, a_abs, b_abs)
+            moved_N = (squared_N - 2 * _inner_product(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()
             scale_N = chunk.scale_N11.flatten()
             low += float((scale_N * (present_N - moved_N).clamp(min=0)).square().sum())
             high += float((scale_N * (present_N + moved_N)).square().sum())
@@ -206,11 +206,11 @@ def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chu
             part = group[start : start + size]
             scales = [pair.scale for pair in part for _ in range(a_shape[:-2].numel())]
             scale_N11 = torch.tensor(scales, dtype=wide, device=device).view(-1, 1, 1)
-            place = _place(flat, part) if flat is not None else {}
+            place = _find_flat_position(flat, part) if flat is not None else {}
             yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11, **place)
 
 
-def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
+def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
     """Return the position of consecutive pairs in a flat adapter; empty if they are not contiguous there."""
     numbers = [flat.find_rows([getattr(pair, side) for pair in part]) for side in ("a", "b")]
     if None in numbers:
@@ -226,7 +226,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Keep the gradients; `counts` says for each if one tensor takes all of it, else how many take a row each."""
+        """Keep the gradients; `counts`: for each, whether it belongs to a single tensor, and the number of tensors."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -245,7 +245,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    a_NRI, b_NOR = chunk.stacked(_whole)
+    a_NRI, b_NOR = chunk.stacked(_gather_whole)
     gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, _gram(b_NOR)
     square_N11 = chunk.scale_N11.square()
     value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
@@ -266,14 +266,14 @@ def _gram(b_NOR: Tensor) -> Tensor:
 
 
 def _factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    a_NRI, b_NOR = chunk.stacked(_owned)
+    a_NRI, b_NOR = chunk.stacked(_mask_to_shard)
     # The engine averages gradients over the ranks, but only one rank contributes each shard.
     weight = _partitions(chunk.a[0])
     value = weight * (a_NRI.square().sum() + b_NOR.square().sum())
     return value, 2 * weight * a_NRI, 2 * weight * b_NOR
 
 
-def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
+def _inner_product(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
     """Compute <B1 A1, B2 A2> per layer, [N], without forming an O x I matrix."""
     return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
 
@@ -283,7 +283,7 @@ def _partitions(parameter: Partitionable) -> int:
     return dist.get_world_size(get_partition_group(parameter)) if is_partitioned(parameter) else 1
 
 
-def _whole(parameters: list[Partitionable]) -> list[Tensor]:
+def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
     """Return the unpartitioned parameters, by a single all-gather of the shards.
 
     deepspeed.zero.GatheredParameters frees parameters on exit, which confuses the prefetching of the current step;
@@ -304,7 +304,7 @@ def _whole(parameters: list[Partitionable]) -> list[Tensor]:
     return [gathered[id(p)] if id(p) in gathered else p for p in parameters]
 
 
-def _owned(parameters: list[Partitionable]) -> list[Tensor]:
+def _mask_to_shard(parameters: list[Partitionable]) -> list[Tensor]:
     """Return the parameters with zeros for elements that other ranks own; unchanged if not partitioned."""
     tensors: list[Tensor] = []
     for parameter in parameters:

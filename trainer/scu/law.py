@@ -27,7 +27,7 @@ Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
 Form = Literal["published", "logit", "kl"]
 ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
 """Bound of the error that Ki integrates, so that neither noise nor a distant target moves lambda faster."""
-BELOW = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
+BELOW_TARGET_FACTORS = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
 """Factors of Kp and Ki while M is below the target. `kl` lowers lambda faster than it raises it: once the text is
 learned and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
 SLOPE = {"logit": 3.0, "kl": 2.0}
@@ -83,7 +83,7 @@ class Law:
         if self.total_updates < 1 or self.every < 1:
             raise ValueError(f"total_updates={self.total_updates}, every={self.every}: must be at least 1")
         if self.controller == "pi" and self.form != "published":
-            _refuse_swinging(self)
+            _check_gains(self)
 
     @property
     def patience(self) -> float:
@@ -160,13 +160,13 @@ def _proportional_integral(law: Law, state: State, measured: float) -> State:
     if abs(error) <= law.deadband:
         return after
     bound = ERROR_BOUND[law.form]
-    ki = law.ki * (BELOW[law.form][1] if error < 0.0 else 1.0)
+    ki = law.ki * (BELOW_TARGET_FACTORS[law.form][1] if error < 0.0 else 1.0)
     move = _proportional(law, error) - _proportional(law, state.error) + ki * _clip(error, -bound, bound)
     return replace(after, lambda_=_clip(state.lambda_ * _exp(move), law.lambda_min, law.lambda_max))
 
 
 def _proportional(law: Law, error: float) -> float:
-    return law.kp * (BELOW[law.form][0] if error < 0.0 else 1.0) * error
+    return law.kp * (BELOW_TARGET_FACTORS[law.form][0] if error < 0.0 else 1.0) * error
 
 
 def _published(law: Law, state: State, error: float) -> State:
@@ -272,10 +272,10 @@ def is_stable(law: Law, slope: float) -> bool:
     return 1 + c2 + c1 + c0 > 0 and 1 - c2 + c1 - c0 > 0 and abs(c0) < 1 and 1 - c0 * c0 > abs(c0 * c2 - c1)
 
 
-def _refuse_swinging(law: Law) -> None:
+def _check_gains(law: Law) -> None:
     """Raise ValueError for gains with which lambda does not settle, above or below the target."""
     slope, usual = SLOPE[law.form], USUAL_KI[law.form]
-    most = 1.0 / (SMALL_ERROR * BELOW[law.form][0])
+    most = 1.0 / (SMALL_ERROR * BELOW_TARGET_FACTORS[law.form][0])
     if law.ki == 0.0:
         raise ValueError(
             f"ki={law.ki:g}: without it lambda follows changes of the error but never removes the error; use {usual:g}"
@@ -300,7 +300,7 @@ def _refuse_swinging(law: Law) -> None:
 
 
 def _gains_stable(law: Law, kp: float, ki: float, slope: float) -> bool:
-    factors = {(1.0, 1.0), (1.0, 1.0) if law.form == "published" else BELOW[law.form]}
+    factors = {(1.0, 1.0), (1.0, 1.0) if law.form == "published" else BELOW_TARGET_FACTORS[law.form]}
     return all(is_stable(replace(law, controller="fixed", kp=p * kp, ki=i * ki), slope) for p, i in factors)
 
 

@@ -14,20 +14,22 @@ from trainer.scu.controller import Steering
 from trainer.scu.fit import fit
 
 
-def start_steering(given: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path) -> tuple[Steering, list[str]]:
-    """Build the controller after optimizer step `given.step`; return it with warnings. A collective call.
+def start_steering(
+    inputs: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path
+) -> tuple[Steering, list[str]]:
+    """Build the controller after optimizer step `inputs.step`; return it with warnings. A collective call.
 
     `restored` is its state in the checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for
     settings that cannot work.
     """
-    scu, step = given.config.scu, given.step
+    scu, step = inputs.config.scu, inputs.step
     steering = Steering(
         scu,
-        given.engine.module,
-        target_tokens=given.prepared.data.stats.target_tokens,
-        total_steps=given.total_steps,
-        base_parameters=count_parameters(given.engine.module)[1],
-        divergence=build_divergence(given) if scu.measure == "kl" else None,
+        inputs.engine.module,
+        target_tokens=inputs.prepared.data.stats.target_tokens,
+        total_steps=inputs.total_steps,
+        base_parameters=count_parameters(inputs.engine.module)[1],
+        divergence=build_divergence(inputs) if scu.measure == "kl" else None,
     )
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)

@@ -116,7 +116,7 @@ class LanguageTask:
         )
 
     def meter(self, model: Any) -> MfuMeter | None:
-        return MfuMeter.of(model, self._device, self._precision)
+        return MfuMeter.for_device(model, self._device, self._precision)
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text

@@ -1,1 +1,1 @@
-"""What `zerolora doctor` asks of torch: on one machine, and of all ranks together."""
+"""Checks of `zerolora doctor` that need torch: on one machine, and across all ranks."""

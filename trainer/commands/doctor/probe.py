@@ -58,7 +58,7 @@ def check_torch() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         bf16, fp8 = capability >= (8, 0), capability >= (8, 9)
-        found = f"{capability[0]}.{capability[1]}, bf16 {_word(bf16)}, fp8 {_word(fp8)}"
+        found = f"{capability[0]}.{capability[1]}, bf16 {_yes_no(bf16)}, fp8 {_yes_no(fp8)}"
         old = capability < (7, 0)
         fix = "7.0 (Volta) or newer is needed" if old else "" if bf16 else "fp16 is used instead"
         state: State = "FAIL" if old else "OK" if bf16 else "WARN"
@@ -124,6 +124,7 @@ def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
     """Check model and tokenizer: complete in a folder or the hub's cache, or else that the hub is reachable."""
+    from trainer.checkpoint.base_fingerprint import cached_folder
     from trainer.model.base import check_weights, load_model_config, load_tokenizer
     from trainer.model.model_kind import check_kind
 
@@ -131,7 +132,9 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
     if is_random(model):
         yield Finding("model", "OK", f"{model}, made at the start")
         return
-    folder = Path(model) if Path(model).is_dir() else _in_hub_cache(config)
+    folder: Path | None = Path(model)
+    if not Path(model).is_dir():
+        folder = cached_folder(model, "config.json", config.model.revision or "main")
     absent = [] if folder is None else missing_shards(folder)
     if folder is None or (absent and not Path(model).is_dir()):
         yield _check_hub(model, f"{len(absent)} of its files are not in the cache" if absent else "not in the cache")
@@ -150,14 +153,6 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield Finding("model", "FAIL", found, "download it again (zerolora download), or copy the files")
     else:
         yield Finding("model", "OK", f"{folder}, complete")
-
-
-def _in_hub_cache(config: RunConfig) -> Path | None:
-    """Return the model's snapshot in the hub's cache, complete or not; None if there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(config.base_model, "config.json", revision=config.model.revision or "main")
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -220,7 +215,7 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Findin
     return {"host_per_rank": found.host, "disk": found.disk}, None
 
 
-def _word(yes: bool) -> str:
+def _yes_no(yes: bool) -> str:
     return "yes" if yes else "no"
 
 

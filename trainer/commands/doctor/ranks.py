@@ -113,15 +113,15 @@ def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
         dist.all_gather_object(seen, (host_name(), _is_listed(file), error))
         if ranks.is_main:
             file.unlink(missing_ok=True)
-        blind = sorted({host for host, is_there, _ in seen if not is_there})
+        hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
         if seen[0][2]:
             yield Finding(name, "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
-        elif not blind:
+        elif not hosts_without:
             hosts = len({host for host, _, _ in seen})
             yield Finding(name, "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
         elif must_be_shared:
             fix = "a folder on a file system that all hosts share: checkpoints are written by all ranks"
-            yield Finding(name, "FAIL", f"{folder}: another one on {', '.join(blind)}", fix)
+            yield Finding(name, "FAIL", f"{folder}: another one on {', '.join(hosts_without)}", fix)
         else:
             yield Finding(name, "OK", f"{folder}: local, every host has its own")
 
@@ -135,9 +135,8 @@ def _folders(config: RunConfig | None) -> list[tuple[str, Path, bool]]:
         folders.insert(0, ("output_dir", Path(config.output_dir), True))
     found = []
     for name, folder, must_be_shared in folders:
-        existing = folder.absolute()
-        while not existing.exists():
-            existing = existing.parent
+        path = folder.absolute()
+        existing = next(each for each in (path, *path.parents) if each.exists())
         found.append((name, existing, must_be_shared))
     return found
 

@@ -37,7 +37,7 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """Write the merged model as one GGUF file; return what to print."""
-    source = Source.load(run, output, converter)
+    source = MergedModel.load(run, output, converter)
     with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
         move_into_place(folder / GGUF_NAME, output)
@@ -46,7 +46,7 @@ def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path |
 
 def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """Write a folder with the GGUF file and a Modelfile; return what to print."""
-    source = Source.load(run, output, converter)
+    source = MergedModel.load(run, output, converter)
     system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
     variables = run.config.dataset.chat_template_kwargs
     text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form, variables=variables)
@@ -62,7 +62,7 @@ def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path
 
 
 @dataclass(frozen=True)
-class Source:
+class MergedModel:
     """A merged model in memory, to be written as GGUF."""
 
     model: Any
@@ -72,7 +72,7 @@ class Source:
     converter: Path | None
 
     @classmethod
-    def load(cls, run: FinishedRun, output: Path, converter: Path | None) -> "Source":
+    def load(cls, run: FinishedRun, output: Path, converter: Path | None) -> "MergedModel":
         """Merge the run's model and check that it can be written. Raises UserError."""
         config = load_model_config(run.config.base_model, run.config.model)
         if converter is None:

@@ -38,8 +38,8 @@ from trainer.model.saved_adapter import load_adapter
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
 PREFIX = "base_model.model."
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers compute as one."""
+FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that servers fuse into one, which therefore need adapters and formats of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     factors = _factors(tensors, settings, model)
     factors |= _zero_parts(factors, model)
     if whole_groups:
-        factors |= _zero_factors_of_fused_layers(factors, model)
+        factors |= _zero_fused_layers(factors, model)
     names = _StoredNames(model)
     return {names.find(path): found for path, found in factors.items()}
 
@@ -107,7 +107,7 @@ def _factors(tensors: dict[str, Tensor], settings: dict[str, Any], model: Any) -
         if holder not in experts:
             found[path] = Factors(a, b, _scale(settings, len(a), path))
             continue
-        parameter = _parameter(path, holder, experts[holder], tensors)
+        parameter = _find_parameter(path, holder, experts[holder], tensors)
         rank = len(a) // expert_shape(experts[holder], parameter)[0]
         scale = _scale(settings, rank, f"{holder}.{parameter}")
         pairs = _split_experts(holder, experts[holder], parameter, a, b)
@@ -128,28 +128,24 @@ def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     made: dict[str, Factors] = {}
     for holder, module in expert_modules(model).items():
         own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
-        for name in expert_names(module) if own is not None else ():
+        if own is None:
+            continue
+        for name in expert_names(module):
             experts, *shape = expert_shape(module, name)
-            wide, out = _find_widths(module, name, shape)
+            wide, out = shape if is_transposed(module) else reversed(shape)
             for part in PARTS[name]:
                 paths = [f"{holder}.{index}.{part}" for index in range(experts)]
-                assert own is not None
                 made |= {path: _zeros(own, wide, out // len(PARTS[name])) for path in paths if path not in factors}
     return made
 
 
-def _find_widths(module: Any, name: str, shape: list[int]) -> tuple[int, int]:
-    first, second = shape
-    return (first, second) if is_transposed(module) else (second, first)
-
-
-def _zero_factors_of_fused_layers(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
+def _zero_fused_layers(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     """Return zero factors for unadapted layers that servers compute together with adapted ones."""
     weights = dict(model.named_parameters())
     made: dict[str, Factors] = {}
     for path, found in factors.items():
         parent, _, own = path.rpartition(".")
-        for name in next((group for group in TOGETHER if own in group), ()):
+        for name in next((group for group in FUSED_LAYERS if own in group), ()):
             other = f"{parent}.{name}"
             weight = weights.get(f"{other}.weight")
             if other not in factors and weight is not None:
@@ -162,13 +158,12 @@ def _zeros(like: Factors, wide: int, out: int) -> Factors:
     return Factors(like.a_RI.new_zeros(rank, wide), like.b_OR.new_zeros(out, rank), like.scale)
 
 
-def _parameter(path: str, holder: str, module: Any, tensors: dict[str, Tensor]) -> str:
+def _find_parameter(path: str, holder: str, module: Any, tensors: dict[str, Tensor]) -> str:
     """Return the experts' tensor that PEFT's path refers to; PEFT nests them, the first innermost."""
     names = expert_names(module)
     if path != holder:
         return names[0]
-    nested = f"{PREFIX}{holder}.base_layer.lora_A.weight" in tensors
-    if nested:
+    if f"{PREFIX}{holder}.base_layer.lora_A.weight" in tensors:
         return names[-1]
     width = tensors[f"{PREFIX}{holder}.lora_B.weight"].shape[0]
     fits = [name for name in names if width in expert_shape(module, name)[1:]]

@@ -99,7 +99,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     factors = _frequency_factors(config)
     # Declare all tensors first, then write one by one: the full model is never in memory.
     for tensor in stored:
-        tensor.announce(writer)
+        tensor.declare(writer)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     writer.write_header_to_file()
@@ -117,7 +117,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _SavedTensor:
     """A tensor of the saved model, and how to write it."""
 
     file: Path
@@ -130,7 +130,7 @@ class _Stored:
     rotated_heads: int | None
     """Number of heads, if rows must be permuted to llama.cpp's order."""
 
-    def announce(self, writer: Any) -> None:
+    def declare(self, writer: Any) -> None:
         """Declare name, shape and size, which come before all data."""
         if self.kind in PLAIN:
             array = numpy.empty(0, PLAIN[self.kind])
@@ -145,11 +145,11 @@ class _Stored:
         with safe_open(str(self.file), framework="pt") as handle:
             tensor = handle.get_tensor(self.original)
         if self.rotated_heads:
-            tensor = neighbours(tensor, self.rotated_heads)
+            tensor = pair_rotary_rows(tensor, self.rotated_heads)
         return tensor.float().numpy()
 
 
-def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_Stored]:
+def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]:
     """Return all tensors of the folder's safetensors; raises UserError if one has no name in GGUF."""
     architecture, rotates = ARCHITECTURES[config.architectures[0]]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -166,7 +166,7 @@ def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_Stored]:
                 shape = tuple(part.get_shape())
                 kind = _kind(shape, now if dtype == "auto" else dtype)
                 rotated = next((count for mark, count in heads.items() if mark in name), None)
-                stored.append(_Stored(file, original, name, shape, kind, now, rotated))
+                stored.append(_SavedTensor(file, original, name, shape, kind, now, rotated))
     return stored
 
 
@@ -176,7 +176,7 @@ def _kind(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
 
 
-def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def pair_rotary_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Reorder the rows of each head from [first half, second half] to pairs (0, n/2), (1, n/2 + 1) ..."""
     head = weight.shape[0] // heads
     halves = weight.reshape(heads, 2, head // 2, *weight.shape[1:])

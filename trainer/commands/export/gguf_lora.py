@@ -14,7 +14,7 @@ from gguf.constants import MODEL_ARCH_NAMES, GGUFType
 
 from trainer.checkpoint.finished_run import FinishedRun
 from trainer.commands.export.factors import Factors, read_factors
-from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, neighbours
+from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
 from trainer.commands.export.servers import MERGED, check_applied
 from trainer.config import UserError
 from trainer.model.base import load_model_config
@@ -69,4 +69,4 @@ def _reorder_rotary(layer: str, found: Factors, config: Any) -> Factors:
     own = layer.rpartition(".")[2]
     if not ARCHITECTURES[config.architectures[0]][1] or own not in heads:
         return found
-    return Factors(found.a_RI, neighbours(found.b_OR, heads[own]), found.scale)
+    return Factors(found.a_RI, pair_rotary_rows(found.b_OR, heads[own]), found.scale)

@@ -20,7 +20,7 @@ from trainer.model.answers import end_of_turn
 # Pre-tokenization of GPT-4's descendants; %s is the grouping of digits.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NAMES_OF_SPLITS = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
-# The rule that keeps words that are tokens, and the same rule without that.
+# The same rule with and without `ignore_merges`, which keeps words that are tokens.
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -56,15 +56,15 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
         token_id = getattr(tokenizer, f"{name}_token_id")
         if token_id is not None:
             getattr(writer, f"add_{name}_token_id")(token_id)
-    _add_marks(writer, tokenizer)
+    _add_special_tokens(writer, tokenizer)
 
 
-def _add_marks(writer: Any, tokenizer: Any) -> None:
+def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     """Write the tokens llama.cpp adds around a text, the end-of-turn token, and the chat template."""
     encoded = tokenizer("a").input_ids
     begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
     # llama.cpp would also add the first token to chats that do not begin with it, unlike training.
-    chats = _chats(tokenizer)
+    chats = _example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
     template = find_chat_template(tokenizer, None)
@@ -97,7 +97,7 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
     return tokens, types
 
 
-def _chats(tokenizer: Any) -> list[str]:
+def _example_chats(tokenizer: Any) -> list[str]:
     """Return example prompts formatted by the chat template; none without a template, or if it refuses them."""
     if not tokenizer.chat_template:
         return []
@@ -121,10 +121,10 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
             "supported; pass llama.cpp's convert_hf_to_gguf.py with --converter"
         )
     own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
-    return next((space for space in (own, not own) if reads_chats_alike(tokenizer, space)), own)
+    return next((space for space in (own, not own) if tokenizes_chats_alike(tokenizer, space)), own)
 
 
-def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
+def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
     """Return whether llama.cpp tokenizes chats as the tokenizer does, with or without a space before each text.
 
     llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it to the first
@@ -133,7 +133,7 @@ def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
     names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     pieces = re.compile(f"({'|'.join(map(re.escape, names))})")
     numbers, model = tokenizer.get_vocab(), tokenizer.backend_tokenizer.model
-    for chat in _chats(tokenizer):
+    for chat in _example_chats(tokenizer):
         tokens: list[int] = []
         for piece in filter(None, pieces.split(chat)):
             marked = ("▁" if space else "") + piece.replace(" ", "▁")
@@ -146,7 +146,7 @@ def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
 def chats_differ(tokenizer: Any) -> bool:
     """Return whether llama.cpp tokenizes this tokenizer's chats differently with either setting for spaces."""
     is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
-    return bool(is_sentencepiece) and not any(reads_chats_alike(tokenizer, space) for space in (True, False))
+    return bool(is_sentencepiece) and not any(tokenizes_chats_alike(tokenizer, space) for space in (True, False))
 
 
 def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:

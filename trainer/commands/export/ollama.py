@@ -31,14 +31,16 @@ class ChatParts:
         turns = [self.around[turn["role"]][0] + turn["content"] + self.around[turn["role"]][1] for turn in messages]
         return start + "".join(turns) + self.around["assistant"][0]
 
-    def can_be_written(self) -> bool:
+    def is_safe(self) -> bool:
         """Return whether no text would be parsed as syntax of the template or the Modelfile."""
         texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
         # A final brace would merge with those of the following placeholder.
-        return is_kept("".join(texts)) and not any("{{" in text or '"""' in text or text[-1:] == "{" for text in texts)
+        return survives_quotes("".join(texts)) and not any(
+            "{{" in text or '"""' in text or text[-1:] == "{" for text in texts
+        )
 
     def to_go(self) -> str:
-        """Return the same as a Go template for Ollama."""
+        """Return these parts as a Go template for Ollama."""
         branches: list[str] = []
         for role in self.around:
             before, after = self.around[role]
@@ -49,7 +51,7 @@ class ChatParts:
         return start + turns + self.around["assistant"][0]
 
 
-def is_kept(text: str) -> bool:
+def survives_quotes(text: str) -> bool:
     """Return whether Ollama reads this text unchanged between three quotes.
 
     It drops unprintable characters (such as U+00A0), and three quotes at the end of a line end the text.
@@ -68,8 +70,8 @@ def chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Ch
         try:
             parts = _derive(partial(_render, tokenizer, variables or {}), roles)
             prompt = partial(_render, tokenizer, {**(variables or {}), "add_generation_prompt": True})
-            alike = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _trials(roles))
-            return parts if parts is not None and alike and parts.can_be_written() else None
+            matches = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _test_chats(roles))
+            return parts if parts is not None and matches and parts.is_safe() else None
         except (TemplateError, ValueError):
             continue  # some templates refuse system turns
     return None
@@ -92,7 +94,7 @@ def _derive(render: Callable[[Messages], str], roles: Sequence[str]) -> ChatPart
     return ChatParts(around, alone.removesuffix(turn)) if alone.endswith(turn) else None
 
 
-def _trials(roles: Sequence[str]) -> list[Messages]:
+def _test_chats(roles: Sequence[str]) -> list[Messages]:
     first = [{"role": "user", "content": "One"}]
     more = [*first, {"role": "assistant", "content": "Two"}, {"role": "user", "content": "Three"}]
     system = [{"role": "system", "content": "Zero"}]
@@ -100,13 +102,13 @@ def _trials(roles: Sequence[str]) -> list[Messages]:
 
 
 def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
-    return _without_start(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, **variables))
+    return _strip_bos(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, **variables))
 
 
-def _without_start(tokenizer: Any, text: str) -> str:
+def _strip_bos(tokenizer: Any, text: str) -> str:
     """Strip the first token if llama.cpp adds it to prompts itself; in some models it also begins turns."""
-    puts_it = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    return text.removeprefix(tokenizer.bos_token) if puts_it else text
+    adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
 
 def _end_of_turn(tokenizer: Any) -> str | None:
@@ -123,7 +125,7 @@ def text_template(form: str) -> str | None:
     `form` has the placeholders `{system}` and `{prompt}` (see `records.prompt_form`); a system prompt ends with an
     empty line.
     """
-    if not is_kept(form) or "{{" in form:
+    if not survives_quotes(form) or "{{" in form:
         return None
     return form.format(system="{{ if .System }}{{ .System }}\n\n{{ end }}", prompt="{{ .Prompt }}")
 
@@ -153,7 +155,7 @@ def modelfile(
     after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer) if form is None else None
     stops = dict.fromkeys([tokenizer.eos_token, after])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
-    if system_prompt and is_kept(system_prompt):
+    if system_prompt and survives_quotes(system_prompt):
         lines.append(f'SYSTEM """{system_prompt}"""')
     elif system_prompt:
         lines.append("# No SYSTEM: Ollama would change the system prompt (unprintable characters, or quotes).")

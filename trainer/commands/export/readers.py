@@ -22,10 +22,10 @@ from torch import Tensor
 
 from trainer.config.adapter_settings import read_adapter_settings
 
-Gain = tuple[str, Tensor]
-IN_OUT = ("gpt_oss", "llama4", "llama4_text")
+Update = tuple[str, Tensor]
+TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text")
 """Models whose checkpoints store experts [E, in, out]."""
-IN_PAIRS = ("gpt_oss",)
+INTERLEAVED_EXPERTS = ("gpt_oss",)
 """Models whose checkpoints interleave the rows of gate and up."""
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Parts of an expert -> their names in checkpoints such as Mixtral's."""
@@ -36,7 +36,7 @@ STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(\w+)")
 
 
-def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
+def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Update]:
     """Read as vLLM: scale alpha / r, or alpha / sqrt(r) for rsLoRA; each A has at most r rows."""
     parts = VLLM_PARTS.get(config.get_text_config().model_type, {part: part for part in PARTS})
     settings = read_adapter_settings(folder)
@@ -56,7 +56,7 @@ def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[
         yield layer, scale * (b.float() @ a.float())
 
 
-def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterator[Gain]:
+def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterator[Update]:
     """Read as SGLang: scale always alpha / r; q, k, v and gate, up are stacked, with r rows of A each."""
     settings = read_adapter_settings(folder)
     rank, scale = settings["r"], settings["lora_alpha"] / settings["r"]
@@ -78,7 +78,7 @@ def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterat
         yield layer, scale * (b.float() @ a.float())
 
 
-def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
+def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Update]:
     """Read as llama.cpp: scale alpha / rows of A; rows of q and k return from pairs to halves if it rotates pairs."""
     from gguf import GGUFReader, get_tensor_name_map
     from gguf.constants import MODEL_ARCH_NAMES
@@ -95,29 +95,29 @@ def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterat
         weight, is_a, _ = name.partition(".lora_a")
         if not is_a:
             continue
-        gain = fields["adapter.lora.alpha"] / len(a) * (tensors[f"{weight}.lora_b"] @ a)
+        update = fields["adapter.lora.alpha"] / len(a) * (tensors[f"{weight}.lora_b"] @ a)
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(weight.split(".")[-2])
         if heads and fields["general.architecture"] == "llama":
-            gain = gain.view(heads, -1, 2, gain.shape[1]).transpose(1, 2).reshape(gain.shape)
-        yield layers[weight], gain
+            update = update.view(heads, -1, 2, update.shape[1]).transpose(1, 2).reshape(update.shape)
+        yield layers[weight], update
 
 
-def add_gains(stored: dict[str, Tensor], gains: Iterator[Gain], model_type: str) -> int:
+def add_updates(stored: dict[str, Tensor], updates: Iterator[Update], model_type: str) -> int:
     """Add updates to the base checkpoint's tensors by name; return their number. Raises RuntimeError if one is unknown.
 
     Readers have already translated the server's names to the checkpoint's.
     """
     count = 0
-    for layer, gain in gains:
+    for layer, update in updates:
         count += 1
         if f"{layer}.weight" in stored:
-            stored[f"{layer}.weight"] = stored[f"{layer}.weight"] + gain
+            stored[f"{layer}.weight"] = stored[f"{layer}.weight"] + update
         else:
-            _add_to_fused(stored, layer, gain, model_type)
+            _add_to_fused(stored, layer, update, model_type)
     return count
 
 
-def _add_to_fused(stored: dict[str, Tensor], layer: str, gain: Tensor, model_type: str) -> None:
+def _add_to_fused(stored: dict[str, Tensor], layer: str, update: Tensor, model_type: str) -> None:
     """Add the update of one part of one expert to a tensor of all experts."""
     experts, _, number = (layer.rpartition(".")[0]).rpartition(".")
     part = layer.rpartition(".")[2]
@@ -128,11 +128,11 @@ def _add_to_fused(stored: dict[str, Tensor], layer: str, gain: Tensor, model_typ
         raise RuntimeError(f"{layer}: the base has no such layer")
     whole = stored[name].clone()
     weight = whole[int(number)]
-    weight = weight.mT if model_type in IN_OUT else weight
+    weight = weight.mT if model_type in TRANSPOSED_EXPERTS else weight
     if "gate_up" in name:
-        halves = (weight[0::2], weight[1::2]) if model_type in IN_PAIRS else weight.chunk(2)
+        halves = (weight[0::2], weight[1::2]) if model_type in INTERLEAVED_EXPERTS else weight.chunk(2)
         weight = halves[0 if part == "gate_proj" else 1]
-    weight += gain
+    weight += update
     stored[name] = whole
 
 

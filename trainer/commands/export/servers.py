@@ -24,8 +24,8 @@ from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.served_layers import NAMES, describe_exclusion, unapplied_layers
 
-PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-NUMBERED = {name: number for number, name in PLAIN_NAMES.items()}
+EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+EXPERT_NUMBERS = {name: number for number, name in EXPERT_NAMES.items()}
 NUMBERED_IN_VLLM = ("gpt_oss",)
 """Model types with all experts in one tensor, for which vLLM expects w1, w2 and w3 in adapters."""
 MERGED = "zerolora export --format hf writes the merged model"
@@ -38,13 +38,14 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     """
     check_applied(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
-    factors = _named(read_factors(folder, base_model, section, whole_groups=server == "sglang"), server, model_type)
+    factors = read_factors(folder, base_model, section, whole_groups=server == "sglang")
+    factors = _rename_parts(factors, server, model_type)
     if unapplied := unapplied_layers(server, model_type, factors):
         raise UserError(
             f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
             f"to train without them {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
         )
-    rank, scale = max(len(found.a_RI) for found in factors.values()), common_scale(factors)
+    rank, scale = max(len(found.a_RI) for found in factors.values()), _common_scale(factors)
     tensors: dict[str, Tensor] = {}
     for layer, found in factors.items():
         found = found.rescaled(scale)
@@ -61,7 +62,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     return settings
 
 
-def common_scale(factors: dict[str, Factors]) -> float:
+def _common_scale(factors: dict[str, Factors]) -> float:
     """Return the scale of all layers, or 1 if they differ and have to be folded into B."""
     scales = {found.scale for found in factors.values()}
     return scales.pop() if len(scales) == 1 else 1.0
@@ -85,11 +86,11 @@ def check_applied(folder: Path, server: str) -> None:
         )
 
 
-def _named(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
+def _rename_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
     """Rename the parts of experts to the server's names."""
-    names: dict[str, str] = PLAIN_NAMES if server == "sglang" else {}
+    names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
-        names = NUMBERED
+        names = EXPERT_NUMBERS
     renamed = {}
     for layer, found in factors.items():
         parent, _, own = layer.rpartition(".")

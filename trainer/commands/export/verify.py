@@ -15,13 +15,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.finished_run import FinishedRun, attach_adapter
+from trainer.checkpoint.finished_run import FinishedRun, attach_adapter, load_full_base
 from trainer.commands.export.gguf import write_gguf
-from trainer.commands.export.readers import add_gains, read_llama_cpp, read_sglang, read_vllm
+from trainer.commands.export.readers import add_updates, read_llama_cpp, read_sglang, read_vllm
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.memory.bytes import GIB
-from trainer.model.base import load_base_model, match_vocabulary
+from trainer.model.base import match_vocabulary
 from trainer.model.served_layers import NAMES
 from trainer.parallel.ranks.group import set_seed
 
@@ -71,11 +71,11 @@ def verify(run: FinishedRun, form: str, exported: Path, tokenizer: Any) -> str:
     _check_memory(base)
     prompts = [tokenizer(text).input_ids[:LONGEST] for text in PROMPTS]
     before = logits(base, prompts)
-    got, by = _exported(run, form, exported, base, tokenizer, prompts)
+    exported_logits, by = _exported(run, form, exported, base, tokenizer, prompts)
     trained = logits(attach_adapter(base, tokenizer, run, in_32_bits=True), prompts)
-    if got.dim() == 2:  # llama.cpp reports probabilities of the next token only
+    if exported_logits.dim() == 2:  # llama.cpp reports probabilities of the next token only
         trained, before = trained[:, -1].log_softmax(-1), before[:, -1].log_softmax(-1)
-    return Comparison(_largest(got - trained), _largest(trained - before), by).check()
+    return Comparison(_max_abs(exported_logits - trained), _max_abs(trained - before), by).check()
 
 
 def logits(model: Any, prompts: list[list[int]]) -> Tensor:
@@ -104,7 +104,7 @@ def _emulate_server(base: Any, form: str, exported: Path) -> Any:
 
     revert = require(core_model_loading, "revert_weight_conversion", "transformers")
     stored: dict[str, Tensor] = dict(revert(base, dict(base.state_dict())))
-    if not add_gains(stored, READERS[form](exported, stored, base.config), base.config.get_text_config().model_type):
+    if not add_updates(stored, READERS[form](exported, stored, base.config), base.config.get_text_config().model_type):
         raise RuntimeError(f"{exported}: holds no layer")
     own = {name: value.clone() for name, value in stored.items()}
     attention = base.config._attn_implementation
@@ -131,14 +131,7 @@ def _run_llama_cpp(base: Any, tokenizer: Any, adapter: Path, prompts: list[list[
 
 
 def _base(run: FinishedRun, tokenizer: Any) -> Any:
-    base = load_base_model(
-        run.config.base_model,
-        run.config.model,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        attention="eager",
-        unpack=True,
-    )
+    base = load_full_base(run, torch.float32)
     set_seed(run.config.seed)  # rows of added tokens are random
     match_vocabulary(base, tokenizer)
     return base.eval()
@@ -154,5 +147,5 @@ def _check_memory(base: Any) -> None:
         )
 
 
-def _largest(difference: Tensor) -> float:
+def _max_abs(difference: Tensor) -> float:
     return float(difference.abs().max())

@@ -15,11 +15,11 @@ from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
-    counted_in,
+    choose_window,
+    find_unit,
     held_out_label,
     running_mean,
     series,
-    window_for,
 )
 
 SIDE = 1000.0
@@ -69,16 +69,16 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     if len(steps := series(records, "eval/kept_step").values):
         saved = Series(steps[-1:], series(records, "eval/kept_loss").values[-1:])
         loss += (Curve(saved, "dots", "green", f"kept: step {int(steps[-1]):,}"),)
-    counted = counted_in(records)
-    memory, rate = series(records, "memory/peak_gib"), series(records, counted.rate)
+    unit = find_unit(records)
+    memory, rate = series(records, "memory/peak_gib"), series(records, unit.rate)
     norm = series(records, "train/grad_norm")
     found = [
-        Chart("Loss", counted.loss, loss, wide=True, name="loss"),
+        Chart("Loss", unit.loss, loss, wide=True, name="loss"),
         Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
         Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
         Chart(
             "Throughput",
-            f"{counted.name}/s per rank",
+            f"{unit.name}/s per rank",
             mean_curves(rate, "green", "per rank"),
             low=0.0,
             name="throughput",
@@ -95,12 +95,13 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     bits, bits_smoothed = series(records, "scu/kl_bits"), series(records, "scu/kl_smoothed")
     goal = 100 * target.values[-1] if len(target) else None
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
-    of_s = _steered(_times(s_ratio, 100), _times(s_smoothed, 100), _times(target, 100), "S") if len(s_ratio) else ()
-    of_k = _steered(bits, bits_smoothed, target, "K") if len(bits) else ()
+    s_series = (_scale(s_ratio, 100), _scale(s_smoothed, 100), _scale(target, 100))
+    s_curves = _scu_curves(*s_series, "S") if len(s_ratio) else ()
+    k_curves = _scu_curves(bits, bits_smoothed, target, "K") if len(bits) else ()
     data = mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
     return [
-        Chart("SCU: S", "%", of_s, low=0.0, band=band, name="scu_s"),
-        Chart("SCU: K, adapter from base", "bits per token of reference text", of_k, low=0.0, name="scu_kl"),
+        Chart("SCU: S", "%", s_curves, low=0.0, band=band, name="scu_s"),
+        Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0, name="scu_kl"),
         Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0, name="scu_lambda"),
         Chart("SCU: DataBPT, information in the data", "bits per token", data, name="scu_data_bpt"),
         # Not in one chart with DataBPT: at an S of 1 or 2 % it would be a line along the bottom of the axis.
@@ -111,7 +112,7 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _steered(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:
+def _scu_curves(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:
     return (
         Curve(measured, "pale", "blue", f"{name} of the step"),
         Curve(smoothed, "line", "blue", f"{name} smoothed"),
@@ -125,7 +126,7 @@ def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
 
 def mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
     """Return pale curves of the raw values and their running mean, or only the values if they are few."""
-    window = window_for(len(line))
+    window = choose_window(len(line))
     if window is None:
         return (Curve(line, "line", colour, label),)
     mean = Series(line.steps, running_mean(line.values, window))
@@ -141,8 +142,8 @@ def draw(chart: Chart) -> str:
     logarithmic = chart.logarithmic
     if not logarithmic:
         bounds = (chart.low, chart.high, *(chart.band or ()))
-        low, high = min(low, *_known(bounds, low)), max(high, *_known(bounds, high))
-    marks = _powers(low, high) if logarithmic else _round_marks(low, high)
+        low, high = min(low, *_with_bounds(bounds, low)), max(high, *_with_bounds(bounds, high))
+    marks = _powers_of_ten(low, high) if logarithmic else _round_marks(low, high)
     bottom, top = min(low, marks[0]), max(high, marks[-1])
     first, last = float(steps.min()), float(steps.max())
 
@@ -163,7 +164,7 @@ def draw(chart: Chart) -> str:
     for curve in chart.curves:
         points = [
             (SIDE * across(step), SIDE * down(value), step, value) if math.isfinite(value) else None
-            for step, value in zip(*_thinned(curve.line), strict=True)
+            for step, value in zip(*_thin(curve.line), strict=True)
         ]
         parts += _dots(points, curve) if curve.kind == "dots" else _lines(points, curve)
     step_marks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
@@ -207,7 +208,7 @@ def _dots(points: Sequence[Point], curve: Curve) -> list[str]:
     ]
 
 
-def _thinned(line: Series) -> tuple[list[float], list[float]]:
+def _thin(line: Series) -> tuple[list[float], list[float]]:
     """Reduce the curve to about `MOST_POINTS` points, keeping the lowest and highest of each stretch."""
     if len(line) <= MOST_POINTS:
         return line.steps.tolist(), line.values.tolist()
@@ -233,7 +234,7 @@ def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]
     return [mark * size for mark in range(begin, max(end, begin + 1) + 1)]
 
 
-def _powers(low: float, high: float) -> list[float]:
+def _powers_of_ten(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [10.0**exponent for exponent in exponents[:: max(1, len(exponents) // TICKS)]]
 
@@ -250,9 +251,9 @@ def number(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def _times(line: Series, factor: float) -> Series:
+def _scale(line: Series, factor: float) -> Series:
     return Series(line.steps, factor * line.values)
 
 
-def _known(bounds: Sequence[float | None], other: float) -> list[float]:
+def _with_bounds(bounds: Sequence[float | None], other: float) -> list[float]:
     return [other, *(bound for bound in bounds if bound is not None)]

@@ -15,7 +15,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Counted:
+class BatchUnit:
     """The unit in which a task (trainer/tasks/task.py) counts its batches, and its labels."""
 
     name: str
@@ -30,8 +30,8 @@ class Counted:
         return f"perf/{self.name}_per_second_per_gpu"
 
 
-TOKENS = Counted("tokens", "sequences", "nats per token", 0)
-IMAGES = Counted("images", "images", "mean squared error", 2)
+TOKENS = BatchUnit("tokens", "sequences", "nats per token", 0)
+IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class HeldOut:
     lowest_step: int
 
     @classmethod
-    def of(cls, records: list[Record]) -> "HeldOut | None":
+    def from_records(cls, records: list[Record]) -> "HeldOut | None":
         """Return the losses, or None if fewer than two evaluations are finite."""
         line = series(records, "eval/loss").finite()
         if len(line) < 2:
@@ -81,7 +81,7 @@ class HeldOut:
         return cls(float(line.values[0]), float(after), int(step), float(line.values[lowest]), int(line.steps[lowest]))
 
 
-def counted_in(records: list[Record]) -> Counted:
+def find_unit(records: list[Record]) -> BatchUnit:
     """Return the unit of a run's batches, tokens or images."""
     return IMAGES if any("train/images" in record for record in records) else TOKENS
 
@@ -96,14 +96,14 @@ def running_mean(values: Values, window: int) -> Values:
     return np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
 
 
-def window_for(count: int) -> int | None:
+def choose_window(count: int) -> int | None:
     """Return the odd window of the running mean for a number of records; None if they are too few."""
     return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
 
 
 def held_out_label(records: list[Record]) -> str:
     """Return the legend of the held-out losses, with the losses before and after training."""
-    held_out = HeldOut.of(records)
+    held_out = HeldOut.from_records(records)
     if held_out is None:
         return f"held out, {series(records, 'eval/loss').finite().values[0]:.3f}"
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

@@ -18,7 +18,7 @@ from trainer.monitor.report.write import summary_rows
 
 CARD = "README.md"
 OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
-OF_PEFT = "[More Information Needed]"
+PEFT_PLACEHOLDER = "[More Information Needed]"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
@@ -28,7 +28,7 @@ def is_own_card(card: Path) -> bool:
     if not card.is_file():
         return False
     text = card.read_text(encoding="utf-8", errors="replace")
-    return OURS not in text and OF_PEFT not in text
+    return OURS not in text and PEFT_PLACEHOLDER not in text
 
 
 def public_name(name: str) -> str:
@@ -76,7 +76,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
     parts = [
-        _front_matter(config.base_model, base, config.adapter, sources),
+        _front_matter(base, config.adapter, sources),
         OURS,
         f"# {name.rpartition('/')[2]}",
         f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
@@ -91,7 +91,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) -> str:
+def _front_matter(base: str, adapter: str, sources: list[str]) -> str:
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation"}
     # The hub rejects a card whose base model cannot be on the hub.
     if is_on_hub(base):
@@ -104,7 +104,7 @@ def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) 
 
 
 def _headline(records: list[Record]) -> list[str]:
-    held_out = HeldOut.of(records)
+    held_out = HeldOut.from_records(records)
     if held_out is None:
         return []
     before, after = held_out.before, held_out.after

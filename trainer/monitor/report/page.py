@@ -6,7 +6,7 @@ from html import escape
 from types import MappingProxyType
 from urllib.parse import quote
 
-from trainer.monitor.report.sample_images import Shown
+from trainer.monitor.report.sample_images import EmbeddedImage
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #27303d; --soft: #5b6675; --line: #e3e7ed; --paper: #ffffff;
@@ -118,7 +118,7 @@ class Answer:
     """A sample prompt and its answers, by column: before and after training, or one per run."""
 
     prompt: str
-    said: Mapping[str, str]
+    texts: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def render_page(
     figures: Sequence[str],
     *,
     answers: Sequence[Answer] = (),
-    pictures: Sequence[tuple[str, Sequence[Shown]]] = (),
+    pictures: Sequence[tuple[str, Sequence[EmbeddedImage]]] = (),
     commands: Sequence[tuple[str, str]] = (),
     files: Sequence[str] = (),
     times: Mapping[str, float] = MappingProxyType({}),
@@ -190,9 +190,9 @@ def _tile(tile: Tile) -> str:
 
 
 def _answer(answer: Answer) -> str:
-    heads = "".join(f"<th>{escape(name)}</th>" for name in answer.said)
-    cells = "".join(f"<td>{escape(text) or '<small>(nothing)</small>'}</td>" for text in answer.said.values())
-    table = f'<table style="--columns:{len(answer.said)}"><tr>{heads}</tr><tr>{cells}</tr></table>'
+    heads = "".join(f"<th>{escape(name)}</th>" for name in answer.texts)
+    cells = "".join(f"<td>{escape(text) or '<small>(nothing)</small>'}</td>" for text in answer.texts.values())
+    table = f'<table style="--columns:{len(answer.texts)}"><tr>{heads}</tr><tr>{cells}</tr></table>'
     return f"<h3>{escape(answer.prompt)}</h3>{table}"
 
 
@@ -245,7 +245,7 @@ def wide_table(
     )
 
 
-def _pictures(row: tuple[str, Sequence[Shown]]) -> str:
+def _pictures(row: tuple[str, Sequence[EmbeddedImage]]) -> str:
     prompt, pictures = row
     shown = "".join(
         f'<figure><img src="{picture.address}" alt="{escape(prompt)}"><figcaption>'

@@ -57,9 +57,9 @@ def read_times(run_dir: Path) -> dict[str, float]:
     return _read(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
-def keep_times(run_dir: Path, seconds: Mapping[str, float], *, goes_on: bool) -> None:
-    """Record the seconds of each phase, added to those of earlier starts if the run `goes_on`."""
-    before = read_times(run_dir) if goes_on else {}
+def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) -> None:
+    """Record the seconds of each phase, added to those of earlier starts if the run resumes."""
+    before = read_times(run_dir) if resumes else {}
     names = list(dict.fromkeys([*before, *seconds]))
     write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
 

@@ -21,7 +21,7 @@ JPEG_QUALITY = 80
 
 
 @dataclass(frozen=True)
-class Shown:
+class EmbeddedImage:
     """An image embedded in a page: when it was drawn, and its `data:` URL."""
 
     when: str
@@ -53,33 +53,33 @@ def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
     found = []
     for index, prompt in enumerate(read_prompts(run_dir)):
         files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
-        found.append((prompt, sorted(files, key=_place)))
+        found.append((prompt, sorted(files, key=_sort_key)))
     return found
 
 
-def embed_sample_images(run_dir: Path) -> list[tuple[str, list[Shown]]]:
+def embed_sample_images(run_dir: Path) -> list[tuple[str, list[EmbeddedImage]]]:
     """Return the sample images as embedded JPEGs, as large as `MOST_CHARACTERS` allows; unreadable files are skipped.
 
     For a long run each prompt keeps its first image, its last, and some in between, evenly spaced.
     """
     rows = find_sample_images(run_dir)[: MOST_SHOWN // 2]
     each = max(2, MOST_SHOWN // max(1, len(rows)))
-    chosen = [(prompt, _spread(files, each)) for prompt, files in rows]
-    shown: list[tuple[str, list[Shown]]] = []
+    chosen = [(prompt, _pick_evenly(files, each)) for prompt, files in rows]
+    shown: list[tuple[str, list[EmbeddedImage]]] = []
     for side in SIDES:
-        shown = [(prompt, _embedded(files, side)) for prompt, files in chosen]
+        shown = [(prompt, _embed(files, side)) for prompt, files in chosen]
         if sum(len(image.address) for _, row in shown for image in row) <= MOST_CHARACTERS:
             break
     return [(prompt, row) for prompt, row in shown if row]
 
 
-def _spread(files: Sequence[Path], count: int) -> list[Path]:
+def _pick_evenly(files: Sequence[Path], count: int) -> list[Path]:
     if len(files) <= count:
         return list(files)
     return [files[at * (len(files) - 1) // (count - 1)] for at in range(count)]
 
 
-def _embedded(files: Sequence[Path], side: int) -> list[Shown]:
+def _embed(files: Sequence[Path], side: int) -> list[EmbeddedImage]:
     from PIL import Image  # every rank imports this module, only rank 0 draws
 
     shown = []
@@ -93,11 +93,11 @@ def _embedded(files: Sequence[Path], side: int) -> list[Shown]:
         small.thumbnail((side, side))
         small.save(out, "JPEG", quality=JPEG_QUALITY, optimize=True)
         address = f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
-        shown.append(Shown(file.stem.partition("-")[2], address))
+        shown.append(EmbeddedImage(file.stem.partition("-")[2], address))
     return shown
 
 
-def _place(file: Path) -> tuple[int, int]:
+def _sort_key(file: Path) -> tuple[int, int]:
     when = file.stem.partition("-")[2]
     if step := re.fullmatch(r"step-([0-9]{1,18})", when):
         return 1, int(step[1])

@@ -10,13 +10,13 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import Chart, Curve, draw
-from trainer.monitor.report.curves import IMAGES, HeldOut, counted_in, running_mean, series, window_for
+from trainer.monitor.report.curves import IMAGES, HeldOut, choose_window, find_unit, running_mean, series
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
 
 PAGE = "runs.html"
-MOST = 8
+MAX_RUNS = 8
 """Number of distinguishable colours."""
 CHARTS = (
     ("Loss", "nats per token", "train/loss", None),
@@ -29,6 +29,7 @@ CHARTS = (
     ("SCU: S", "fraction", "scu/s_ratio", 0.0),
 )
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
+HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Recorded:
 
 def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
-    if len(folders) > MOST:
-        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MOST} fit on a page; pass fewer")
+    if len(folders) > MAX_RUNS:
+        raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer")
     runs = [_read(folder) for folder in folders]
-    names = _names(folders)
+    names = _unique_names(folders)
     runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     check_output_file(page, str(page))
     text = render_page(
@@ -54,9 +55,9 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
         " · ".join(names),
         (),
         (),
-        [draw(chart) for chart in overlaid(runs)],
+        [draw(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
-        wide=[_outcomes(runs), *_differences(runs)],
+        wide=[wide_table("Results", HEADS, [_outcome(run) for run in runs], runs=True), *_differences(runs)],
     )
     write_whole(page, text)
     return page
@@ -70,7 +71,7 @@ def _read(folder: Path) -> Recorded:
     return Recorded(folder.name, records, read_settings(folder), answers)
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _unique_names(folders: Sequence[Path]) -> list[str]:
     """Name folders by their last part, or by as many as make the names unique."""
     whole = [folder.resolve().parts for folder in folders]
     depth = next(
@@ -86,7 +87,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(parts[-depth:]) for parts in whole]
 
 
-def overlaid(runs: Sequence[Recorded]) -> list[Chart]:
+def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
     """Return a chart for every metric that has values, with a curve per run: running means of long series."""
     found = []
     for title, unit, metric, low in CHARTS:
@@ -94,7 +95,7 @@ def overlaid(runs: Sequence[Recorded]) -> list[Chart]:
         wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
         shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
         if any(len(curve.line.finite()) for curve in curves):
-            squares = wide and IMAGES in [counted_in(run.records) for run in runs]
+            squares = wide and IMAGES in [find_unit(run.records) for run in runs]
             found.append(Chart(title, IMAGES.loss if squares else unit, shown, low=low, wide=wide))
     return found
 
@@ -105,7 +106,7 @@ def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
         return []
     if metric == "eval/loss":
         return [Curve(line.finite(), "line", colour, run.name), Curve(line.finite(), "dots", colour)]
-    window = window_for(len(line)) if metric != "train/learning_rate" else None
+    window = choose_window(len(line)) if metric != "train/learning_rate" else None
     if window is None:
         return [Curve(line, "line", colour, run.name)]
     mean = replace(line, values=running_mean(line.values, window))
@@ -113,18 +114,10 @@ def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
     return [*pale, Curve(mean, "line", colour, f"{run.name}, mean of {window}")]
 
 
-def _outcomes(runs: Sequence[Recorded]) -> str:
-    heads = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
-    return wide_table("Results", heads, [_outcome(run) for run in runs], runs=True)
-
-
 def _outcome(run: Recorded) -> list[str]:
-    held_out, losses = HeldOut.of(run.records), metric_values(run.records, "train/loss")
-    rate, counted, memory = (
-        median_rate(run.records),
-        counted_in(run.records),
-        metric_values(run.records, "memory/peak_gib"),
-    )
+    held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
+    rate, unit = median_rate(run.records), find_unit(run.records)
+    memory = metric_values(run.records, "memory/peak_gib")
     last = losses[-max(1, len(losses) // 10) :]
     return [
         run.name,
@@ -132,7 +125,7 @@ def _outcome(run: Recorded) -> list[str]:
         f"{held_out.before:.4f} → {held_out.after:.4f}" if held_out else "",
         f"{held_out.lowest:.4f}" if held_out else "",
         f"{sum(last) / len(last):.4f}" if last else "",
-        f"{rate:,.{counted.digits}f} {counted.name}/s" if rate else "",
+        f"{rate:,.{unit.digits}f} {unit.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",
         duration(training_seconds(run.records)),
     ]

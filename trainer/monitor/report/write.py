@@ -14,7 +14,7 @@ from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import charts, draw
-from trainer.monitor.report.curves import TOKENS, Counted, HeldOut, counted_in
+from trainer.monitor.report.curves import TOKENS, BatchUnit, HeldOut, find_unit
 from trainer.monitor.report.page import Answer, Tile, render_page
 from trainer.monitor.report.recorded import changed_settings, read_answers, read_run, read_settings, read_times
 from trainer.monitor.report.sample_images import embed_sample_images
@@ -80,9 +80,9 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
-        if held_out and not (Path(run_dir) / DIFFUSERS).exists():
-            commands.append(("measure", f"zerolora eval {folder}"))
         if not (Path(run_dir) / DIFFUSERS).exists():
+            if held_out:
+                commands.append(("measure", f"zerolora eval {folder}"))
             commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
         qat = config["training"].get("qat")
         commands.append(("merge", f"zerolora merge {folder}" + (f" --quantize {qat}" if qat else "")))
@@ -91,7 +91,7 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
     return commands
 
 
-def keep_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
+def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
     """Record an answer to a sample prompt for the page; `when` is before or after."""
     path = run_dir / ANSWERS
     said = read_answers(path)
@@ -129,7 +129,7 @@ def training_seconds(records: list[Record]) -> float:
 def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     """Return the most important numbers: losses, throughput, memory, time."""
     shown = []
-    held_out, losses = HeldOut.of(records), metric_values(records, "train/loss")
+    held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
     # The losses of single batches depend more on their texts than on the training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
@@ -138,11 +138,11 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     for label, values, note in (("held-out loss", compared, ""), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
-    rate, counted = median_rate(records), counted_in(records)
+    rate, unit = median_rate(records), find_unit(records)
     if rate:
-        ranks, digits = run.get("world_size", 1), counted.digits
+        ranks, digits = run.get("world_size", 1), unit.digits
         each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
-        shown.append(Tile(f"{counted.name}/s", f"{rate * ranks:,.{digits}f}", each))
+        shown.append(Tile(f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", each))
     memory = metric_values(records, "memory/peak_gib")
     if memory:
         shown.append(Tile("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
@@ -156,7 +156,7 @@ def summary_rows(
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the summary tables as (title, rows of name and value), without what the run did not record."""
     groups = [
-        ("Model and data", _model_rows(config, counted_in(records))),
+        ("Model and data", _model_rows(config, find_unit(records))),
         ("Training", _training_rows(records, config, run)),
         ("Results", _result_rows(records)),
         ("Ran on", _machine_rows(run)),
@@ -164,7 +164,7 @@ def summary_rows(
     return [(title, rows) for title, rows in groups if rows]
 
 
-def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, str]]:
+def _model_rows(config: Mapping[str, Any], unit: BatchUnit) -> list[tuple[str, str]]:
     if not config:
         return []
     lora, data = config["lora"], config["dataset"]
@@ -188,11 +188,11 @@ def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, 
     elif data["val_split"]:
         split = data["val_split"]
         rows.append(("held out", f"{split:,.0f} records" if split >= 1 else f"{split:.1%} of the records"))
-    if counted is TOKENS:
+    if unit is TOKENS:
         size = f"up to {data['max_length']:,} tokens" + ", packed" * data["packing"]
     else:
         size = f"{config['image']['resolution']} pixels" + ", buckets" * config["image"]["buckets"]
-    rows.append((counted.samples, size))
+    rows.append((unit.samples, size))
     return rows
 
 
@@ -213,7 +213,7 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
     if config:
         training, ranks = config["training"], run.get("world_size", 1)
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
-        what = counted_in(records).samples
+        what = find_unit(records).samples
         rows.append(("batch", f"{size * micro * ranks} {what} = {size} x {micro} micro-steps x {ranks} ranks"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
         stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]
@@ -223,7 +223,7 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
 
 def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
     rows = []
-    losses, held_out, counted = metric_values(records, "train/loss"), HeldOut.of(records), counted_in(records)
+    losses, held_out, unit = metric_values(records, "train/loss"), HeldOut.from_records(records), find_unit(records)
     if losses:
         rows.append(("training loss", f"first {losses[0]:.4f}, last {losses[-1]:.4f}, lowest {min(losses):.4f}"))
     if held_out:
@@ -231,12 +231,12 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
         after = f"after {held_out.after:.4f} (step {held_out.kept_step})"
         rows.append(("held-out loss", f"before {held_out.before:.4f}, {after}, {lowest}"))
         rows.append(("relative change", _change(held_out.before, held_out.after)))
-        if counted is TOKENS:
+        if unit is TOKENS:
             bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
     rate, memory = median_rate(records), metric_values(records, "memory/peak_gib")
     if rate:
-        rows.append((f"{counted.name}/s per rank", f"{rate:,.{counted.digits}f} (median)"))
+        rows.append((f"{unit.name}/s per rank", f"{rate:,.{unit.digits}f} (median)"))
     if memory:
         rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
     rows.append(("time", duration(training_seconds(records)) + ", evaluations and checkpoints included"))
@@ -280,7 +280,7 @@ def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 
 def median_rate(records: list[Record]) -> float | None:
     """Return the median tokens or images per second of one rank, which the slow first step does not distort."""
-    rates = metric_values(records, counted_in(records).rate)
+    rates = metric_values(records, find_unit(records).rate)
     return statistics.median(rates) if rates else None
 
 

@@ -1,0 +1,14 @@
+"""Save the adapter of a model in memory, as a run does."""
+
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.weights import gather_weights, write_adapter
+
+
+def save_adapter(model: Any, folder: Path, *, must_have_moved: bool = True, initial: Path | None = None) -> None:
+    """Write the adapter in PEFT's format and verify it."""
+    trained = gather_weights(model)
+    form = AdapterForm.from_model(model, trained)
+    write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)
