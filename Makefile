@@ -13,7 +13,7 @@ CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iprout
 SYSTEM := chromium $(CLUSTER)
 # Two processes, for ranks and commands wait much of their time. A file stays in one, with what its tests share.
 PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Those that launch ranks run apart from the others, some of which look at the clock.
+# The fast tests that launch ranks run one at a time: two ranks already use two cores.
 LAUNCHING := tests/distributed tests/integration tests/cluster
 OTHERS := tests/numerics tests/unit tests/gpu
 # These two take minutes in a single test, so they begin first.
@@ -53,7 +53,7 @@ docs: setup  ## the documentation as a site, in runs/site; a link that leads now
 test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 	@command -v chromium >/dev/null || scripts/system.sh chromium
 	$(PYTEST) -m "not slow" $(OTHERS)
-	$(PYTEST) -m "not slow" $(LAUNCHING)
+	pytest -m "not slow" $(LAUNCHING)
 
 test-ci: setup  ## the tests of tens of seconds each that CI runs: two hosts, SLURM, MPI, ssh, restarts
 	@scripts/system.sh $(SYSTEM)
