@@ -66,6 +66,7 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     else:
         foreign = read_foreign(Path(arguments[0]), dataset_dir)
     translation = TRANSLATORS[foreign.trainer](foreign)
+    translation.finish()
     leave_out_unread(translation)
     try:
         load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)

@@ -1,6 +1,7 @@
 """LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ KEYS = common.TRANSFORMERS | make_table(
     {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
     {
         "stage": Key(Text, values={"sft": "sft", "pt": "pt"}, otherwise=common.PREFERENCES),
-        "finetuning_type": Key(
-            Text, "adapter", "lora", values={"lora": "lora", "full": "none"}, otherwise=common.ONLY_LORA
-        ),
+        "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
         "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
         "train_on_prompt": common.EVERY_TOKEN,
         "disable_shuffling": common.FIXED_ORDER,
@@ -87,8 +86,7 @@ def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
         return llamafactory_v1.translate(foreign)
-    t = Translation(foreign)
-    t.apply_table(KEYS)
+    t = Translation(foreign, KEYS)
     common.name_model(t, "model_name_or_path")
     if t.get("do_train") is False:
         t.refuse("do_train", NOTHING_TRAINED)
@@ -98,7 +96,6 @@ def translate(foreign: Foreign) -> Translation:
     common.set_distribution(t)
     if "output_dir" not in t.settings:
         t.put("output_dir", "runs/" + re.sub(r"[^\w.-]+", "-", str(t.get("model_name_or_path"))))
-    t.finish(KEYS)
     return t
 
 

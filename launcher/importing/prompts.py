@@ -39,17 +39,12 @@ def alpaca(style: str) -> tuple[str, str]:
     )
 
 
-def _turns(opening: str, role_end: str, closing: str, *, begin: str = "", assistant: str = "assistant") -> str:
+def _turns(opening: str, role_end: str, closing: str, *, begin: str = "") -> str:
     """Return a template that writes every turn as a role between marks, its text, and a closing mark."""
-    role = (
-        "message['role']"
-        if assistant == "assistant"
-        else f"('{assistant}' if message['role'] == 'assistant' else 'user')"
-    )
     return (
-        f"{begin}{{% for message in messages %}}{{{{ '{opening}' + {role} + '{role_end}' + "
+        f"{begin}{{% for message in messages %}}{{{{ '{opening}' + message['role'] + '{role_end}' + "
         f"message['content'] | trim + '{closing}' }}}}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{{{{ '{opening}{assistant}{role_end}' }}}}{{% endif %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{opening}assistant{role_end}' }}}}{{% endif %}}"
     )
 
 
