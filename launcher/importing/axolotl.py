@@ -185,18 +185,18 @@ def set_training(t: Translation) -> None:
     if t.get("batch_size") and not t.get("gradient_accumulation_steps"):
         steps = t.get("batch_size") // max(1, t.get("micro_batch_size", 1))
         t.put("training.gradient_accumulation_steps", max(1, steps), "batch_size")
-    least = t.get("cosine_min_lr_ratio")
-    if least is not None and least >= 1:
+    min_ratio = t.get("cosine_min_lr_ratio")
+    if min_ratio is not None and min_ratio >= 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")
-    elif least is not None:
+    elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
-        t.put("training.min_lr_ratio", least, "cosine_min_lr_ratio")
+        t.put("training.min_lr_ratio", min_ratio, "cosine_min_lr_ratio")
     common.set_warmup(t)
     common.set_precision(t)
-    again, away = t.get("gradient_checkpointing"), t.get("activation_offloading")
-    if again or away:
+    checkpointing, offloading = t.get("gradient_checkpointing"), t.get("activation_offloading")
+    if checkpointing or offloading:
         t.put("training.gradient_checkpointing", "non_reentrant", "gradient_checkpointing")
-    if away or again in ("offload", "offload_disk"):
+    if offloading or checkpointing in ("offload", "offload_disk"):
         t.put("training.offload_activations", True, "activation_offloading", "gradient_checkpointing")
 
 

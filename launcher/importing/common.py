@@ -224,8 +224,8 @@ def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluation
 def set_training(t: Translation, precision: str, evaluation: Interval | None) -> None:
     """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
-    least, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
-    ratio = least.get("min_lr_rate", least["min_lr"] / peak if "min_lr" in least and peak else None)
+    given, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
+    ratio = given.get("min_lr_rate", given["min_lr"] / peak if "min_lr" in given and peak else None)
     if ratio is not None and t.get_setting("training.lr_scheduler") == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
     set_precision(t, precision)

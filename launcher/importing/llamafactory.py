@@ -114,17 +114,17 @@ def set_data(t: Translation) -> None:
     t.require("dataset", common.NO_DATA)
     if names := split_names(t.get("dataset")):
         set_sources(t, names)
-    is_plain, packs = t.get("stage") == "pt", t.get("packing") or t.get("neat_packing")
-    if packs or (is_plain and t.get("packing") is None):
+    is_pretraining, is_packed = t.get("stage") == "pt", t.get("packing") or t.get("neat_packing")
+    if is_packed or (is_pretraining and t.get("packing") is None):
         t.put("dataset.packing", True, "packing", "neat_packing")
         if not t.get("neat_packing"):
-            t.note("packing" if packs else "stage", "documents of a pack do not see each other here")
+            t.note("packing" if is_packed else "stage", "documents of a pack do not see each other here")
     template = t.get("template", "")
     if template in CHAT_TEMPLATES:
         t.put("dataset.chat_template", CHAT_TEMPLATES[template], "template")
-    elif template and not is_plain:
-        thinks = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
-        t.note("template", f"{template}: {common.OWN_TEMPLATE}{thinks}")
+    elif template and not is_pretraining:
+        reasoning_note = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
+        t.note("template", f"{template}: {common.OWN_TEMPLATE}{reasoning_note}")
     common.set_thinking(t)
 
 

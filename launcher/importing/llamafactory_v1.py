@@ -46,9 +46,9 @@ def translate(foreign: Foreign) -> Translation:
     t.put_sources(sources, "train_dataset")
     if held_out := read_sources(t, "eval_dataset"):
         t.put("dataset.evaluation", held_out[0], "eval_dataset")
-    if (way := t.get("batching_strategy", "normal")) != "normal":
+    if (strategy := t.get("batching_strategy", "normal")) != "normal":
         t.put("dataset.packing", True, "batching_strategy")
-        t.note("batching_strategy", f"{way}: documents are packed to the length of a sequence")
+        t.note("batching_strategy", f"{strategy}: documents are packed to the length of a sequence")
     set_training(t)
     set_partition(t)
     return t

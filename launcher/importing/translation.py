@@ -272,7 +272,7 @@ class Translation:
                 elif key not in used:
                     self.leave_out(key, f"{shown(given, 60)}: no counterpart here")
 
-    def report_ours(self, message: str) -> None:
+    def report_config_error(self, message: str) -> None:
         """Report an error found by our own checks, under the key that the setting comes from."""
         dotted = re.split(r"[^\w.]", message)[0]
         above = accumulate(dotted.split("."), lambda section, name: f"{section}.{name}")
