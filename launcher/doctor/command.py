@@ -44,7 +44,7 @@ from trainer.contract.standard_streams import PROGRESS
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
-EXIT_PATIENCE_S = 10.0
+LAST_OUTPUT_S = 10.0
 POLL_S = 0.1
 LINE_WIDTH = 100
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
@@ -157,7 +157,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         deadline = time.monotonic() + patience_s
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.returncode for process in processes):  # the others cannot finish without it
-                deadline = min(deadline, time.monotonic() + EXIT_PATIENCE_S)
+                deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
             time.sleep(POLL_S)
         late = [process for process in processes if process.poll() is None]
         for process in late:
