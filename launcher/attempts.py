@@ -17,7 +17,6 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.environment import write_environment
-from launcher.targets.local import Command
 from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.config.files import Positive, read_value
@@ -34,16 +33,16 @@ class Attempts:
         arguments: Sequence[str],
         loaded: LoadedConfig,
         planned: Plan,
-        places: RankSlots,
-        held: PrestartedRanks | None,
+        slots: RankSlots,
+        prestarted: PrestartedRanks | None,
     ) -> None:
-        """Prepare the first start, as `planned` and with the `held` ranks; later ones choose from its `places`."""
-        self._arguments, self._training, self._held = arguments, loaded.config.training, held
+        """Prepare the first start with `planned` and the `prestarted` ranks; later starts choose among `slots`."""
+        self._arguments, self._training, self._prestarted = arguments, loaded.config.training, prestarted
         self._planned: Plan | None = planned
-        self._slots = places
+        self._slots = slots
         self._logs = Path(loaded.config.output_dir) / "logs"
-        self._full = 0
-        self._places: Sequence[int] = ()
+        self._full_size = 0
+        self._used_slots: Sequence[int] = ()
         self._excluded: frozenset[int] = frozenset()
         _, reach = planned
         if isinstance(reach, SrunReach):
@@ -75,13 +74,15 @@ class Attempts:
         with ConsolePipe(self._logs) if reach is None else ConsoleFile(self._logs) as console:
             words = [*self._arguments, *settings, *console.arguments()]
             command = build(words)
-            self._full = self._full or command.ranks
-            self._places = self._places or range(self._full)
+            self._full_size = self._full_size or command.ranks
+            self._used_slots = self._used_slots or range(self._full_size)
             if isinstance(reach, SshReach):
                 write_environment(self._logs / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
-            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_describe_device(command)}")
+            device = " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
+            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{device}")
             # Prestarted ranks take part in the first attempt only.
-            first = partial(self._held.release, words) if self._held is not None and self._held.is_waiting else None
+            ranks = self._prestarted
+            first = partial(ranks.release, words) if ranks is not None and ranks.is_waiting else None
             minutes = self._training.hang_timeout
             supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=first)
             code = supervisor.run()
@@ -97,22 +98,22 @@ class Attempts:
         Raises UserError if too few ranks are available.
         """
         total = self._global_batch() if self._training.elastic else None
-        again = self._slots.plan_restart(self._excluded, total)
-        ranks, (build, reach), before = len(again.places), again.plan, len(self._places)
-        if ranks != self._full and (total is None or total % ranks):
+        restart = self._slots.plan_restart(self._excluded, total)
+        ranks, (build, reach), before = len(restart.slots), restart.plan, len(self._used_slots)
+        if ranks != self._full_size and (total is None or total % ranks):
             raise UserError(
-                f"{ranks} of {self._full} ranks can be started now; repair the others"
+                f"{ranks} of {self._full_size} ranks can be started now; repair the others"
                 + ", or set training.elastic=true to continue with these" * (total is None)
             )
-        self._places = again.places
-        if ranks == before == self._full:
+        self._used_slots = restart.slots
+        if ranks == before == self._full_size:
             return build, reach, []
-        if ranks < self._full:
-            idle, available = self._slots.describe(again.idle), ranks + len(again.idle)
+        if ranks < self._full_size:
+            idle, available = self._slots.describe(restart.idle), ranks + len(restart.idle)
             say(
-                f"continuing with {ranks} of {self._full} ranks"
+                f"continuing with {ranks} of {self._full_size} ranks"
                 + f"; idle: {idle}, {available} ranks do not divide the {total} samples of a step" * bool(idle)
-                + f"; to use all {self._full} again, stop the run and start it with resume_from_checkpoint=auto"
+                + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
         # The micro-batch stays the upper bound of what a rank processes at once.
         return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
@@ -120,11 +121,11 @@ class Attempts:
     def _exclude(self, ending: Ending) -> str | None:
         """Exclude the host or GPU of the rank to blame and return its name; None if no rank would be left."""
         rank = None if ending.fault is None else ending.fault.rank
-        unit = None if rank is None or rank >= len(self._places) else self._slots.find_unit(self._places[rank])
-        if unit is None or len(self._excluded | unit[1]) >= self._full:
+        unit = None if rank is None or rank >= len(self._used_slots) else self._slots.find_unit(self._used_slots[rank])
+        if unit is None or len(self._excluded | unit[1]) >= self._full_size:
             return None
-        name, places = unit
-        self._excluded |= places
+        name, slots = unit
+        self._excluded |= slots
         return name
 
     def _global_batch(self) -> int | None:
@@ -141,7 +142,7 @@ class Attempts:
         resolved = self._logs.parent / "training_config.json"
         if step and resolved.is_file():
             say(f"the samples of step {step}:")
-            words = [str(resolved), "--step", str(step), "--ranks", str(len(self._places))]
+            words = [str(resolved), "--step", str(step), "--ranks", str(len(self._used_slots))]
             run_child([sys.executable, "-m", "launcher.module", "trainer.commands.inspect", *words])
 
 
@@ -150,10 +151,6 @@ def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
     if setting is not None:
         return setting
     return 0 if isinstance(reach, SrunReach) and is_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
-
-
-def _describe_device(command: Command) -> str:
-    return " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
 
 
 def _check_lost_nodes(code: int, reach: Reach | None) -> int:

@@ -143,27 +143,27 @@ def show_config(
         typer.echo(dump_yaml(loaded.config), nl=False)
 
 
-MORE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
+EXTRA_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("init", rich_help_panel=TRAIN)(init)
-app.command("import", rich_help_panel=TRAIN, context_settings=MORE_WORDS)(import_)
-app.command("sweep", rich_help_panel=TRAIN, context_settings=MORE_WORDS)(sweep)
+app.command("import", rich_help_panel=TRAIN, context_settings=EXTRA_ARGUMENTS)(import_)
+app.command("sweep", rich_help_panel=TRAIN, context_settings=EXTRA_ARGUMENTS)(sweep)
 app.command("submit", rich_help_panel=CLUSTER)(submit)
 app.command("status", rich_help_panel=CLUSTER)(status)
 app.command("doctor", rich_help_panel=CLUSTER)(doctor)
 
-AS_TYPED = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@app.command("scu-train", rich_help_panel=TRAIN, add_help_option=False, context_settings=AS_TYPED)
+@app.command("scu-train", rich_help_panel=TRAIN, add_help_option=False, context_settings=PASS_THROUGH)
 def scu_train(context: typer.Context) -> None:
     """Train under the SCU with the flags of its published guide."""
     raise typer.Exit(run_scu_train(context.args))
 
 
-def _add_passed_on(name: str, group: str) -> None:
+def _add_module_command(name: str, group: str) -> None:
     module, text = MODULES[name]
 
-    def passed_on(context: typer.Context) -> None:
+    def run_module(context: typer.Context) -> None:
         if find_spec(module.partition(".")[0]) is None:
             raise UserError(
                 f"zerolora {name}: not in this installation; run `pip install -e .` in a checkout of zerolora"
@@ -173,12 +173,14 @@ def _add_passed_on(name: str, group: str) -> None:
                 load_config(Path(word))  # raises its error before the module imports torch
         become_module(module, context.args)
 
-    app.command(name, help=text, rich_help_panel=group, add_help_option=False, context_settings=AS_TYPED)(passed_on)
+    app.command(name, help=text, rich_help_panel=group, add_help_option=False, context_settings=PASS_THROUGH)(
+        run_module
+    )
 
 
 for _group, _names in GROUPS.items():
     for _name in _names:
-        _add_passed_on(_name, _group)
+        _add_module_command(_name, _group)
 
 
 def main() -> int:
@@ -189,7 +191,7 @@ def main() -> int:
         return int(app(args=words, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
-        mistake = one_line(_mistake(error, words))
+        mistake = one_line(_describe_usage_error(error, words))
         say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
         return EXIT_USAGE
     except typer.Abort:
@@ -208,7 +210,7 @@ def main() -> int:
         return EXIT_FAILED
 
 
-def _mistake(error: Any, words: Sequence[str]) -> str:
+def _describe_usage_error(error: Any, words: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     override = suggest_override(option, words) if option else None
     return f"{option}: settings are written without dashes: {override}" if override else error.format_message()

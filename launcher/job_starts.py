@@ -44,7 +44,7 @@ def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str
     Unless the user's settings say otherwise, a first start also resumes what the folder holds.
     """
     run_dir = Path(config.output_dir)
-    first, now = next(iter(_earlier(run_dir, env)), None), _state(run_dir, env)
+    first, now = next(iter(_read_earlier(run_dir, env)), None), _current_start(run_dir, env)
     settings = []
     begins = bool(config.output.overwrite)
     if begins and first is not None and now.record != first.record:
@@ -58,7 +58,7 @@ def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str
 
 def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
     """Record this start. Raises UserError if the last starts of this job all ended without a new step."""
-    starts, now = _earlier(run_dir, env), _state(run_dir, env)
+    starts, now = _read_earlier(run_dir, env), _current_start(run_dir, env)
     _refuse_without_progress(starts, now)
     _write(run_dir, [*starts, now])
 
@@ -69,7 +69,7 @@ def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write(run_dir, starts)
     if code == EXIT_PREEMPTED:
-        _refuse_without_progress(starts, _state(run_dir, env))
+        _refuse_without_progress(starts, _current_start(run_dir, env))
 
 
 def _refuse_without_progress(starts: Sequence[Start], now: Start) -> None:
@@ -82,16 +82,17 @@ def _refuse_without_progress(starts: Sequence[Start], now: Start) -> None:
         )
 
 
-def _state(run_dir: Path, env: Mapping[str, str]) -> Start:
+def _current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
     newest = newest_checkpoint(complete_checkpoints(run_dir))
     record = run_dir / "run.json"
     return Start(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 
 
-def _earlier(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
+def _read_earlier(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
     """Return the earlier starts of this job; none for its first, because an older job may have had the same id."""
-    is_first = not int(env.get("SLURM_RESTART_COUNT") or 0) and not _has_earlier_array_task(env)
-    return [] if is_first else _read(run_dir, env)
+    # Earlier tasks of an array may have used this folder.
+    is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
+    return [] if is_first_task and not int(env.get("SLURM_RESTART_COUNT") or 0) else _read(run_dir, env)
 
 
 def _read(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
@@ -100,11 +101,6 @@ def _read(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
     except FileNotFoundError:
         return []
     return [start for start in starts if start.job == get_job_id(env)]
-
-
-def _has_earlier_array_task(env: Mapping[str, str]) -> bool:
-    """Return whether earlier tasks of an array may have used this folder."""
-    return env.get("SLURM_ARRAY_TASK_ID") != env.get("SLURM_ARRAY_TASK_MIN")
 
 
 def _write(run_dir: Path, starts: Sequence[Start]) -> None:

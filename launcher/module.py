@@ -1,4 +1,4 @@
-"""`python -m launcher.module MODULE ARGUMENTS`: run MODULE as `python -m` would, with orderly ends."""
+"""`python -m launcher.module MODULE ARGUMENTS`: run MODULE like `python -m`, with signal handling and short errors."""
 
 import os
 import signal

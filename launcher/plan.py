@@ -28,7 +28,7 @@ LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 @dataclass(frozen=True)
 class Request:
-    """The command line's options for where to run."""
+    """Command-line options that choose where to run."""
 
     launcher: str = "auto"
     hostfile: Path | None = None

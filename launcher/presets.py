@@ -20,13 +20,13 @@ from trainer.contract.home import HOME
 
 CONFIGS = HOME / "configs"
 # Name of a preset -> file in configs/.
-_OWN_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
+_SAME_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
     mixtral-8x7b scu-kl sdxl sd3.5-medium flux-dev flux2-klein"""
-PRESETS = {name: name for name in _OWN_NAMES.split()} | {
+PRESETS = {name: name for name in _SAME_NAMES.split()} | {
     "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
 }  # fmt: skip
 # Prefix of a model name -> preset, where they differ.
-CALLED = {
+NAME_PREFIXES = {
     "stable-diffusion-xl": "sdxl",
     "stable-diffusion-3.5": "sd3.5-medium",
     "flux.1": "flux-dev",
@@ -56,9 +56,9 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both are on this machine."""
-    tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_here(model, data))
+    tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_local(model, data))
     preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
-    name = _short(model) if model else preset
+    name = _file_name(model) if model else preset
     output = output or Path(f"{name}.yaml")
     text = render_preset(preset, output, model=model, data=data)
     try:
@@ -90,10 +90,10 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
     words = ["--model", model, "--data", data, "--output", str(output)]
     words += ["--gpus", str(gpus)] if gpus is not None else []
     words += ["--gpu-memory", gpu_memory] if gpu_memory else []
-    become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_short(output.stem)}"])
+    become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_file_name(output.stem)}"])
 
 
-def _are_here(model: str | None, data: str | None) -> bool:
+def _are_local(model: str | None, data: str | None) -> bool:
     """Return whether the settings of a language model and a file or folder of data are on this machine."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -109,9 +109,9 @@ def _are_here(model: str | None, data: str | None) -> bool:
 
 def find_nearest_preset(model: str) -> str:
     """Return the preset of this model or its family by name; else one that fits most models."""
-    letters = _letters(_short(model))
-    called = {**{name: name for name in PRESETS}, **CALLED}
-    return next((preset for name, preset in called.items() if letters.startswith(_letters(name))), FOR_ANY_MODEL)
+    letters = _normalize(_file_name(model))
+    called = {**{name: name for name in PRESETS}, **NAME_PREFIXES}
+    return next((preset for name, preset in called.items() if letters.startswith(_normalize(name))), FOR_ANY_MODEL)
 
 
 def render_preset(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
@@ -130,7 +130,7 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
         )
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
-    given = {"output_dir": f"runs/{_short(output.stem)}"} | ({"dataset.path": data} if data else {})
+    given = {"output_dir": f"runs/{_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})
     if model:
         given["base_model"] = model
         while rest[0].startswith("#"):
@@ -139,13 +139,13 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
     else:
         while rest[0].startswith("#"):
             lines.append(rest.pop(0))
-    return "\n".join([*lines, "", *_commented(rest, given)]) + "\n"
+    return "\n".join([*lines, "", *_add_comments(rest, given)]) + "\n"
 
 
-def _commented(lines: list[str], given: Mapping[str, str]) -> list[str]:
+def _add_comments(lines: list[str], given: Mapping[str, str]) -> list[str]:
     """Return the file's lines with the meaning above each setting, and the `given` values."""
     commented: list[str] = []
-    meanings = _meanings(RunConfig)
+    descriptions = _collect_descriptions(RunConfig)
     section = ""
     for line in lines:
         setting = SETTING.fullmatch(line)
@@ -157,7 +157,7 @@ def _commented(lines: list[str], given: Mapping[str, str]) -> list[str]:
             # A line with a comment keeps it instead.
             if "#" not in setting["value"]:
                 mark = f"{setting['indent']}# "
-                commented += textwrap.wrap(meanings[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
+                commented += textwrap.wrap(descriptions[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
             if name in given:
                 _, mark, comment = line.partition("  #")
                 line = f"{setting['indent']}{setting['name']}: {_scalar(given[name])}{mark}{comment}"
@@ -170,21 +170,21 @@ def _scalar(text: str) -> str:
     return text if re.fullmatch(r"[\w./~@+-]+", text) and plain(text) == text else json.dumps(text, ensure_ascii=False)
 
 
-def _short(name: str) -> str:
+def _file_name(name: str) -> str:
     """Return a file name for a model or file: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct` or a folder."""
     return re.sub(r"[^\w.-]+", "-", name.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
 
 
-def _letters(name: str) -> str:
+def _normalize(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _meanings(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+def _collect_descriptions(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         kind, text = field.annotation, field.description
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             text = kind.__doc__
-            found |= _meanings(kind, f"{prefix}{name}.")
+            found |= _collect_descriptions(kind, f"{prefix}{name}.")
         found[prefix + name] = " ".join((text or "").split())
     return found

@@ -21,7 +21,7 @@ class RestartPlan:
     """A restart after a failure."""
 
     plan: Plan
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
     """Slots of the first start, one for each rank."""
     idle: tuple[int, ...] = ()
     """Available slots that stay unused, so that the ranks divide the global batch."""
@@ -38,28 +38,28 @@ class RankSlots:
         # A GPU's number changes when another one fails; its identifier does not.
         identifiers = installed_gpus() if self._numbers else []
         self._gpus = [identifiers[number] for number in self._numbers]
-        self._slots = _flat(found.get("slots", {}))
+        self._host_slots = _flat(found.get("slots", {}))
         self._allocation: Allocation | None = found.get("allocation")
 
-    def find_unit(self, place: int) -> tuple[str, frozenset[int]] | None:
+    def find_unit(self, slot: int) -> tuple[str, frozenset[int]] | None:
         """Return what to exclude for a slot: its name, and all slots it covers. None under mpirun."""
         if self._launcher == "mpi":
             return None
         if self._allocation is not None:
             size = self._allocation.ranks_per_node
-            node = place // size  # srun starts as many ranks on each node
+            node = slot // size  # srun starts as many ranks on each node
             return f"node {self._allocation.nodes[node]}", frozenset(range(node * size, (node + 1) * size))
         if self._launcher == "hostfile":
-            host, gpu = self._slots[place]
-            return f"slot {gpu} of {host}", frozenset({place})
-        name = f"GPU {self._numbers[place]}" if self._numbers else f"the slot of rank {place}"
-        return name, frozenset({place})
+            host, gpu = self._host_slots[slot]
+            return f"slot {gpu} of {host}", frozenset({slot})
+        name = f"GPU {self._numbers[slot]}" if self._numbers else f"the slot of rank {slot}"
+        return name, frozenset({slot})
 
-    def describe(self, places: Collection[int]) -> str:
+    def describe(self, slots: Collection[int]) -> str:
         """Describe slots by name, whole nodes at once: "slot 2 of b", "2 of the ranks of node n4"."""
-        units = dict(unit for place in places if (unit := self.find_unit(place)) is not None)
+        units = dict(unit for slot in slots if (unit := self.find_unit(slot)) is not None)
         return ", ".join(
-            name if with_it <= set(places) else f"{len(with_it & set(places))} of the ranks of {name}"
+            name if with_it <= set(slots) else f"{len(with_it & set(slots))} of the ranks of {name}"
             for name, with_it in units.items()
         )
 
@@ -72,8 +72,8 @@ class RankSlots:
             return self._plan_local(excluded, total)
         if self._launcher == "hostfile":
             # A run that is not elastic may use a host added to the file meanwhile.
-            slots = self._slots if total is not None else _flat(select_slots(self._request))
-            return self._plan_hosts(slots, excluded, total)
+            host_slots = self._host_slots if total is not None else _flat(select_slots(self._request))
+            return self._plan_hosts(host_slots, excluded, total)
         if self._allocation is not None:
             return self._plan_nodes(self._allocation, excluded, total)
         planned = plan(self._request, self._logs)
@@ -82,32 +82,34 @@ class RankSlots:
     def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         now = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
         every = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
-        if gone := [str(self._numbers[place]) for place in every if self._gpus and self._gpus[place] not in now]:
-            say(f"the driver no longer shows GPU {', '.join(gone)}")
-        there = [place for place in every if place not in excluded and (not self._gpus or self._gpus[place] in now)]
-        places, idle = _most_places(there, total)
-        if not places:
+        if missing := [str(self._numbers[slot]) for slot in every if self._gpus and self._gpus[slot] not in now]:
+            say(f"the driver no longer shows GPU {', '.join(missing)}")
+        available = [slot for slot in every if slot not in excluded and (not self._gpus or self._gpus[slot] in now)]
+        slots, idle = _split_available(available, total)
+        if not slots:
             raise UserError("no GPU of this machine is left")
         port = self._request.master_port or free_port()
-        chosen = [now[self._gpus[place]] for place in places] if self._gpus else []
-        build = partial(local_command, gpus=chosen, num_gpus=len(places), port=port)
-        return RestartPlan((build, None), places, idle)
+        chosen = [now[self._gpus[slot]] for slot in slots] if self._gpus else []
+        build = partial(local_command, gpus=chosen, num_gpus=len(slots), port=port)
+        return RestartPlan((build, None), slots, idle)
 
-    def _plan_hosts(self, slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None) -> RestartPlan:
-        hosts = list(dict.fromkeys(host for host, _ in slots))
+    def _plan_hosts(
+        self, host_slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None
+    ) -> RestartPlan:
+        hosts = list(dict.fromkeys(host for host, _ in host_slots))
         answering = reachable(hosts, Path.cwd())
-        if gone := [host for host in hosts if host not in answering]:
-            say(f"not reached by ssh: {', '.join(gone)}")
-        there = [place for place, (host, _) in enumerate(slots) if place not in excluded and host in answering]
-        places, idle = _most_places(there[: len(self._slots)], total)
-        if not places:
+        if missing := [host for host in hosts if host not in answering]:
+            say(f"not reached by ssh: {', '.join(missing)}")
+        available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host in answering]
+        slots, idle = _split_available(available[: len(self._host_slots)], total)
+        if not slots:
             raise UserError(f"--hostfile {self._request.hostfile}: no slot is left of hosts that can be reached")
         kept: Slots = {}
-        for place in places:
-            host, gpu = slots[place]
+        for slot in slots:
+            host, gpu = host_slots[slot]
             kept.setdefault(host, []).append(gpu)
-        address = self._request.master_addr if slots[0][0] in kept else None
-        return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), places, idle)
+        address = self._request.master_addr if host_slots[0][0] in kept else None
+        return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), slots, idle)
 
     def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Choose nodes x ranks per node with the most ranks, because srun starts equally many on each node."""
@@ -128,18 +130,18 @@ class RankSlots:
         address = self._request.master_addr if 0 in nodes[:count] else None
         port = self._request.master_port
         build = partial(srun_command, allocation=kept, address=address, port=port)
-        places = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
-        there = (place for node in nodes for place in range(node * size, (node + 1) * size))
-        return RestartPlan((build, SrunReach(kept)), places, tuple(place for place in there if place not in places))
+        slots = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
+        available = (slot for node in nodes for slot in range(node * size, (node + 1) * size))
+        return RestartPlan((build, SrunReach(kept)), slots, tuple(slot for slot in available if slot not in slots))
 
 
 def _flat(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     return [(host, gpu) for host, gpus in slots.items() for gpu in gpus]
 
 
-def _most_places(there: Sequence[int], total: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    most = find_largest_divisor(range(1, len(there) + 1), total)
-    return tuple(there[:most]), tuple(there[most:])
+def _split_available(available: Sequence[int], total: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    most = find_largest_divisor(range(1, len(available) + 1), total)
+    return tuple(available[:most]), tuple(available[most:])
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         return check_requirements(options.output_dir, options.model)
     overrides = list(options.overrides)
     tree = resumed_settings(options)
-    text = dump(settings(options, *_data(options)) if tree is None else tree)
+    text = dump(settings(options, *_find_data(options)) if tree is None else tree)
     with tempfile.TemporaryDirectory() as folder:
         # Check before writing anything into the output folder.
         draft = Path(folder) / CONFIG_FILE
@@ -64,10 +64,10 @@ def run(arguments: Sequence[str]) -> int:
     open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
     show(f"the same as: zerolora {shlex.join(train)}")
-    return _logged([sys.executable, "-m", "launcher.cli", *train], output / LOG_FILE)
+    return _run_logged([sys.executable, "-m", "launcher.cli", *train], output / LOG_FILE)
 
 
-def _data(options: argparse.Namespace) -> tuple[str, str | None]:
+def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
     """Return the training text, and the held-out text if it is a separate file."""
     if options.data is not None:
         return options.data, None
@@ -78,7 +78,7 @@ def _data(options: argparse.Namespace) -> tuple[str, str | None]:
     return train, held_out
 
 
-def _logged(command: Sequence[str], log_path: Path) -> int:
+def _run_logged(command: Sequence[str], log_path: Path) -> int:
     """Run a command, copy its output to this terminal and append it to a log, and return its exit code."""
     tie_children_to_this_process()
     with open(log_path, "ab") as log:

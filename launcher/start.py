@@ -53,17 +53,17 @@ def start(
     from trainer.setup.early_checks import check_early  # imports numpy, which other commands do not need
 
     check_early(loaded.config)
-    with PrestartedRanks.start(command) if reach is None else nullcontext() as held:
-        places = RankSlots(request, logs, build)
+    with PrestartedRanks.start(command) if reach is None else nullcontext() as prestarted:
+        slots = RankSlots(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
-        code = held.wait_for_checks(hang_timeout) if held is not None else _check(arguments, command.ranks)
+        code = prestarted.wait_for_checks(hang_timeout) if prestarted is not None else _check(arguments, command.ranks)
         if code:
             return code
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
             if is_job_start:
                 record_start(run_dir, os.environ)
             words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *["--profile-start"] * profiled]
-            code = Attempts(words, loaded, (build, reach), places, held).train()
+            code = Attempts(words, loaded, (build, reach), slots, prestarted).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended
                     record_end(run_dir, os.environ, code)

@@ -48,19 +48,19 @@ def status(
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)
-            _print(describe_run(run, over=_over(job, run)) if run else [("run", "none yet")])
+            _print(describe_run(run, over=_find_end_state(job, run)) if run else [("run", "none yet")])
         return
     run = Path(target)
     if not run.is_dir():
         raise UserError(f"{shown(target)}: neither a job's number nor the folder of a run")
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
         raise UserError(f"{shown(target)}: not the folder of a run; pass a run's output_dir or a job ID")
-    noted = read_job_id(run)
+    job_id = read_job_id(run)
     over = None
     # Without SLURM's tools only the folder is described.
-    for job in read_job(noted) if noted and shutil.which("scontrol") is not None else []:
+    for job in read_job(job_id) if job_id and shutil.which("scontrol") is not None else []:
         _print(describe_job(job))
-        over = _over(job, run)
+        over = _find_end_state(job, run)
     _print(describe_run(run, over=over))
 
 
@@ -104,7 +104,7 @@ def find_run_dir(job: Mapping[str, str]) -> Path | None:
     return Path(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else None
 
 
-def _over(job: Mapping[str, str], run: Path) -> str | None:
+def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
     """Return the state of a job that has ended; None while it runs, or if another job uses the folder now."""
     return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
 
@@ -139,7 +139,7 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
     is_over = over is not None or describe_live_holder(run) is None
     if beats:
         lines.append(("state", _describe_state(run, list(beats.values()), over)))
-    everything = _records(run / "metrics.jsonl")
+    everything = _read_metrics(run / "metrics.jsonl")
     records = [record for record in everything if "train/loss" in record]
     if not records:
         return [*lines, ("step", "none yet")]
@@ -147,12 +147,12 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
     total, step = _total_steps(run, last), last["step"] or 0
     lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
     lines.append(("loss", f"{loss:.4f}" if loss is not None else "not finite"))
-    lines += _held_out_line(everything)
+    lines += _describe_held_out(everything)
     for name, text in SPEEDS.items():
         if speeds := [speed for record in records if (speed := record.get(name))]:
             # The first step includes builds and warm-up.
             lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
-    lines.append(("elapsed", f"{_duration(_seconds(everything))} of training"))
+    lines.append(("elapsed", f"{_duration(_training_seconds(everything))} of training"))
     times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
     if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:
         lines.append(("left", f"{_duration((total - step) * median(times) / 1e3)} of training"))
@@ -184,7 +184,7 @@ def _duration(seconds: float) -> timedelta:
     return timedelta(seconds=int(min(max(seconds, 0.0), LONGEST_S)))
 
 
-def _held_out_line(records: list[Record]) -> list[tuple[str, str]]:
+def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
     held_out = [(loss, record["step"] or 0) for record in records if (loss := record.get("eval/loss")) is not None]
     if not held_out:
         return []
@@ -192,14 +192,14 @@ def _held_out_line(records: list[Record]) -> list[tuple[str, str]]:
     return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {at:,}")]
 
 
-def _seconds(records: list[Record]) -> float:
+def _training_seconds(records: list[Record]) -> float:
     """Return the seconds from the first record to the last, without pauses between an interruption and a resumption."""
     timed = [(at, record) for record in records if (at := record.get("time")) is not None]
     gaps = [(after[0] - before[0], after[1]) for before, after in pairwise(timed)]
     return sum(float(gap) for gap, after in gaps if gap <= PAUSE_S + 10 * (after.get("perf/step_ms") or 0.0) / 1e3)
 
 
-def _records(path: Path) -> list[Record]:
+def _read_metrics(path: Path) -> list[Record]:
     """Return the records of the file; skip damaged lines, such as one being written."""
     try:
         lines = read_bytes(path, MOST_METRICS_BYTES).splitlines()

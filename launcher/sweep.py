@@ -146,10 +146,10 @@ def find_unfinished_tasks(runs: Sequence[Run], submit_options: Sequence[str]) ->
     if len(left) == len(runs):
         return left, list(submit_options)
     _report_finished(runs)
-    asked, rest = _parse_array_option(submit_options)
-    tasks, _, at_once = asked.partition("%")
-    wanted = _numbers(tasks) if asked else []
-    left = [task for task in left if not asked or any(task in numbers for numbers in wanted)]
+    selected, rest = _parse_array_option(submit_options)
+    tasks, _, at_once = selected.partition("%")
+    wanted = _parse_task_ranges(tasks) if selected else []
+    left = [task for task in left if not selected or any(task in numbers for numbers in wanted)]
     return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
 
 
@@ -161,7 +161,7 @@ def _parse_array_option(submit_options: Sequence[str]) -> tuple[str, list[str]]:
     return found.array, rest
 
 
-def _numbers(tasks: str) -> list[range]:
+def _parse_task_ranges(tasks: str) -> list[range]:
     """Parse `0,3-5,8-12:2` as sbatch does, into lazy ranges because their ends may be far apart."""
     numbers = []
     for part in tasks.split(","):
@@ -178,23 +178,25 @@ def _report_finished(runs: Sequence[Run]) -> None:
         say(f"{done} of {len(runs)} runs are already finished")
 
 
-def split_gpus(gpus: Sequence[int], each: int | None) -> list[Sequence[int]]:
-    """Return groups of `each` GPUs; one empty group if a run takes all GPUs, or there are none."""
-    if each is None or not gpus:
+def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[int]]:
+    """Return groups of `gpus_per_run` GPUs; one empty group if a run takes all GPUs, or there are none."""
+    if gpus_per_run is None or not gpus:
         return [()]
-    if not 1 <= each <= len(gpus):
-        raise UserError(f"--gpus-per-run {each}: this machine offers {len(gpus)}")
-    return [gpus[first : first + each] for first in range(0, len(gpus) - each + 1, each)]
+    if not 1 <= gpus_per_run <= len(gpus):
+        raise UserError(f"--gpus-per-run {gpus_per_run}: this machine offers {len(gpus)}")
+    return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 
 
-def command(config: Path, run: Run, each: int | None) -> list[str]:
+def command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
     """Return the command of one run, which resumes if it was stopped before."""
     resume = ["training.resume_from_checkpoint=auto"]
-    number = ["--num-gpus", str(each)] if each else []
+    number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
     return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
 
 
-def train_runs(config: Path, runs: list[Run], slots: list[Sequence[int]], each: int | None, folder: Path) -> None:
+def train_runs(
+    config: Path, runs: list[Run], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
+) -> None:
     """Start runs as GPUs become free, until all have ended; forward signals to the running ones."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
@@ -207,8 +209,9 @@ def train_runs(config: Path, runs: list[Run], slots: list[Sequence[int]], each: 
             while waiting and free:
                 run = waiting.pop(0)
                 run.gpus = free.pop(0)
-                say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{_describe_gpus(run)}")
-                _start_run(config, run, each, folder, alone=len(slots) == 1)
+                where = f" on GPU {', '.join(map(str, run.gpus))}" if run.gpus else ""
+                say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{where}")
+                _start_run(config, run, gpus_per_run, folder, alone=len(slots) == 1)
                 running.append(run)
             time.sleep(POLL_S)
             for run in [run for run in running if run.process and run.process.poll() is not None]:
@@ -224,15 +227,11 @@ def train_runs(config: Path, runs: list[Run], slots: list[Sequence[int]], each: 
                 run.process.wait()
 
 
-def _describe_gpus(run: Run) -> str:
-    return f" on GPU {', '.join(map(str, run.gpus))}" if run.gpus else ""
-
-
-def _start_run(config: Path, run: Run, each: int | None, folder: Path, *, alone: bool) -> None:
+def _start_run(config: Path, run: Run, gpus_per_run: int | None, folder: Path, *, alone: bool) -> None:
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
-    words = command(config, run, each)
+    words = command(config, run, gpus_per_run)
     if alone:
         run.process = subprocess.Popen(words, env=environment, start_new_session=True)
         return

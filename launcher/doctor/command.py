@@ -30,11 +30,10 @@ from launcher.doctor.this_host import (
     check_timeouts,
 )
 from launcher.module import become_module
-from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import SshReach
 from launcher.targets.environment import write_environment
-from launcher.targets.hostfile import choose_slots, read_hostfile
 from launcher.targets.local import Command
 from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
@@ -45,7 +44,7 @@ from trainer.contract.standard_streams import PROGRESS
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
-LAST_WORDS_S = 10.0
+LAST_OUTPUT_S = 10.0
 POLL_S = 0.1
 LINE_WIDTH = 100
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
@@ -86,10 +85,11 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
     """Check this host, the connections to others, the others, and all ranks together, as far as possible."""
     chosen = request.chosen_launcher()
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
+    num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
-    way, others = _other_hosts(chosen, request, [*arguments, *_num_gpus(request)])
-    checks += [*way, *others]
-    if any(check.state == "FAIL" for check in way) or (chosen == "slurm" and not in_allocation(os.environ)):
+    launcher_checks, others = _other_hosts(chosen, request, [*arguments, *num_gpus])
+    checks += [*launcher_checks, *others]
+    if any(check.state == "FAIL" for check in launcher_checks) or (chosen == "slurm" and not in_allocation(os.environ)):
         return [*checks, Check("ranks", "WARN", "not tested: they cannot be started", "see the checks above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest at another port
@@ -124,40 +124,29 @@ def _other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> tup
             os.environ, include=request.include, exclude=request.exclude, num_nodes=request.num_nodes
         )
         return [], ask_by_srun(allocation, arguments)
-    way = [*check_mpi()] if chosen == "mpi" else []
+    launcher_checks = [*check_mpi()] if chosen == "mpi" else []
     if request.hostfile is None:
-        return way, []
-    slots = choose_slots(
-        read_hostfile(request.hostfile),
-        include=request.include,
-        exclude=request.exclude,
-        num_nodes=request.num_nodes,
-        num_gpus=request.num_gpus,
-    )
-    reached = list(check_ssh(list(slots)))
-    return [*way, *reached], ask_by_ssh([check.host for check in reached if check.state == "OK"], arguments)
-
-
-def _num_gpus(request: Request) -> list[str]:
-    return [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]
+        return launcher_checks, []
+    reached = list(check_ssh(list(select_slots(request))))
+    return [*launcher_checks, *reached], ask_by_ssh([check.host for check in reached if check.state == "OK"], arguments)
 
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     """Run the checks of this machine that need torch in a child process."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
-    found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
+    found, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
-        return [Check("torch", "FAIL", last_words, "python -m trainer.commands.doctor.probe shows all output")], Need()
+        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], Need()
     return [Check(**check) for check in found["checks"]], Need(**found["need"])
 
 
 def measure_ranks(command: Command) -> list[Check]:
     """Start the ranks as a run would, and let them check each other."""
     PROGRESS.show(f"starting {command.ranks} ranks, which check each other")
-    found, last_words = _run(command, RANKS_PATIENCE_S)
+    found, problem = _run(command, RANKS_PATIENCE_S)
     if found is None:
-        return [Check("ranks", "FAIL", last_words, f"run it by hand: {command.shell()}")]
+        return [Check("ranks", "FAIL", problem, f"run it by hand: {command.shell()}")]
     return [Check(**check) for check in found["checks"]]
 
 
@@ -168,7 +157,7 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         deadline = time.monotonic() + patience_s
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.returncode for process in processes):  # the others cannot finish without it
-                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+                deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
             time.sleep(POLL_S)
         late = [process for process in processes if process.poll() is None]
         for process in late:
@@ -176,12 +165,12 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         end_sessions([process.pid for process in processes])
         codes = [process.wait() for process in processes]
         output.seek(0)
-        said = output.read().decode(errors="replace")
-    for line in said.splitlines():
+        printed = output.read().decode(errors="replace")
+    for line in printed.splitlines():
         if MARK in line:
             with suppress(ValueError):  # srun may split lines
                 return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
-    lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["no output"]
+    lines = [line.strip("- ") for line in printed.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(late) == len(processes):
         return None, f"no answer within {patience_s:g} s"

@@ -34,10 +34,10 @@ HOST_PATIENCE_S = 300.0
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
     """Check that ssh reaches every host without a password, and that this Python and folder exist there."""
     with ThreadPoolExecutor(max_workers=64) as pool:
-        yield from pool.map(_reach, hosts)
+        yield from pool.map(_check_host, hosts)
 
 
-def _reach(host: str) -> Check:
+def _check_host(host: str) -> Check:
     try:
         check_reachable([host], Path.cwd())
     except UserError as error:
@@ -50,7 +50,7 @@ def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     """Run the doctor on each of these hosts except this one, and return its checks."""
     variables = exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_here(arguments))}"
+    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = list(pool.map(lambda host: _run([*SSH, host, line], HOST_PATIENCE_S), hosts))
     checks: list[Check] = []
@@ -65,14 +65,14 @@ def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]
     """Run the doctor on every node of an allocation except this one, and return its checks."""
     count = len(allocation.nodes)
     srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
-    done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_here(arguments)], HOST_PATIENCE_S)
+    done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_local_doctor_command(arguments)], HOST_PATIENCE_S)
     checks = parse_answers(done.stdout)
     silent = set(allocation.nodes) - {check.host for check in checks}
     checks += [Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "sinfo -R", node) for node in silent]
     return [check for check in checks if check.host != host_name()]
 
 
-def _here(arguments: Sequence[str]) -> list[str]:
+def _local_doctor_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 

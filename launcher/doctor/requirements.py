@@ -29,8 +29,8 @@ FLASH = "flash-attn"
 def check_requirements(output_dir: str, model: str) -> int:
     """Print a line for each requirement and option; return 0 if all requirements are met, else 1."""
     missing = 0
-    machine = [_check_python(), *find_packages(), *find_gpus(), find_cuda(), _flash_attention(), _nvcc()]
-    for needed, name, found in [*machine, _disk(Path(output_dir)), _model(model)]:
+    machine = [_check_python(), *find_packages(), *find_gpus(), find_cuda(), _find_flash_attention(), _find_nvcc()]
+    for needed, name, found in [*machine, _check_disk(Path(output_dir)), _check_model(model)]:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
         print(f"{word:8} {name:22} {found.removeprefix('missing').lstrip(': ')}".rstrip())
@@ -102,7 +102,7 @@ def _why_too_small(total: str, capability: str) -> str:
 
 def find_cuda() -> Finding:
     """Check that the driver supports the CUDA version that torch was built with."""
-    built = _cuda_of_torch()
+    built = _torch_cuda_version()
     if built is None:
         return True, "CUDA", "missing: this torch is built without it; install one for CUDA (pytorch.org/get-started)"
     try:
@@ -117,7 +117,7 @@ def find_cuda() -> Finding:
     return True, "CUDA", f"{built} in torch, {driver} in the driver"
 
 
-def _cuda_of_torch() -> str | None:
+def _torch_cuda_version() -> str | None:
     """Return the CUDA version in torch/version.py, read as text because importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     folders = found.submodule_search_locations if found else None
@@ -131,7 +131,7 @@ def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
 
 
-def _flash_attention() -> Finding:
+def _find_flash_attention() -> Finding:
     try:
         return False, FLASH, metadata.version(FLASH)
     except metadata.PackageNotFoundError:
@@ -139,10 +139,8 @@ def _flash_attention() -> Finding:
         return False, FLASH, f"missing: {use}"
 
 
-def _nvcc() -> Finding:
-    compiler = shutil.which("nvcc") or next(
-        (str(path) for path in [Path("/usr/local/cuda/bin/nvcc")] if path.is_file()), None
-    )
+def _find_nvcc() -> Finding:
+    compiler = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if compiler is None:
         return False, "nvcc", "missing: the fused operators cannot be built; plain torch takes their place"
     shown = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
@@ -150,7 +148,7 @@ def _nvcc() -> Finding:
     return False, "nvcc", f"{release} at {compiler}".strip()
 
 
-def _disk(folder: Path) -> Finding:
+def _check_disk(folder: Path) -> Finding:
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -159,7 +157,7 @@ def _disk(folder: Path) -> Finding:
     return True, "disk", text if free >= FREE_GIB else f"missing: {text}, {FREE_GIB:g} are needed"
 
 
-def _model(model: str) -> Finding:
+def _check_model(model: str) -> Finding:
     folder = Path(model)
     if (folder / "config.json").is_file():
         return True, "model", str(folder)

@@ -23,7 +23,7 @@ from trainer.contract.rendezvous import host_name
 State = Literal["OK", "WARN", "FAIL"]
 LEAST_FREE_GIB = 1.0
 """Minimum free disk space, below which `zerolora train` refuses to start."""
-COMFORTABLE_GIB = 10.0
+RECOMMENDED_GIB = 10.0
 NCCL_SHM_GIB = 1.0
 """Space in /dev/shm that NCCL needs between the GPUs of a host; Docker's default of 64 MiB is too little."""
 PROCESS_GIB = 2.0
@@ -107,10 +107,10 @@ def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
         } | folders
     for name, folder in folders.items():
         needed = (need.disk or 0) / GIB if name == "output_dir" else 0.0
-        yield _space(f"disk: {name}", folder, needed)
+        yield _check_space(f"disk: {name}", folder, needed)
 
 
-def _space(name: str, folder: Path, needed_gib: float) -> Check:
+def _check_space(name: str, folder: Path, needed_gib: float) -> Check:
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -127,7 +127,7 @@ def _space(name: str, folder: Path, needed_gib: float) -> Check:
         return Check(name, "FAIL", f"{found}, but a file of 1 MiB cannot be written: {reason}", fix)
     if free < max(LEAST_FREE_GIB, needed_gib):
         return Check(name, "FAIL", found, fix)
-    return Check(name, "WARN" if free < COMFORTABLE_GIB else "OK", found, fix if free < COMFORTABLE_GIB else "")
+    return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", found, fix if free < RECOMMENDED_GIB else "")
 
 
 def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
@@ -176,14 +176,14 @@ def check_port(port: int | None) -> Check:
         try:
             listener.bind(("", port))
         except OSError as error:
-            users = _listeners(port)
+            users = _list_listeners(port)
             by = f" by {', '.join(users)}" if users else ""
             fix = "use another --master-port, or end that process"
             return Check("port", "FAIL", f"{port} on {host_name()} is taken{by} ({error.strerror})", fix)
     return Check("port", "OK", f"{port} is free on {host_name()}")
 
 
-def _listeners(port: int) -> list[str]:
+def _list_listeners(port: int) -> list[str]:
     found = []
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:

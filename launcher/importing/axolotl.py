@@ -41,9 +41,9 @@ KEYS = common.SHARED | make_table(
     none tokenizer_use_mistral_common lora_fan_in_fan_out lora_on_cpu quantize_moe_experts qlora_sharded_model_loading
     none max_packed_sequence_len llama4_linearized_experts gemma4_hybrid_attn_impl experimental_skip_move_to_device
     none dp_shard_size fp32_norms include_tkps eval_table_size eval_max_new_tokens test_value lora_mlp_kernel
-    none expert_parallel_size freeze_mm_modules resize_token_embeddings_to_32x shuffle_merged_datasets lora_modules
+    none freeze_mm_modules resize_token_embeddings_to_32x shuffle_merged_datasets lora_modules
     none min_sample_len sample_packing_group_size sample_packing_bin_size pretrain_multipack_attn use_otel_metrics
-    none pretrain_multipack_buffer_size streaming_multipack_buffer_size ray_num_workers use_ray
+    none pretrain_multipack_buffer_size streaming_multipack_buffer_size use_ray
     none fsdp_transformer_layer_cls_to_wrap pretraining_sample_concatenation liger_* gptq_* trackio_* mlflow_* comet_*
     none swanlab_* otel_* use_swanlab* ray_* lora_qkv_* lora_o_* lora_embedding_* use_dsv4* dsv4_* use_glm_* nvfp4_*
     none expert_parallel_* tiled_* vllm* trl* heads_k_*
@@ -115,15 +115,13 @@ PLUGINS_REFUSED = {
 
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of Axolotl."""
-    t = Translation(foreign)
-    t.apply_table(KEYS)
+    t = Translation(foreign, KEYS)
     set_model(t)
     set_adapter(t)
     set_data(t)
     set_training(t)
     set_saves_and_evaluations(t)
     common.set_distribution(t)
-    t.finish(KEYS)
     return t
 
 
@@ -187,28 +185,25 @@ def set_training(t: Translation) -> None:
     if t.get("batch_size") and not t.get("gradient_accumulation_steps"):
         steps = t.get("batch_size") // max(1, t.get("micro_batch_size", 1))
         t.put("training.gradient_accumulation_steps", max(1, steps), "batch_size")
-    least = t.get("cosine_min_lr_ratio")
-    if least is not None and least >= 1:
+    min_ratio = t.get("cosine_min_lr_ratio")
+    if min_ratio is not None and min_ratio >= 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")
-    elif least is not None:
+    elif min_ratio is not None:
         t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
-        t.put("training.min_lr_ratio", least, "cosine_min_lr_ratio")
+        t.put("training.min_lr_ratio", min_ratio, "cosine_min_lr_ratio")
     common.set_warmup(t)
     common.set_precision(t)
-    again, away = t.get("gradient_checkpointing"), t.get("activation_offloading")
-    if again or away:
+    checkpointing, offloading = t.get("gradient_checkpointing"), t.get("activation_offloading")
+    if checkpointing or offloading:
         t.put("training.gradient_checkpointing", "non_reentrant", "gradient_checkpointing")
-    if away or again in ("offload", "offload_disk"):
+    if offloading or checkpointing in ("offload", "offload_disk"):
         t.put("training.offload_activations", True, "activation_offloading", "gradient_checkpointing")
 
 
 def set_saves_and_evaluations(t: Translation) -> None:
     """Set when to save and evaluate (once an epoch by default), when to stop, and where to report."""
     each_epoch = None if t.get_setting("dataset.streaming") else ("s_per_epoch", 1)
-    common.set_interval(t, "save", each_epoch)
-    if common.has_held_out_data(t):
-        common.set_interval(t, "eval", each_epoch)
-    common.set_best_checkpoint(t)
+    common.set_saves_and_evaluations(t, each_epoch, each_epoch)
     if t.get("wandb_project") and t.get("use_wandb") is not False:
         t.put("logging.report_to", ["wandb"], "wandb_project", "use_wandb")
         t.put("logging.project", t.get("wandb_project"), "wandb_project")

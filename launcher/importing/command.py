@@ -66,18 +66,19 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     else:
         foreign = read_foreign(Path(arguments[0]), dataset_dir)
     translation = TRANSLATORS[foreign.trainer](foreign)
+    translation.finish()
     leave_out_unread(translation)
     try:
         load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
     except UserErrors as errors:
         for message in errors.messages:
-            translation.report_ours(message)
+            translation.report_config_error(message)
     translation.check()
     return translation
 
 
 def leave_out_unread(translation: Translation) -> None:
-    """Turn settings without effect into remarks: other trainers accept them while their feature is off."""
+    """Turn settings without effect into remarks; other trainers accept options of disabled features."""
     try:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
     except ValidationError:  # reported by load_text

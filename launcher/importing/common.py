@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from launcher.importing.translation import (
     Key,
+    Minutes,
     Number,
     Text,
     Translation,
@@ -17,17 +18,19 @@ from launcher.importing.translation import (
 )
 from trainer.config import UserError
 from trainer.config.errors import shown
+from trainer.config.files import read_json
+from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 PREFERENCES = "preference and reward training are not supported"
 VISION = "training on images, video and sound is not supported"
-NO_MODEL, NO_DATA = "a model must be named", "there is nothing to train on"
+NO_DATA = "there is nothing to train on"
 ONLY_LORA = "only LoRA adapters and full fine-tuning are supported"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
-LONGEST_TIMEOUT_MINUTES = 1e6
+LORA_OR_FULL = Key(Text, "adapter", values={"lora": "lora", "full": "none"}, otherwise=ONLY_LORA)
 
 DEEPSPEED = {
     "zero_optimization": {"stage": Whole, "offload_optimizer": {"device": Text}, "offload_param": {"device": Text}}
@@ -44,6 +47,8 @@ FSDP = {
 }
 FSDP_STAGES = {"NO_SHARD": 0, "3": 0, "SHARD_GRAD_OP": 2, "2": 2}
 
+Interval = tuple[str, float]
+"""Every N steps as ("steps", N), or N times per epoch as ("s_per_epoch", N)."""
 ADAMW = (
     "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit",
     "adamw_anyprecision", "optimi_adamw", "flash_adamw", "adamw_torch_xla", "adamw_torch_npu_fused",
@@ -74,7 +79,7 @@ SHARED = make_table(
     copy trust_remote_code gradient_accumulation_steps learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2
     copy adam_epsilon seed save_total_limit loraplus_lr_ratio output_dir max_steps!-1 load_best_model_at_end
     steps warmup_steps save_steps eval_steps
-    number warmup_ratio ddp_timeout
+    number warmup_ratio
     flag fp16
     strategy save_strategy eval_strategy evaluation_strategy
     none loraplus_lr_embedding torch_dtype dtype tf32 logging_steps ddp_find_unused_parameters dataloader_num_workers
@@ -85,6 +90,7 @@ SHARED = make_table(
     {
         "resume_from_checkpoint": Key(bool | Text, "training.resume_from_checkpoint", unless=(False, "false", "False")),
         "bf16": Key(bool | Literal["auto", "full"]),
+        "ddp_timeout": Key(Minutes, "training.timeout_minutes"),
         "deepspeed": Key((Text, DEEPSPEED)),
         "fsdp": Key((Text, [Text])),
         "fsdp_config": Key((Text, FSDP)),
@@ -110,7 +116,7 @@ TRANSFORMERS = SHARED | make_table(
 
 def name_model(t: Translation, name: str) -> None:
     """Require a model; refuse one whose name says that it is quantized."""
-    t.require(name, NO_MODEL)
+    t.require(name, "a model must be named")
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
         t.refuse(name, f"its weights are in {found.group(1)}; use the 16-bit model")
@@ -179,12 +185,7 @@ def set_experts(t: Translation) -> None:
         t.put("lora.experts", False)
 
 
-def has_held_out_data(t: Translation) -> bool:
-    """Return whether there is evaluation data."""
-    return bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
-
-
-def set_interval(t: Translation, kind: Literal["save", "eval"], default: tuple[str, float] | None, *more: str) -> None:
+def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interval | None, *more: str) -> None:
     """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
     strategy = t.first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
     steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
@@ -208,37 +209,32 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: tuple[s
         t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]), *more)
 
 
-def set_best_checkpoint(t: Translation) -> None:
-    """Keep best_checkpoint and early_stopping only if there is evaluation data."""
+def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluations: Interval | None) -> None:
+    """Set when to save, and when to evaluate and stop early if there is evaluation data; the defaults are theirs."""
+    set_interval(t, "save", saves)
+    has_held_out_data = bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
+    if has_held_out_data:
+        set_interval(t, "eval", evaluations)
     if t.get("save_strategy") == "best":
         t.put("training.best_checkpoint", True, "save_strategy")
-    if not has_held_out_data(t) or t.get_setting("dataset.streaming"):
+    if not has_held_out_data or t.get_setting("dataset.streaming"):
         t.drop("training.best_checkpoint", "training.early_stopping")
 
 
-def set_training(t: Translation, precision: str, evaluation: tuple[str, float] | None) -> None:
+def set_training(t: Translation, precision: str, evaluation: Interval | None) -> None:
     """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
-    least, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
-    ratio = least.get("min_lr_rate", least["min_lr"] / peak if "min_lr" in least and peak else None)
+    given, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
+    ratio = given.get("min_lr_rate", given["min_lr"] / peak if "min_lr" in given and peak else None)
     if ratio is not None and t.get_setting("training.lr_scheduler") == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
     set_precision(t, precision)
-    set_interval(t, "save", ("steps", 500))
-    if has_held_out_data(t):
-        set_interval(t, "eval", evaluation)
-    set_best_checkpoint(t)
+    set_saves_and_evaluations(t, ("steps", 500), evaluation)
     names = split_names(t.get("report_to"))
     if names and "all" not in names:
         t.put("logging.report_to", [name for name in names if name in ("wandb", "tensorboard")] or "none", "report_to")
         if others := [name for name in names if name not in ("wandb", "tensorboard", "none")]:
             t.leave_out("report_to", f"{', '.join(others)}: only wandb and tensorboard are supported")
-
-
-def set_timeout(t: Translation, name: str = "ddp_timeout") -> None:
-    """Set the timeout of collectives in minutes, from seconds."""
-    if t.get(name) is not None:
-        t.put("training.timeout_minutes", min(t.get(name) / 60, LONGEST_TIMEOUT_MINUTES), name)
 
 
 def set_thinking(t: Translation) -> None:
@@ -252,13 +248,17 @@ def set_distribution(t: Translation) -> None:
     """Set the ZeRO stage from the configuration of DeepSpeed or FSDP."""
     set_fsdp(t)
     set_deepspeed(t)
-    set_timeout(t)
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     """Read the file that a key names as `kind`; None if it is missing, or damaged, which is reported."""
+    file = t.foreign.find(path)
+    if file is None:
+        return None
+    t.foreign.files.append(file)
     try:
-        content = t.foreign.read_near(path)
+        is_yaml = file.suffix in (".yaml", ".yml")
+        content = read_yaml(file, Yaml11Loader).tree if is_yaml else read_json(file, Any)
     except UserError as error:
         t.refuse(name, str(error))
         return None

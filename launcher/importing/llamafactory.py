@@ -1,6 +1,7 @@
 """LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ KEYS = common.TRANSFORMERS | make_table(
     {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
     {
         "stage": Key(Text, values={"sft": "sft", "pt": "pt"}, otherwise=common.PREFERENCES),
-        "finetuning_type": Key(
-            Text, "adapter", "lora", values={"lora": "lora", "full": "none"}, otherwise=common.ONLY_LORA
-        ),
+        "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
         "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
         "train_on_prompt": common.EVERY_TOKEN,
         "disable_shuffling": common.FIXED_ORDER,
@@ -87,8 +86,7 @@ def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
         return llamafactory_v1.translate(foreign)
-    t = Translation(foreign)
-    t.apply_table(KEYS)
+    t = Translation(foreign, KEYS)
     common.name_model(t, "model_name_or_path")
     if t.get("do_train") is False:
         t.refuse("do_train", NOTHING_TRAINED)
@@ -98,7 +96,6 @@ def translate(foreign: Foreign) -> Translation:
     common.set_distribution(t)
     if "output_dir" not in t.settings:
         t.put("output_dir", "runs/" + re.sub(r"[^\w.-]+", "-", str(t.get("model_name_or_path"))))
-    t.finish(KEYS)
     return t
 
 
@@ -117,17 +114,17 @@ def set_data(t: Translation) -> None:
     t.require("dataset", common.NO_DATA)
     if names := split_names(t.get("dataset")):
         set_sources(t, names)
-    is_plain, packs = t.get("stage") == "pt", t.get("packing") or t.get("neat_packing")
-    if packs or (is_plain and t.get("packing") is None):
+    is_pretraining, is_packed = t.get("stage") == "pt", t.get("packing") or t.get("neat_packing")
+    if is_packed or (is_pretraining and t.get("packing") is None):
         t.put("dataset.packing", True, "packing", "neat_packing")
         if not t.get("neat_packing"):
-            t.note("packing" if packs else "stage", "documents of a pack do not see each other here")
+            t.note("packing" if is_packed else "stage", "documents of a pack do not see each other here")
     template = t.get("template", "")
     if template in CHAT_TEMPLATES:
         t.put("dataset.chat_template", CHAT_TEMPLATES[template], "template")
-    elif template and not is_plain:
-        thinks = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
-        t.note("template", f"{template}: {common.OWN_TEMPLATE}{thinks}")
+    elif template and not is_pretraining:
+        reasoning_note = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
+        t.note("template", f"{template}: {common.OWN_TEMPLATE}{reasoning_note}")
     common.set_thinking(t)
 
 

@@ -1,11 +1,12 @@
 """LLaMA-Factory's second layout (`USE_V1`): `model`, `peft_config`, and `train_dataset` in a separate YAML."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import Foreign, Key, Text, Translation, Whole, make_table
+from launcher.importing.translation import Foreign, Key, Minutes, Text, Translation, Whole, make_table
 
 KEYS = common.SHARED | make_table(
     """
@@ -17,16 +18,15 @@ KEYS = common.SHARED | make_table(
     copy peft_config.adapter_name_or_path=lora.adapter_path peft_config.target_modules=lora.target_modules:all
     text train_dataset eval_dataset batching_strategy optim_config.name dist_config.name dist_config.config_file
     whole quant_config.quantization_bit cp_size
-    number save_epochs dist_timeout
+    number save_epochs ddp_timeout
     none quant_config.name model_class kernel_config init_config sample_backend max_new_tokens batching_workers
     none flash_attn template save_ckpt_as_hf dp_size mp_replicate_size mp_shard_size cp_mode pref_* ld_* dpo_* simpo_*
     """,
     {"lr_scheduler_config": "its schedules have no counterpart; remove it, and set training.lr_scheduler"},
     {},
     {
-        "peft_config.name": Key(
-            Text, "adapter", "none", values={"lora": "lora", "full": "none"}, otherwise=common.ONLY_LORA
-        ),
+        "peft_config.name": replace(common.LORA_OR_FULL, default="none"),
+        "dist_timeout": Key(Minutes, "training.timeout_minutes"),
         "enable_activation_checkpointing": Key(bool, "training.gradient_checkpointing", True),
     },
 )
@@ -37,8 +37,7 @@ ENTRY = {"path": Text, "source": Text, "converter": Text, "split": Text, "size":
 
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration in the second layout."""
-    t = Translation(foreign)
-    t.apply_table(KEYS)
+    t = Translation(foreign, KEYS)
     common.name_model(t, "model")
     common.set_bits(t, "quant_config.quantization_bit")
     common.set_experts(t)
@@ -47,12 +46,11 @@ def translate(foreign: Foreign) -> Translation:
     t.put_sources(sources, "train_dataset")
     if held_out := read_sources(t, "eval_dataset"):
         t.put("dataset.evaluation", held_out[0], "eval_dataset")
-    if (way := t.get("batching_strategy", "normal")) != "normal":
+    if (strategy := t.get("batching_strategy", "normal")) != "normal":
         t.put("dataset.packing", True, "batching_strategy")
-        t.note("batching_strategy", f"{way}: documents are packed to the length of a sequence")
+        t.note("batching_strategy", f"{strategy}: documents are packed to the length of a sequence")
     set_training(t)
     set_partition(t)
-    t.finish(KEYS)
     return t
 
 
@@ -102,6 +100,5 @@ def set_partition(t: Translation) -> None:
         common.set_deepspeed(t, "dist_config.config_file")
     elif kind.startswith("fsdp"):
         common.set_fsdp(t, "dist_config.name", {})
-    common.set_timeout(t, "dist_timeout")
     if t.get("cp_size", 1) > 1:
         t.note("cp_size", "every GPU holds whole sequences, which needs more memory for the same result")

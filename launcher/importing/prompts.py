@@ -5,7 +5,7 @@ ALPACA_PAIRED = ", paired with an input that provides further context"
 ALPACA_TAIL = ". Write a response that appropriately completes the request."
 
 # Style of Stanford Alpaca's prompt -> (system text, turn with an input, turn without).
-_STYLES = {
+STYLES = {
     "instruct": (
         "{system}\n\n",
         "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
@@ -27,29 +27,23 @@ _STYLES = {
         "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
     ),
 }
-STYLES = tuple(_STYLES)
 
 
 def alpaca(style: str) -> tuple[str, str]:
     """Return the prompt of Stanford Alpaca for records with an input, and for those without."""
-    system, with_input, without = _STYLES[style]
+    system, with_input, without = STYLES[style]
     return (
         system.replace("{system}", ALPACA_HEAD + ALPACA_PAIRED + ALPACA_TAIL) + with_input,
         system.replace("{system}", ALPACA_HEAD + ALPACA_TAIL) + without,
     )
 
 
-def _turns(opening: str, role_end: str, closing: str, *, begin: str = "", assistant: str = "assistant") -> str:
+def _turns(opening: str, role_end: str, closing: str, *, begin: str = "") -> str:
     """Return a template that writes every turn as a role between marks, its text, and a closing mark."""
-    role = (
-        "message['role']"
-        if assistant == "assistant"
-        else f"('{assistant}' if message['role'] == 'assistant' else 'user')"
-    )
     return (
-        f"{begin}{{% for message in messages %}}{{{{ '{opening}' + {role} + '{role_end}' + "
+        f"{begin}{{% for message in messages %}}{{{{ '{opening}' + message['role'] + '{role_end}' + "
         f"message['content'] | trim + '{closing}' }}}}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{{{{ '{opening}{assistant}{role_end}' }}}}{{% endif %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{opening}assistant{role_end}' }}}}{{% endif %}}"
     )
 
 

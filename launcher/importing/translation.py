@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserErrors, shown
-from trainer.config.files import read_json
 from trainer.config.messages import describe_problem, setting_type
 from trainer.config.values import kinds, parse_value
-from trainer.config.yaml_core import Yaml11Loader, plain, read_yaml
+from trainer.config.yaml_core import plain
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
@@ -31,10 +30,13 @@ OFF = ("false", "no", "off", "none", "null")
 # Types of keys; bounded, so that arithmetic with them neither overflows nor meets NaN.
 Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
 Whole = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
+LONGEST_TIMEOUT_MINUTES = 1e6
 _Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
 Number = _Float | Whole
 """Whole numbers stay as they are written."""
 Steps = Annotated[Whole | _Float, "steps"]
+Minutes = Annotated[Number, AfterValidator(lambda seconds: min(seconds / 60, LONGEST_TIMEOUT_MINUTES))]
+"""Seconds, converted to minutes."""
 Names = (Text, [Text])
 """One name, several separated by commas, or a list."""
 # YAML reads `no` as false.
@@ -136,15 +138,6 @@ class Foreign:
         above = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
         return next((Path(path) for path in above if os.path.isfile(path)), None)
 
-    def read_near(self, name: str) -> Any:
-        """Read a JSON or YAML file; None if `find` does not find it. Raises UserError if it is damaged."""
-        path = self.find(name)
-        if path is None:
-            return None
-        self.files.append(path)
-        is_yaml = path.suffix in (".yaml", ".yml")
-        return read_yaml(path, Yaml11Loader).tree if is_yaml else read_json(path, Any)
-
 
 class Setting(NamedTuple):
     """The value of one of our settings, and the keys it comes from; none if it is their default."""
@@ -156,14 +149,23 @@ class Setting(NamedTuple):
 class Translation:
     """Our settings by dotted name, with remarks and mistakes about the keys they come from."""
 
-    def __init__(self, foreign: Foreign) -> None:
+    def __init__(self, foreign: Foreign, table: Table) -> None:
+        """Convert every value, translate each key by its row, and write out their defaults."""
         self.foreign = foreign
+        self._table = table
         self.settings: dict[str, Setting] = {}
         self.different: list[tuple[str, str]] = []
         self.left_out: list[tuple[str, str]] = []
         self.no_effect: list[str] = []
         self._values: dict[str, Any] = {}
         self._mistakes: dict[str, str] = {}
+        for name, key in table.items():
+            value = self._given(name)
+            if value not in EMPTY and not (key.refused and is_off(value)):
+                self._read(name, key, value)
+        for key in table.values():
+            if key.default is not UNSET:
+                self.settings.setdefault(key.to, Setting(key.default, ()))
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the converted value of a key; the default if it is missing, empty or wrong."""
@@ -228,16 +230,6 @@ class Translation:
                 return None
         return value
 
-    def apply_table(self, table: Table) -> None:
-        """Convert every value, translate each key by its row, and write out their defaults."""
-        for name, key in table.items():
-            value = self._given(name)
-            if value not in EMPTY and not (key.refused and is_off(value)):
-                self._read(name, key, value)
-        for key in table.values():
-            if key.default is not UNSET:
-                self.settings.setdefault(key.to, Setting(key.default, ()))
-
     def _read(self, name: str, key: Key, value: Any) -> None:
         before = len(self._mistakes)
         value = convert(key.kind, value, name, self.report)
@@ -257,8 +249,9 @@ class Translation:
             if word in key.notes:
                 self.note(name, key.notes[word])
 
-    def finish(self, table: Table) -> None:
-        """Record the keys that no row and no rule has used."""
+    def finish(self) -> None:
+        """Drop settings that nothing would read, and record the keys that no row and no rule has used."""
+        table = self._table
         if self.get_setting("adapter") == "none":
             self.drop("lora.")
         if self.get_setting("adapter") != "qlora":
@@ -279,7 +272,7 @@ class Translation:
                 elif key not in used:
                     self.leave_out(key, f"{shown(given, 60)}: no counterpart here")
 
-    def report_ours(self, message: str) -> None:
+    def report_config_error(self, message: str) -> None:
         """Report an error found by our own checks, under the key that the setting comes from."""
         dotted = re.split(r"[^\w.]", message)[0]
         above = accumulate(dotted.split("."), lambda section, name: f"{section}.{name}")

@@ -125,8 +125,7 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for the arguments of TRL's sft.py."""
-    t = Translation(foreign)
-    t.apply_table(KEYS)
+    t = Translation(foreign, KEYS)
     common.name_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
     set_adapter(t)
@@ -134,7 +133,6 @@ def translate(foreign: Foreign) -> Translation:
     common.set_training(t, "bf16", ("steps", max(1, int(t.get("logging_steps", 10)))))
     common.set_distribution(t)
     set_accelerate(t)
-    t.finish(KEYS)
     return t
 
 

@@ -17,30 +17,30 @@ COLUMN = 56
 def format_yaml(translation: Translation, name: str) -> str:
     """Return the text of a configuration file with the given name."""
     foreign = translation.foreign
-    lines = ["#", *_wrap("# ", f"Imported from {foreign.label}, written for {foreign.trainer}.", "#   ")]
-    lines += _remarks(foreign, "Differences:", translation.different)
-    lines += _remarks(foreign, "Not supported, and left out:", translation.left_out)
+    lines = ["#", *_wrap_comment("# ", f"Imported from {foreign.label}, written for {foreign.trainer}.", "#   ")]
+    lines += _format_remarks(foreign, "Differences:", translation.different)
+    lines += _format_remarks(foreign, "Not supported, and left out:", translation.left_out)
     if translation.no_effect:
         names = ", ".join(sorted(dict.fromkeys(translation.no_effect)))
-        lines += ["#", *_wrap("# ", f"Without effect here: {names}.", "#   ")]
-    lines += ["", *_section(translation, RunConfig, "", "")]
+        lines += ["#", *_wrap_comment("# ", f"Without effect here: {names}.", "#   ")]
+    lines += ["", *_format_section(translation, RunConfig, "", "")]
     return "\n".join([f"# zerolora train {_printable(name)}", *lines]) + "\n"
 
 
-def _remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]]) -> list[str]:
+def _format_remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]]) -> list[str]:
     lines = ["#", f"# {head}"] if remarks else []
     for name, text in dict.fromkeys(remarks):
-        lines += _wrap("#   ", f"{_place(foreign, (name,))}: {text}", "#     ")
+        lines += _wrap_comment("#   ", f"{_describe_origin(foreign, (name,))}: {text}", "#     ")
     return lines
 
 
-def _place(foreign: Foreign, names: tuple[str, ...]) -> str:
+def _describe_origin(foreign: Foreign, names: tuple[str, ...]) -> str:
     """Return `line 12, sequence_len`."""
     line = foreign.line(names[0])
     return f"line {line}, {', '.join(names)}" if line else ", ".join(names)
 
 
-def _wrap(first: str, text: str, other: str) -> list[str]:
+def _wrap_comment(first: str, text: str, other: str) -> list[str]:
     return textwrap.wrap(
         _printable(text), WIDTH, initial_indent=first, subsequent_indent=other, break_on_hyphens=False,
         break_long_words=False,
@@ -52,7 +52,7 @@ def _printable(text: str) -> str:
     return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)
 
 
-def _section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
+def _format_section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
     """Return the settings in the order of the reference, sections last."""
     lines: list[str] = []
     inner: list[str] = []
@@ -60,21 +60,21 @@ def _section(translation: Translation, section: type[BaseModel], prefix: str, in
         dotted = f"{prefix}{name}"
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            below = _section(translation, kind, f"{dotted}.", f"{indent}  ")
+            below = _format_section(translation, kind, f"{dotted}.", f"{indent}  ")
             inner += [f"{indent}{name}:", *below] if below else []
         elif (setting := translation.settings.get(dotted)) is not None:
-            lines += _entry(translation.foreign, name, setting, indent)
+            lines += _format_entry(translation.foreign, name, setting, indent)
     return lines + inner
 
 
-def _entry(foreign: Foreign, name: str, setting: Setting, indent: str) -> list[str]:
-    first, *rest = _value_lines(name, setting.value, indent)
-    origin = _place(foreign, setting.names) if setting.names else f"the default of {foreign.trainer}"
+def _format_entry(foreign: Foreign, name: str, setting: Setting, indent: str) -> list[str]:
+    first, *rest = _format_value(name, setting.value, indent)
+    origin = _describe_origin(foreign, setting.names) if setting.names else f"the default of {foreign.trainer}"
     return [f"{first:<{COLUMN}}  # {_printable(origin)}", *rest]
 
 
-def _value_lines(name: str, value: Any, indent: str) -> list[str]:
-    name = _flow(name)
+def _format_value(name: str, value: Any, indent: str) -> list[str]:
+    name = _format_inline(name)
     if isinstance(value, str) and "\n" in value and _is_plain(value):
         mark = "|" if value.endswith("\n") else "|-"
         lines = value.removesuffix("\n").split("\n")
@@ -82,15 +82,16 @@ def _value_lines(name: str, value: Any, indent: str) -> list[str]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         lines = [f"{indent}{name}:"]
         for item in value:
-            entry = [line for key, inner in item.items() for line in _value_lines(key, inner, f"{indent}    ")]
-            lines += [f"{indent}  - {entry[0].strip()}", *entry[1:]]
+            entry = [line for key, inner in item.items() for line in _format_value(key, inner, f"{indent}    ")]
+            first, *others = entry or ["{}"]  # empty after a mistake, which is reported later
+            lines += [f"{indent}  - {first.strip()}", *others]
         return lines
     if isinstance(value, dict) and any(
         isinstance(inner, (dict, list)) or "\n" in str(inner) for inner in value.values()
     ):
-        below = (_value_lines(key, inner, f"{indent}  ") for key, inner in value.items())
+        below = (_format_value(key, inner, f"{indent}  ") for key, inner in value.items())
         return [f"{indent}{name}:", *(line for lines in below for line in lines)]
-    return [f"{indent}{name}: {_flow(value)}"]
+    return [f"{indent}{name}: {_format_inline(value)}"]
 
 
 def _is_plain(text: str) -> bool:
@@ -100,11 +101,11 @@ def _is_plain(text: str) -> bool:
     return is_even and all(line == line.rstrip() and line.isprintable() for line in lines)
 
 
-def _flow(value: Any) -> str:
+def _format_inline(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_inline(key)}: {_format_inline(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
+        return "[" + ", ".join(_format_inline(inner) for inner in value) + "]"
     is_quoted = isinstance(value, str) and (not value.isprintable() or any(mark in value for mark in "{}[],"))
     text = dump(value, default_style='"' if is_quoted else None, width=math.inf)
     return text.removesuffix("\n...\n").strip("\n")

@@ -36,7 +36,7 @@ def extensions_folder() -> Path:
 def find_locks(root: Path) -> list[BuildLock]:
     """Return every lock below `root`, the folder of all extensions or of those for one Python and CUDA."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
-    holders = _holders(paths)
+    holders = _find_holders(paths)
     found = []
     for path in paths:
         try:
@@ -63,7 +63,7 @@ def describe_awaited_build() -> str:
     return ", ".join(seen or unseen) or "the build of an operator"
 
 
-def _holders(paths: Iterable[Path]) -> dict[Path, int]:
+def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
     wanted = {os.path.realpath(path): path for path in paths}
     found: dict[Path, int] = {}
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if wanted else ():

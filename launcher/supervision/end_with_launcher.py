@@ -19,9 +19,9 @@ PATIENCE_S = 8.0
 
 def main(argv: list[str]) -> int:
     """Run the command, forward signals, and return its exit code (128 + N after signal N)."""
-    came: list[int] = []
+    received: list[int] = []
     for number in PASSED_ON:
-        signal.signal(number, lambda number, frame: came.append(number))
+        signal.signal(number, lambda number, frame: received.append(number))
     child = subprocess.Popen(argv)
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
     for number in PASSED_ON:
         signal.signal(number, forward)
-    for earlier in came:
+    for earlier in received:
         child.send_signal(earlier)
     watch = LauncherWatch(os.environ, is_rank=False)
     while child.poll() is None and watch.find_loss() is None:

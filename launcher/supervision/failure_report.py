@@ -18,7 +18,7 @@ LINE_WIDTH = 300
 GIB = 2**30
 # Ranks that end this close together ended by themselves; a launcher that ends the others takes longer.
 TOGETHER_S = 0.5
-LITTLE_GIB = 1.0
+LOW_SHM_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 _STACK_MARK = "Python stack of rank"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
@@ -31,7 +31,7 @@ _CONSEQUENCE = re.compile(
     re.I,
 )
 # Signals that end a process. Exit codes that would mean any other signal are srun's own.
-_DEADLY = {*signal.Signals} - {
+_FATAL_SIGNALS = {*signal.Signals} - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 }  # fmt: skip
@@ -92,10 +92,10 @@ class Failure:
         texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
         if self.code == UserError.exit_code:
             logs = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
-            last_words = [mistakes[-1] for text in logs if (mistakes := _MISTAKE.findall(text))]
-            if last_words:
-                say(last_words[0])
-                return Fault(self.code, last_words[0], is_user_error=True)
+            user_errors = [mistakes[-1] for text in logs if (mistakes := _MISTAKE.findall(text))]
+            if user_errors:
+                say(user_errors[0])
+                return Fault(self.code, user_errors[0], is_user_error=True)
         rank = self._find_root_rank(texts)
         if rank is None or not (_was_killed(self.deaths[rank]) or _has_own_error(texts[rank])):
             if self.lost:
@@ -207,7 +207,7 @@ def decode_exit_code(code: int) -> int:
     Codes of signals that end no process are srun's own, such as 151 for a node that does not answer.
     """
     for number in (256 - code, code - 128):
-        if number in _DEADLY and code != 255:
+        if number in _FATAL_SIGNALS and code != 255:
             return -number
     return code
 
@@ -248,7 +248,7 @@ def _explain_sigkill(oom_killed: bool | None, beat: Heartbeat | None) -> list[st
         lines = [
             f"  the kernel's oom_kill counter did not move{left}: a user or a scheduler killed it (`sacct -j JOB`)"
         ]
-    if beat is not None and beat.free_shm_gib < LITTLE_GIB:
+    if beat is not None and beat.free_shm_gib < LOW_SHM_GIB:
         lines.append(f"  /dev/shm was nearly full: {_shared_memory(beat)}")
     return lines
 

@@ -1,4 +1,4 @@
-"""Handle a temporarily unreadable run folder: the file server does not answer, or was remounted."""
+"""Handle a run folder that cannot be read for a while: its file server does not answer, or was remounted."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_USAGE, choose
 RETURN_S, STOP_S = 120.0, 5.0
 """How long to wait for the folder after all ranks have ended: normally, and after a signal to stop."""
 POLL_S = 0.5
-_OF_A_START = ("launcher.log", "heartbeat-")
+_RUN_PREFIXES = ("launcher.log", "heartbeat-")
 
 
 class FolderWatch:
@@ -23,7 +23,7 @@ class FolderWatch:
 
     def is_readable(self) -> bool:
         """Return whether the folder can be listed and belongs to this run."""
-        problem = self._problem()
+        problem = self._find_problem()
         if problem and not self._is_unreadable:
             say(f"the run's folder cannot be read: {problem}")
         elif self._is_unreadable and not problem:
@@ -31,13 +31,15 @@ class FolderWatch:
         self._is_unreadable = bool(problem)
         return not problem
 
-    def _problem(self) -> str:
+    def _find_problem(self) -> str:
         try:
             names = os.listdir(self._logs)  # asks the file server; cached attributes may be a second old
         except OSError as error:
             return str(error)
         # Where nothing is mounted, the thread that holds the lock creates a folder with only the lock in it.
-        return "" if any(name.startswith(_OF_A_START) for name in names) else f"nothing of this run is in {self._logs}"
+        return (
+            "" if any(name.startswith(_RUN_PREFIXES) for name in names) else f"nothing of this run is in {self._logs}"
+        )
 
     def wait_until_readable(self, signals: Sized) -> bool:
         """Wait until the folder is readable, at most until another signal; return whether it is.
@@ -46,11 +48,11 @@ class FolderWatch:
         """
         if self.is_readable():
             return True
-        seconds, heard = STOP_S if signals else RETURN_S, len(signals)
+        seconds, received = STOP_S if signals else RETURN_S, len(signals)
         say(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
         deadline = time.monotonic() + seconds
         while not self.is_readable():
-            if len(signals) > heard:
+            if len(signals) > received:
                 return False
             if time.monotonic() > deadline:
                 say(
@@ -63,7 +65,7 @@ class FolderWatch:
 
 
 def exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
-    """Return the exit code of a run from nothing but those of its processes and the signals received."""
+    """Return a run's exit code from the exit codes of its processes and the signals received."""
     if not any(codes):
         return EXIT_OK
     if signals:

@@ -25,10 +25,10 @@ from trainer.contract.rank_arguments import CHECKED, HELD, StartMessage
 from trainer.contract.rendezvous import host_name
 
 POLL_S = 0.05
-HALTED_POLL_S = 1.0
+STOPPED_POLL_S = 1.0
 PATIENCE_S = 10.0
 FAILED = "the run failed before its checks were done"
-_SIGNAL_OF = {exit_code_after(number): number for number in PASSED_ON}
+_SIGNALS_BY_CODE = {exit_code_after(number): number for number in PASSED_ON}
 
 
 class StoppedProcessDetector:
@@ -42,12 +42,12 @@ class StoppedProcessDetector:
     def find_stopped(self) -> int | None:
         """Return the first rank stopped for too long, else None; polls once a second."""
         now = time.monotonic()
-        if not self._seconds or now - self._checked_at < HALTED_POLL_S:
+        if not self._seconds or now - self._checked_at < STOPPED_POLL_S:
             return None
         # Capped, so that a pause of this process itself does not count.
-        passed, self._checked_at = min(now - self._checked_at, 2.0 * HALTED_POLL_S), now
+        elapsed, self._checked_at = min(now - self._checked_at, 2.0 * STOPPED_POLL_S), now
         for number, process in enumerate(self._processes):
-            self._since[number] = self._since.get(number, 0.0) + passed if is_stopped(process) else 0.0
+            self._since[number] = self._since.get(number, 0.0) + elapsed if is_stopped(process) else 0.0
         return next((number for number, since in self._since.items() if since > self._seconds), None)
 
 
@@ -58,7 +58,7 @@ class PrestartedRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
         # The user sees the output of rank 0; that of the others goes to the launcher's log.
-        self._said = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()
         self._signals: list[tuple[int, float]] = []
         self._handlers: dict[int, Any] = {}
 
@@ -68,23 +68,23 @@ class PrestartedRanks:
 
         From here on signals are only recorded, for `wait_for_checks`: a handler that raised would leave ranks behind.
         """
-        held = cls()
-        held._note_signals()
+        ranks = cls()
+        ranks._record_signals()
         # A rank unblocks Ctrl-C once it can end without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for variables in command.rank_environments:
-                here, there = socket.socketpair()
-                with there:
-                    held._channels.append(here)
-                    output = held._said if held.processes else None
-                    held.processes.append(command.start_rank(variables, there, output, HELD))
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    ranks._channels.append(ours)
+                    output = ranks._output if ranks.processes else None
+                    ranks.processes.append(command.start_rank(variables, theirs, output, HELD))
         except BaseException:
-            held.__exit__()
+            ranks.__exit__()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return held
+        return ranks
 
     @property
     def is_waiting(self) -> bool:
@@ -98,26 +98,26 @@ class PrestartedRanks:
         try:
             code = self._wait(StoppedProcessDetector(self.processes, hang_timeout_minutes * 60.0))
         finally:
-            self._no_longer_note_signals()
-        return self._stopped() if not code and self._signals else code
+            self._restore_handlers()
+        return self._stop() if not code and self._signals else code
 
-    def _wait(self, halted: StoppedProcessDetector) -> int:
+    def _wait(self, detector: StoppedProcessDetector) -> int:
         while not self._signals:
             ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
             if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
                 return 0
             if any(process.poll() is not None for process in self.processes):
-                return self._failed()
-            if (rank := halted.find_stopped()) is not None:
+                return self._report_failure()
+            if (rank := detector.find_stopped()) is not None:
                 say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
                 self.end()
                 return EXIT_FAILED
-        return self._stopped()
+        return self._stop()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
         """Let all ranks train with these arguments, write their output to `log`, and return their processes."""
-        self._said.seek(0)
-        log.write(self._said.read())
+        self._output.seek(0)
+        log.write(self._output.read())
         log.flush()
         for channel in self._channels:
             StartMessage(list(arguments), str(log.name)).send(channel)
@@ -133,20 +133,20 @@ class PrestartedRanks:
             channel.close()
         self._channels = []
 
-    def _failed(self) -> int:
+    def _report_failure(self) -> int:
         """Return the exit code of the first rank that ended; report it unless rank 0 has printed an error."""
         ended = {rank: status for rank, process in enumerate(self.processes) if (status := process.poll()) is not None}
         rank, status = next(iter(ended.items()))
         code = to_exit_code(status)
-        if code in _SIGNAL_OF:
-            return _report_stop(_SIGNAL_OF[code])
+        if code in _SIGNALS_BY_CODE:
+            return _report_stop(_SIGNALS_BY_CODE[code])
         if rank or status <= 0:
-            self._said.seek(0)
-            say(self._said.read().decode(errors="replace").rstrip())
+            self._output.seek(0)
+            say(self._output.read().decode(errors="replace").rstrip())
             say(f"{FAILED}: rank {rank} on {host_name()} {describe_status(status)}")
         return code or 1
 
-    def _stopped(self) -> int:
+    def _stop(self) -> int:
         """Give rank 0 `PATIENCE_S`, or until the next signal, to clean up; end all ranks; return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
@@ -155,13 +155,13 @@ class PrestartedRanks:
         self.end()
         return _report_stop(number)
 
-    def _note_signals(self) -> None:
-        def note(number: int, frame: FrameType | None) -> None:
+    def _record_signals(self) -> None:
+        def record(number: int, frame: FrameType | None) -> None:
             self._signals.append((number, time.monotonic()))
 
-        self._handlers = {number: signal.signal(number, note) for number in PASSED_ON}
+        self._handlers = {number: signal.signal(number, record) for number in PASSED_ON}
 
-    def _no_longer_note_signals(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -177,8 +177,8 @@ class PrestartedRanks:
     ) -> None:
         if self.is_waiting:
             self.end()
-        self._no_longer_note_signals()
-        self._said.close()
+        self._restore_handlers()
+        self._output.close()
 
 
 def _report_stop(number: int) -> int:

@@ -73,7 +73,7 @@ def end_sessions(leader_pids: Collection[int]) -> None:
     By session, not by parent: orphans of a dead process belong to init, but still to its session.
     """
     deadline = time.monotonic() + END_PATIENCE_S
-    while members := _sessions(leader_pids):
+    while members := _list_session_members(leader_pids):
         send(members, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
@@ -81,7 +81,7 @@ def end_sessions(leader_pids: Collection[int]) -> None:
         time.sleep(POLL_S)
 
 
-def _sessions(leader_pids: Collection[int]) -> list[psutil.Process]:
+def _list_session_members(leader_pids: Collection[int]) -> list[psutil.Process]:
     members: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
@@ -105,14 +105,14 @@ def oom_kills(cgroups: Path = CGROUPS, vmstat: Path = VMSTAT) -> int | None:
 
     The sum of the host's counter and those of this process's cgroups: a container may see only its own.
     """
-    found = _counters(vmstat)
+    found = _read_counters(vmstat)
     for folder in _memory_cgroups(cgroups):
         # cgroups v2, then v1; only in v2 does a counter include the groups below.
-        found += _counters(folder / "memory.events") + _counters(folder / "memory.oom_control")
+        found += _read_counters(folder / "memory.events") + _read_counters(folder / "memory.oom_control")
     return sum(found) if found else None
 
 
-def _counters(file: Path) -> list[int]:
+def _read_counters(file: Path) -> list[int]:
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
     except OSError:
@@ -136,33 +136,33 @@ def _memory_cgroups(root: Path) -> list[Path]:
 
 
 def run_child(argv: Sequence[str], failed: str = "") -> int:
-    """Run `python -m launcher.module ...` in this terminal, such as the data's preparation; return its exit code.
+    """Run `python -m launcher.module ...` in this terminal, such as the data preparation, and return its exit code.
 
     The code is 128 + N after signal N and 75 after SIGUSR1. Signals are forwarded; the child then has
     `CHILD_PATIENCE_S`, or until a second signal. Prints `failed` if it was killed.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it once it can handle it
     child = subprocess.Popen(argv, start_new_session=True)
-    came: list[tuple[int, float]] = []
+    received: list[tuple[int, float]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-        came.append((number, time.monotonic()))
+        received.append((number, time.monotonic()))
 
     before = {number: signal.signal(number, forward) for number in PASSED_ON}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         while (code := child.poll()) is None:
-            if came and (len(came) > 1 or time.monotonic() - came[0][1] > CHILD_PATIENCE_S):
+            if received and (len(received) > 1 or time.monotonic() - received[0][1] > CHILD_PATIENCE_S):
                 break
             time.sleep(POLL_S)
     finally:
         end_sessions([child.pid])
         code = child.wait()
-        for passed_on, handler in before.items():
-            signal.signal(passed_on, handler)
-    if came:
-        return exit_code_after(came[0][0])
+        for forwarded, handler in before.items():
+            signal.signal(forwarded, handler)
+    if received:
+        return exit_code_after(received[0][0])
     if code < 0 and failed:
         say(f"{failed}: process {child.pid} on {host_name()} {describe_status(code)}")
     return to_exit_code(code)

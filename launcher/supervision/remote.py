@@ -19,9 +19,9 @@ from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
 END_PATIENCE_S = 20.0
 # "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
-_MPIRUN_WORDS = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_MPIRUN_STATUS = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 # "srun: error: n2: task 1: Killed", "srun: error: n2: tasks 0,2-7: Exited with exit code 1"
-_SRUN_WORDS = re.compile(
+_SRUN_STATUS = re.compile(
     r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+?)(?: \(core.*)?)$", re.M
 )
 # "srun: error: Task launch for StepId=44.0 failed on node n2: Communication connection failure"
@@ -29,9 +29,9 @@ _SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node 
 # From here on srun reports tasks that it ends itself.
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
 # "pdsh@login: n2: ssh exited with exit code 247"
-_PDSH_WORDS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
+_PDSH_STATUS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
 # Messages of ssh itself: "n2: ssh: connect to host n2 port 22: Connection refused"
-_SSH_WORDS = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
+_SSH_MESSAGE = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
 _SSH_ERROR = "255"
 # Written by DeepSpeed's launcher on a host once one of its ranks has failed.
 _FAILURE = b"Killing subprocess"
@@ -91,7 +91,7 @@ class LauncherReach:
             time.sleep(0.1)
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        return {int(rank): -int(number) for rank, number in _MPIRUN_WORDS.findall(log)}
+        return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         return {}
@@ -123,9 +123,9 @@ class SrunReach(LauncherReach):
             return unstarted
         # srun reports the tasks it ends itself as well, unless the slurmstepd on their node has died.
         statuses = _parse_srun(log)
-        mute = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in statuses]
+        silent = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in statuses]
         words = "srun did not learn how its ranks ended; the slurmstepd above them has died"
-        return dict.fromkeys(mute, words) if statuses and _SRUN_ENDS.search(log) else {}
+        return dict.fromkeys(silent, words) if statuses and _SRUN_ENDS.search(log) else {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
         # end_with_launcher.py turns signal N into 128 + N. So does srun for a task, but then its log says so.
@@ -157,41 +157,41 @@ class SshReach:
             return  # every host's launcher has seen its ranks end
         # The run's console file identifies its ranks and the launchers that have not started theirs yet, but not the
         # `deepspeed` and pdsh above them, in case this host is in the hostfile.
-        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.lock_path(logs)))
+        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.console_path(logs)))
         pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
         with ThreadPoolExecutor(max_workers=64) as pool:
             list(pool.map(lambda host: run_on(host, f"pkill -KILL -f '{pattern}'"), self._hosts))
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         statuses: dict[int, int] = {}
-        for label, code in _PDSH_WORDS.findall(log):
-            ranks = [rank for rank, host in enumerate(self._host_of_rank) if _is_label(label, host)]
-            mute = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
-            if mute and decode_exit_code(int(code)) < 0:
+        for label, code in _PDSH_STATUS.findall(log):
+            ranks = [rank for rank, host in enumerate(self._host_of_rank) if _matches_host(label, host)]
+            silent = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
+            if silent and decode_exit_code(int(code)) < 0:
                 # A host's launcher reports the first rank that ended, which is the first without heartbeats.
-                statuses[min(mute, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
+                statuses[min(silent, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
         return statuses
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         # Only `before`: when this launcher kills a host's launcher, ssh returns 255 as well.
-        labels = [label for label, code in _PDSH_WORDS.findall(before) if code == _SSH_ERROR]
-        said = {label: re.findall(_SSH_WORDS.format(re.escape(label)), before, re.M) for label in labels}
+        labels = [label for label, code in _PDSH_STATUS.findall(before) if code == _SSH_ERROR]
+        said = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), before, re.M) for label in labels}
         return {
             host: said[label][-1] if said[label] else f"ssh ended with exit code {_SSH_ERROR}"
             for label in labels
             for host in self._hosts
-            if _is_label(label, host)
+            if _matches_host(label, host)
         }
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
         # DeepSpeed returns 256 - N if signal N killed pdsh or a rank; only for a rank does pdsh write a line.
-        return status < 0 or not _PDSH_WORDS.search(log)
+        return status < 0 or not _PDSH_STATUS.search(log)
 
 
 def _parse_srun(log: str) -> dict[int, int]:
     """Return rank -> exit status; 0 where srun's description is not recognized."""
     statuses: dict[int, int] = {}
-    for ranks, code, words in _SRUN_WORDS.findall(log):
+    for ranks, code, words in _SRUN_STATUS.findall(log):
         status = int(code) if code else -_SIGNALS.get(words, 0)
         for part in ranks.split(","):
             first, _, last = part.partition("-")
@@ -199,7 +199,7 @@ def _parse_srun(log: str) -> dict[int, int]:
     return statuses
 
 
-def _is_label(label: str, host: str) -> bool:
+def _matches_host(label: str, host: str) -> bool:
     """Return whether pdsh's label means this host: it omits the user, and a domain common to all hosts."""
     name = host.rpartition("@")[2]
     return label == name or name.startswith(label + ".")
@@ -217,7 +217,7 @@ class LauncherLog:
     def has_new_failure(self) -> bool:
         """Return whether a line written since the last call reports a failed rank or host."""
         try:
-            new = self._from(self._read)
+            new = self._read_from(self._read)
         except OSError:
             return False  # the file server does not answer for now
         self._read += len(new)
@@ -227,10 +227,10 @@ class LauncherLog:
     def text(self) -> str:
         """Return the text, or what was read last while the file server does not answer."""
         with suppress(OSError):
-            self._text = self._from(self._begin).decode(errors="replace")
+            self._text = self._read_from(self._begin).decode(errors="replace")
         return self._text
 
-    def _from(self, offset: int) -> bytes:
+    def _read_from(self, offset: int) -> bytes:
         with self._path.open("rb") as file:
             file.seek(offset)
             return file.read()

@@ -162,10 +162,8 @@ class Restarts:
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"
             if not newest and any(path.exists() for path in self._foreign):
-                self._settings |= {
-                    _RESUME: "null",
-                    _OVERWRITE: "true",
-                }  # a run that starts over must not resume from them
+                # A run that starts over must not resume from them.
+                self._settings |= {_RESUME: "null", _OVERWRITE: "true"}
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 

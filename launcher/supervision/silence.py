@@ -12,7 +12,7 @@ SILENCE_S = 60.0
 
 
 def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
-    """Return the diagnosis of a run in which no rank can give one.
+    """Diagnose a run in which no rank can report anything.
 
     Blame ranks without any heartbeat: the others may wait for them in MPI_Init, before the watchdog thread exists.
     """
@@ -34,7 +34,7 @@ def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
 
 
 class Silence:
-    """Detector for the end of all heartbeats, which no rank is left to report."""
+    """Detector of a run in which all heartbeats have stopped, so that no rank can report it."""
 
     def __init__(self, logs: Path, hang_timeout_s: float) -> None:
         self._logs = logs

@@ -301,12 +301,12 @@ class Supervisor:
             return EXIT_FAILED
         self._codes = {beat.exit_code for beat in beats}
         # Errors of ranks that then wait for the stopped one are no failure.
-        heard = self._has_stopped()
-        waited = {rank for rank, death in self.deaths.items() if heard and death.killed_by_launcher}
+        has_stopped = self._has_stopped()
+        waited = {rank for rank, death in self.deaths.items() if has_stopped and death.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stopped_by_us(code) and rank not in waited]
         # A signal during the end of a failed run, as with a lost node, does not hide the failure.
         before_steps = not self._trains and self._failed_at is None
-        if self.signals and (not failed or self._cut_short or before_steps or heard):
+        if self.signals and (not failed or self._cut_short or before_steps or has_stopped):
             return choose_stop_code(self.signals, at_once=self._cut_short)
         stopped = [code for code in codes if code in STOPPED]
         if stopped and not failed:
@@ -328,8 +328,8 @@ class Supervisor:
             lost = self.reach.find_lost_hosts(self._log_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
-        struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
-        failure = Failure(self.logs, self.old_sizes, failed, code, struck, lost, self._has_launcher_failed())
+        oom_killed = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
+        failure = Failure(self.logs, self.old_sizes, failed, code, oom_killed, lost, self._has_launcher_failed())
         self.fault = failure.report()
         status = self.fault.status
         if code == EXIT_USAGE:

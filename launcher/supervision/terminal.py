@@ -29,7 +29,8 @@ class _Console:
 
     def arguments(self) -> list[str]:
         """Return a rank's options for the path to write to and the kind of terminal."""
-        return ["--console", str(self.path), *_terminal_arguments()]
+        terminal = ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
+        return ["--console", str(self.path), *(terminal if os.isatty(1) else [])]
 
     def _show(self, chunk: bytes) -> None:
         if not _write(chunk) and not self._is_lost:
@@ -79,7 +80,7 @@ class ConsoleFile(_Console):
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        super().__init__(logs, self.lock_path(logs))
+        super().__init__(logs, self.console_path(logs))
         self.path.touch()
         self._file = self.path.open("rb", buffering=0)
         self._shown = self._file.seek(0, os.SEEK_END)
@@ -88,7 +89,7 @@ class ConsoleFile(_Console):
         self._thread.start()
 
     @staticmethod
-    def lock_path(logs: Path) -> Path:
+    def console_path(logs: Path) -> Path:
         """Return the file's absolute path."""
         return logs.absolute() / "console.log"
 
@@ -129,12 +130,6 @@ class ConsoleFile(_Console):
         self._close()
         if os.isatty(1):
             _write(SHOW_CURSOR)
-
-
-def _terminal_arguments() -> list[str]:
-    if not os.isatty(1):
-        return []
-    return ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
 
 
 def say(message: str) -> None:

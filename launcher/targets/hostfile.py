@@ -99,7 +99,7 @@ def reachable(hosts: Sequence[str], folder: Path) -> list[str]:
 def _find_problems(hosts: Sequence[str], folder: Path) -> dict[str, str | None]:
     wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        return dict(zip(hosts, pool.map(lambda host: _ssh(host, wanted), hosts), strict=True))
+        return dict(zip(hosts, pool.map(lambda host: _find_ssh_problem(host, wanted), hosts), strict=True))
 
 
 def run_on(host: str, command: str) -> None:
@@ -110,7 +110,7 @@ def run_on(host: str, command: str) -> None:
         pass  # the host does not answer, so its ranks cannot run either
 
 
-def _ssh(host: str, command: str) -> str | None:
+def _find_ssh_problem(host: str, command: str) -> str | None:
     try:
         done = subprocess.run(
             [*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * SSH_TIMEOUT_S

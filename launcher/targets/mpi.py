@@ -1,4 +1,4 @@
-"""Command that starts one process per GPU by `mpirun` of Open MPI, MPICH or Intel MPI."""
+"""Build the command that starts one process per GPU with the `mpirun` of Open MPI, MPICH or Intel MPI."""
 
 import os
 import shutil

@@ -21,7 +21,7 @@ from trainer.contract.default_ranks import in_allocation, ranks_per_node
 from trainer.contract.rendezvous import job_port
 
 NODE_TIMEOUT_S = 60.0
-ASKED_AGAIN_S = 10.0
+RETRY_AFTER_S = 10.0
 # "down*", "mixed*": the asterisk is SLURM's for a node that does not respond.
 _LOST = re.compile(r"down|fail|\*$", re.I)
 
@@ -110,13 +110,13 @@ def lost_nodes(allocation: Allocation) -> list[str]:
     listing = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     shown = subprocess.run(listing, capture_output=True, text=True).stdout
     states = [line.split() for line in shown.splitlines()]
-    given_up = [words[0] for words in states if len(words) == 2 and _LOST.search(words[1])]
-    if given_up:
-        return list(dict.fromkeys(given_up))  # a node is listed once per partition
-    silent = _silent(allocation.nodes)
+    lost = [words[0] for words in states if len(words) == 2 and _LOST.search(words[1])]
+    if lost:
+        return list(dict.fromkeys(lost))  # a node is listed once per partition
+    silent = _find_silent_nodes(allocation.nodes)
     if silent:
-        time.sleep(ASKED_AGAIN_S)
-    return _silent(silent)
+        time.sleep(RETRY_AFTER_S)
+    return _find_silent_nodes(silent)
 
 
 def is_requeued(job: int) -> bool:
@@ -142,13 +142,13 @@ def _show_job(job: int) -> str:
     return subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
 
 
-def _silent(nodes: Sequence[str]) -> list[str]:
+def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(_answers, nodes))
+        answers = list(pool.map(_is_responding, nodes))
     return [node for node, answered in zip(nodes, answers, strict=True) if not answered]
 
 
-def _answers(node: str) -> bool:
+def _is_responding(node: str) -> bool:
     step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--mpi=none", "--input=none", "true"]
     try:
         return subprocess.run(step, capture_output=True, timeout=NODE_TIMEOUT_S).returncode == 0

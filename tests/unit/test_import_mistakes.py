@@ -89,6 +89,7 @@ WRONG = [
     ("save_steps: .nan", "save_steps=nan: must be"),
     ("seed: 1.5", "seed=1.5: must be a whole number"),
     ("optimizer: 3", "optimizer=3: must be text"),
+    ("datasets: [{path: a, type: alpaca}, {type: x}]", "datasets.1.type=x: this prompt format is not supported"),
     # What only our own checks find
     ("max_grad_norm: -1", "max_grad_norm=-1: must be 0 or more"),
     ("adapter: qlora\ntorch_compile: true\nlora_dropout: 1.5", "lora_dropout=1.5: must be below 1"),

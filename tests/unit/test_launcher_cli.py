@@ -132,7 +132,7 @@ def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(
     program = (
         "import sys, launcher.commands as commands\n"
         "commands.MODULES['probe'] = 'probe', 'a module'\n"
-        "commands._add_passed_on('probe', commands.RESULT)\n"
+        "commands._add_module_command('probe', commands.RESULT)\n"
         "sys.argv[1:] = ['probe', 'RUN', '--help', '-x', '--', '--flag=1']\n"
         "commands.main()\n"
     )

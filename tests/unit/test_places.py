@@ -48,7 +48,7 @@ def test_slots_of_the_hosts_that_answer_and_divide(
     assert included(places, NONE, None) == "--include=a:0,1,2,3@b:0,1@c:0,1"
     answering.remove("b")
     again = places.plan_restart(NONE, 8)
-    assert again.places == (0, 1, 2, 3) and places.describe(again.idle) == "slot 0 of c, slot 1 of c"
+    assert again.slots == (0, 1, 2, 3) and places.describe(again.idle) == "slot 0 of c, slot 1 of c"
     assert "not reached by ssh: b" in capsys.readouterr().err
     assert included(places, NONE, 8) == "--include=a:0,1,2,3"
     assert included(places, NONE, 12) == "--include=a:0,1,2,3@c:0,1"
@@ -107,8 +107,8 @@ def test_nodes_that_are_left_and_divide(
     gone += lost
     again = places.plan_restart(NONE, total)
     command = again.plan[0]([])
-    assert shape in command.argv and command.ranks == len(again.places) and places.describe(again.idle) == idle
-    taking_part = [f"n{place // 2 + 1}" for place in again.places]
+    assert shape in command.argv and command.ranks == len(again.slots) and places.describe(again.idle) == idle
+    taking_part = [f"n{place // 2 + 1}" for place in again.slots]
     assert not set(taking_part) & set(lost)
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
 
@@ -117,7 +117,7 @@ def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[RankSlo
     places, gone = on_nodes
     assert places.find_unit(3) == ("node n2", {2, 3})
     again = places.plan_restart(frozenset({2, 3}), 12)
-    assert again.places == (0, 1, 4, 5, 6, 7) and "--nodelist=n1,n3,n4" in again.plan[0]([]).argv
+    assert again.slots == (0, 1, 4, 5, 6, 7) and "--nodelist=n1,n3,n4" in again.plan[0]([]).argv
     gone += ["n1", "n3", "n4"]
     with pytest.raises(UserError, match="none of its nodes is left"):
         places.plan_restart(frozenset({2, 3}), 12)
@@ -128,8 +128,8 @@ def test_ranks_of_this_machine(tmp_path: Path) -> None:
     places = RankSlots(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
     assert places.find_unit(1) == ("the slot of rank 1", {1})
     again = places.plan_restart(frozenset({1}), 12)
-    assert again.places == (0,) and again.idle == () and again.plan[0]([]).ranks == 1
-    assert places.plan_restart(NONE, None).places == (0, 1)
+    assert again.slots == (0,) and again.idle == () and again.plan[0]([]).ranks == 1
+    assert places.plan_restart(NONE, None).slots == (0, 1)
 
 
 def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
@@ -145,7 +145,7 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
     there.remove("GPU-2")
     again = places.plan_restart(frozenset({2}), None)
     variables = [rank["CUDA_VISIBLE_DEVICES"] for rank in again.plan[0]([]).rank_environments]
-    assert again.places == (1, 3) and variables == ["2,6", "2,6"]  # those that were 3 and 7
+    assert again.slots == (1, 3) and variables == ["2,6", "2,6"]  # those that were 3 and 7
     assert "the driver no longer shows GPU 2" in capsys.readouterr().err
     there.clear()
     with pytest.raises(UserError, match="no GPU of this machine is left"):

@@ -204,7 +204,7 @@ def test_requirements_with_a_gpu(
     row = "NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05, 9.0"
     header = "| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 |"
     executable(tmp_path / "nvidia-smi", f"[ $# = 0 ] && echo '{header}' || printf '%s\\n' '{row}' '{row}'")
-    monkeypatch.setattr("launcher.doctor.requirements._cuda_of_torch", lambda: "12.8")
+    monkeypatch.setattr("launcher.doctor.requirements._torch_cuda_version", lambda: "12.8")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launcher.doctor.requirements.FREE_GIB", 0.001)
     assert check_requirements(str(tmp_path / "out"), "some/model") == 0
@@ -241,7 +241,7 @@ def test_what_is_missing_is_named(
     card = f"[ $# = 0 ] && echo 'CUDA Version: 12.4' || echo '{row}'"
     executable(tmp_path / "nvidia-smi", failing if missing == "driver" else card)
     cuda = None if missing == "CUDA of torch" else "13.0" if missing == "CUDA" else "12.1"
-    monkeypatch.setattr("launcher.doctor.requirements._cuda_of_torch", lambda: cuda)
+    monkeypatch.setattr("launcher.doctor.requirements._torch_cuda_version", lambda: cuda)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launcher.doctor.requirements.FREE_GIB", 1e9 if missing == "disk" else 0.001)
     if missing in ("package", "version"):
