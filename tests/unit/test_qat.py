@@ -179,7 +179,7 @@ def test_experts_and_layers_that_are_not_linear_are_refused() -> None:
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"training\.qat=int8: needs torchao, .* pip install 'zerolora\[qat\]'"):
+    with pytest.raises(UserError, match=r"training\.qat=int8: needs torchao, .* pip install torchao"):
         check_torchao("training.qat=int8")
 
 
