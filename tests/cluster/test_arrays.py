@@ -123,6 +123,7 @@ def comparison(workplace: Path) -> Path:
     return workplace / "compare.yaml"
 
 
+@pytest.mark.nightly
 def test_seeds_of_a_comparison_are_an_array_and_the_login_node_makes_the_tables(
     slurm: SlurmCluster, workplace: Path, comparison: Path
 ) -> None:

@@ -195,12 +195,14 @@ def test_a_rank_that_hangs_before_a_collective_is_named(start: Start) -> None:
     assert "in train_step" in err, "its stack"
 
 
+@pytest.mark.nightly
 def test_a_slow_save_is_no_hang(start: Start) -> None:
     """A thread of rank 0 works far longer than the limit, while both ranks wait for it at the end."""
     code, _, err = start(SOON, "training.max_steps=12", "training.save_steps=8", mischief="0:slow save:1").end()
     assert code == 0, err
 
 
+@pytest.mark.nightly
 def test_a_save_that_does_not_move_is_a_hang(start: Start) -> None:
     code, _, err = start(SOON, "training.max_steps=12", "training.save_steps=8", mischief="0:dead save:1").end()
     assert code == 1, err

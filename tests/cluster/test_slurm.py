@@ -247,6 +247,7 @@ def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
     assert not list(run.glob("logs/stream-*")) and not mark.exists()
 
 
+@pytest.mark.nightly
 def test_a_rank_killed_on_another_node_is_137(slurm: SlurmCluster, workplace: Path) -> None:
     """The other rank is halted, so that only srun has seen the end of the one."""
     run = workplace / "srun-killed"

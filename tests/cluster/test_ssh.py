@@ -98,6 +98,7 @@ def test_a_lost_host_is_excluded_and_the_global_batch_stays(
     assert losses(run) == pytest.approx(reference, abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "world"),
     [
