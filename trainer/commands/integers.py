@@ -93,7 +93,7 @@ class IntegerMerge:
 
 
 def mixed_format_warnings(rounded: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return a warning for each group of layers that servers fuse and of which only some are in integers."""
+    """Return a warning for each group of layers that servers fuse if only some of them are in integers."""
     here, there = ({path.rpartition(".")[2] for path in paths} for paths in (rounded, others))
     return [
         f"warning: {', '.join(sorted(there & set(names)))} without an adapter stays in 16 bits, unlike "
