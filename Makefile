@@ -50,13 +50,12 @@ lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry,
 docs: setup  ## the documentation as a site, in runs/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build -q && echo runs/site/index.html
 
-test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
-	@command -v chromium >/dev/null || scripts/system.sh chromium
+test: lint  ## lint and the fast tests of one process: about 20 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(OTHERS)
-	pytest -m "not slow" $(LAUNCHING)
 
-test-ci: setup  ## the tests of tens of seconds each that CI runs: two hosts, SLURM, MPI, ssh, restarts
+test-ci: setup  ## what CI runs after them: tests that launch ranks, two hosts, SLURM, MPI, ssh, restarts
 	@scripts/system.sh $(SYSTEM)
+	pytest -m "not slow" $(LAUNCHING)
 	$(PYTEST) -m "slow and not nightly" --timeout 1800 $(ALL)
 
 test-slow: setup  ## these, and those of minutes each: injected faults, lost nodes, preemption, vLLM

@@ -56,6 +56,7 @@ def test_zerolora_train_starts_mpirun_on_the_hosts_of_a_file(
     assert losses(workplace / "mpi-hostfile") == pytest.approx(six_steps, rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_rank_of_mpirun_killed_on_another_host_is_137(
     hosts: Hosts, ssh: Mapping[str, str], workplace: Path, hostfile: Path
 ) -> None:

@@ -39,6 +39,7 @@ def batch(slurm: SlurmCluster, workplace: Path, name: str, *settings: str, optio
     return slurm.run(*command).strip()
 
 
+@pytest.mark.nightly
 def test_a_script_by_hand_trains_on_two_nodes(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
     job = batch(slurm, workplace, "zero2", "zero.stage=2")
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "zero2")
@@ -313,6 +314,7 @@ def test_other_code_on_one_node_stops_the_run(slurm: SlurmCluster, workplace: Pa
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_a_folder_that_the_nodes_do_not_share_is_noticed_before_a_weight_is_loaded(
     slurm: SlurmCluster, workplace: Path
 ) -> None:

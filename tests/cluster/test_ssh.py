@@ -62,6 +62,7 @@ def test_ctrl_c_on_the_launching_host_saves_on_the_others(
     assert_no_rank_is_left(hosts)
 
 
+@pytest.mark.nightly
 def test_a_rank_killed_on_another_host_is_137_and_takes_the_run_down(
     hosts: Hosts, ssh: Mapping[str, str], hostfile: Path, workplace: Path
 ) -> None:

@@ -14,7 +14,7 @@ from tests.pipelines import make_pipeline, write_images
 from tests.plain_diffusers import plain_losses
 from trainer.config import RunConfig, load_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 STEPS, RANKS, STAGES = 3, 2, (0, 1, 2, 3)
 RELATIVE = 1e-6

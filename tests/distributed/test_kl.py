@@ -12,7 +12,7 @@ from tests.distributed.conftest import Case, Matrix, environment, launch
 from tests.distributed.plan import case
 from tests.tiny import write_chats
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 STEPS, CUT = 7, 5
 # A learning rate at which the tiny model is soon past the target, so that lambda works for most of the steps.

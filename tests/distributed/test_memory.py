@@ -9,7 +9,7 @@ from tests.distributed.conftest import environment, run_ranks
 from tests.mixtures import make_mixture
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.distributed.uneven_routing_case import run
 from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.tiny import make_tokenizer
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 MODULE = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
 OFFLOAD = {"zero__stage": 3, "zero__offload_parameters": True, "zero__offload_optimizer": True}

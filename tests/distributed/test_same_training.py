@@ -15,7 +15,7 @@ from tests.distributed.plan import case
 from tests.plain_peft import plain_losses
 from trainer.config import load_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 TRAINING = {
     "training__max_steps": 8,

@@ -15,6 +15,8 @@ CHECKOUT = Path(__file__).parents[2]
 OPTIONS = ("--seeds", "1", "--controllers", "none,pi", "--parallel", "2")
 NAMES = ("none-seed42", "delta-pi-seed42")
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

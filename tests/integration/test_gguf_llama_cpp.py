@@ -186,7 +186,7 @@ def twice_as_strong(file: Path) -> None:
     reader.data.flush()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_model_with_an_adapter_answers_the_same(tmp_path: Path) -> None:
     """SmolLM2-135M-Instruct: probabilities of all 49,152 tokens after chats and texts, and 24 greedy tokens."""
     cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()

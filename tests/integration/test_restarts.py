@@ -79,7 +79,7 @@ def test_a_rank_that_cannot_restart_is_excluded_until_requested(workplace: Path)
     lose_one_and_come_back(workplace, "the slot of rank 1")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_data_that_kill_a_step_are_shown(workplace: Path) -> None:
     """The same step fails again: the same call after the start, which is in the same step without a checkpoint."""
     code, seen = train(workplace, "same", "1:raise:9", "training.save_steps=0", once=False)

@@ -140,6 +140,7 @@ def test_all_ranks_hear_what_the_first_one_decides() -> None:
     assert [lines[1] for lines in said] == ["given: a lock", "given: None"]
 
 
+@pytest.mark.nightly
 def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Path) -> None:
     """Both are given `run`, in folders of their own: the same name and not the same files, as on a local disk."""
     reports = [replace(report, sees_folder=report.host == "n1") for report in world()]
