@@ -40,6 +40,7 @@ from trainer.config.command_line import positive_int
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
+from trainer.data.samples import split_documents
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -190,15 +191,6 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
     return [document for sample in samples for document in split_documents(sample)]
-
-
-def split_documents(sample: Sample) -> Iterator[Sample]:
-    """Yield the documents of a pack as separate samples."""
-    start = 0
-    for length in sample.document_lengths:
-        end = start + length
-        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
-        start = end
 
 
 def _document_losses(

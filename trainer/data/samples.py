@@ -46,7 +46,9 @@ class Samples:
     def _document(self, index: int) -> Sample:
         columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained"))
         input_ids, trained = (_numbers(column).tolist() for column in columns)
-        return Sample(input_ids, trained, [len(input_ids)])
+        return Sample(
+            input_ids, trained, document_lengths(len(input_ids), self._documents.column("rejected")[index].as_py())
+        )
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
@@ -104,6 +106,20 @@ class SampleStream:
     shared: Path | None = None
     name: str = ""
     """Equal for equal sources read in the same order."""
+
+
+def document_lengths(tokens: int, rejected: int) -> list[int]:
+    """Return the lengths of the documents of a row: both of a pair, whose second has `rejected` tokens, or one."""
+    return [tokens - rejected, rejected] if rejected else [tokens]
+
+
+def split_documents(sample: Sample) -> Iterator[Sample]:
+    """Yield the documents of a pack as separate samples."""
+    start = 0
+    for length in sample.document_lengths:
+        end = start + length
+        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
+        start = end
 
 
 def join(samples: list[Sample]) -> Sample:

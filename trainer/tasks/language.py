@@ -32,6 +32,8 @@ class LanguageTask:
     """Implements `trainer.tasks.task.Task`."""
 
     counted = "tokens"
+    pairs = False
+    """Whether a document is a pair of answers."""
     peft_type = "CAUSAL_LM"
 
     def __init__(
@@ -96,6 +98,7 @@ class LanguageTask:
             "world_size": self._ranks.world_size,
             "pad_token_id": self._any_token,
             "flat": self.flat_packs,
+            "pairs": self.pairs,
         }
         if isinstance(samples, Samples):
             dataset, seed = self._config.dataset, self._config.seed
@@ -113,6 +116,7 @@ class LanguageTask:
             world_size=self._ranks.world_size,
             pad_token_id=self._any_token,
             flat=self.flat_packs,
+            pairs=self.pairs,
         )
 
     def meter(self, model: Any) -> MfuMeter | None:
