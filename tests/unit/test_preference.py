@@ -118,7 +118,9 @@ TEXT = ("red cat", "cat red<|im_end|>", "blue dog<|im_end|>")
 FORMS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "text": (PAIR, TEXT),
     "other names": ({"question": "red cat", "accepted": "cat red", "rejected_response": "blue dog"}, TEXT),
-    "texts with the prompt": ({"chosen": "red cat cat red", "rejected": "red cat blue dog"}, ("red cat ", *TEXT[1:])),
+    "texts with the prompt": (
+        {"chosen": "red cat cat red", "rejected": "red cat blue dog"}, ("red cat", *(" " + text for text in TEXT[1:])),
+    ),
     "conversations": (
         {"chosen": [ASK, said("assistant", "cat red")], "rejected": [ASK, said("assistant", "blue dog")]}, CHAT,
     ),

@@ -72,8 +72,7 @@ def _answer(record: Mapping[str, Any], name: str, where: str) -> Any:
 
 def _prompt(record: Mapping[str, Any], shape: Shape, where: str) -> tuple[Any, bool]:
     """Return the prompt, None if the answers contain it, and whether it is a user turn for the chat template."""
-    turns = next((record.get(shape.names[name]) for name in ("messages", "conversations") if name in shape.names), None)
-    if turns:
+    if turns := next(filter(None, (record.get(shape.names[name]) for name in ("messages", "conversations"))), None):
         return turns, True
     instruction = record.get(shape.names.get("instruction", ""))
     if not isinstance(instruction, str):
@@ -92,11 +91,11 @@ def _begins_conversation(answer: Any) -> bool:
 
 
 def _common_start(answers: Sequence[Any], where: str) -> Any:
-    """Return the equal turns, or the equal text up to a space, with which both answers begin."""
+    """Return the equal turns, or the equal words, with which both answers begin."""
     chosen, rejected = answers
     equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str) and isinstance(rejected, str):
-        return chosen[: max(chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal)) + 1]
+        return chosen[: max(0, chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal))]
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise UserError(f"{where}: one of chosen and rejected is text and the other has turns; use one form for both")
     if not equal:
