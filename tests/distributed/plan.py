@@ -113,12 +113,14 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "operators": {"ops__backend": "reference", "zero__stage": 3},
     "recomputed": {"training__gradient_checkpointing": "non_reentrant", "zero__stage": 3},
     "by-module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
+    "cached": {"preference__reference": "cached", "zero__stage": 3},
     "by-tokens": {"dataset__batching": "tokens"},
 }
 """Settings that change nothing."""
 OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
     "packed2": {"dataset__packing": True, "zero__stage": 2},
     "packed3": {"dataset__packing": True, "zero__stage": 3},
+    "packed-cached": {"dataset__packing": True, "preference__reference": "cached"},
     "nf4-0": {"adapter": "qlora", "zero__stage": 0},
     "nf4-3": {"adapter": "qlora", "zero__stage": 3, "ops__backend": "reference"},
     "dropout": {"lora__dropout": 0.3, "zero__stage": 2},

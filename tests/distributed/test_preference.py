@@ -23,6 +23,7 @@ def test_nothing_depends_on_stages_ranks_or_operators(matrix: Matrix, name: str)
 
 def test_packs_agree_over_stages(matrix: Matrix) -> None:
     assert matrix["pairs-packed3"].losses == pytest.approx(matrix["pairs-packed2"].losses, abs=1e-6)
+    assert matrix["pairs-packed-cached"].losses == pytest.approx(matrix["pairs-packed2"].losses, abs=1e-6)
     assert matrix["pairs-packed2"].losses[0] == pytest.approx(LN_2, abs=1e-6)
 
 

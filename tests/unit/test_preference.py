@@ -119,7 +119,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "text": (PAIR, TEXT),
     "other names": ({"question": "red cat", "accepted": "cat red", "rejected_response": "blue dog"}, TEXT),
     "texts with the prompt": (
-        {"chosen": "red cat cat red", "rejected": "red cat blue dog"}, ("red cat", *(" " + text for text in TEXT[1:])),
+        {"chosen": "red cat cat red", "rejected": "red cat blue dog"}, (TEXT[0], f" {TEXT[1]}", f" {TEXT[2]}"),
     ),
     "conversations": (
         {"chosen": [ASK, said("assistant", "cat red")], "rejected": [ASK, said("assistant", "blue dog")]}, CHAT,

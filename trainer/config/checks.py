@@ -178,8 +178,10 @@ def _check_preference(config: RunConfig) -> Iterator[str]:
         yield f"dataset.train_on={shown(config.dataset.train_on)}: pairs train their answers alone; remove it"
     if config.scu.enabled and config.scu.measure != "kl":
         yield f"scu.measure={config.scu.measure}: compares with a loss per token, not per pair; use kl"
-    if preference.reference == "step" or (preference.reference == "auto" and needs_reference):
+    if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
         yield from _check_reference(config)
+    if preference.reference == "cached" and config.dataset.streaming:
+        yield "preference.reference=cached: the answers of a stream are unknown before training; use step"
 
 
 def _check_reference(config: RunConfig) -> Iterator[str]:

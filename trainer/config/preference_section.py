@@ -30,9 +30,10 @@ class PreferenceSection(Section):
     {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it."""
     beta: NonNegative = 0.1
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
-    reference: Literal["auto", "step", "none"] = "auto"
-    """Reference model. `step`: the base without the adapter, evaluated in each step; it takes no further memory.
-    `none`: a uniform distribution. `auto`: `step` if a loss needs one."""
+    reference: Literal["auto", "step", "cached", "none"] = "auto"
+    """Reference model, the base without the adapter: a second forward pass in each `step`, or all answers once before
+    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. `none`: a reference
+    that gives all answers the same probability. `auto`: `step` if a loss needs a reference."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Probability that chosen and rejected are swapped, for `dpo`, `robust`, `exo_pair`, `cpo` and
     `simpo`."""

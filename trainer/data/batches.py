@@ -56,6 +56,8 @@ class PairBatch(MicroBatch):
 
     document_targets: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """Number of targets of each document, int64 [D]; empty without a pair."""
+    reference: torch.Tensor | None = None
+    """`Sample.reference` of the documents, fp32 [D]; None if it is not cached."""
 
     @property
     def target_count(self) -> int:
@@ -290,7 +292,8 @@ def collate(
         documents = [document for sample in samples for document in split_documents(sample)]
         batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
         counts = torch.tensor([sum(document.trained[1:]) for document in documents], dtype=torch.long)
-        return PairBatch(**vars(batch), document_targets=counts)
+        known = [value for sample in samples for value in sample.reference]
+        return PairBatch(**vars(batch), document_targets=counts, reference=torch.tensor(known) if known else None)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if flat:

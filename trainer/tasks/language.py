@@ -109,9 +109,12 @@ class LanguageTask:
     def evaluation(self) -> Iterable[MicroBatch]:
         training, samples = self._config.training, self._prepared.data.evaluation
         assert samples is not None
+        return self._one_pass(samples, training.eval_batch_size or training.batch_size)
+
+    def _one_pass(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
         return evaluation_batches(
             samples,
-            batch_size=training.eval_batch_size or training.batch_size,
+            batch_size=batch_size,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             pad_token_id=self._any_token,

@@ -1,16 +1,20 @@
 """Preference training of language models on pairs of a chosen and a rejected answer (DPO and its relatives).
 
 Both answers are documents of the same pack or batch, so one pass computes them. The reference is the same model with
-its adapter disabled: it takes a second forward pass without gradients, and no memory.
+its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
+from trainer.data import Samples
 from trainer.data.batches import MicroBatch, PairBatch
+from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.tasks.language import LanguageTask
@@ -42,22 +46,27 @@ class PreferenceLoss(TokenLoss):
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
-        counts = batch.document_targets
-        documents = to_device(torch.repeat_interleave(counts), device)
-        weights = to_device(_token_weights(counts, self._settings.length_weight), device)
-        reference = self.base_by_token(model, batch, device) if self._has_reference else None
-        losses = self.by_token(model, batch, device)
-
-        def answers(token_losses: torch.Tensor) -> torch.Tensor:
-            sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
-            return sums.view(-1, 2)
-
-        ours = answers(losses)
-        theirs = torch.zeros_like(ours) if reference is None else answers(reference)
-        lengths = to_device(counts.view(-1, 2).float(), device)
-        scores = PairScores(*ours.unbind(1), *theirs.unbind(1), *lengths.unbind(1))
+        reference = torch.zeros(1, device=device)
+        if batch.reference is not None:
+            reference = to_device(batch.reference.view(-1, 2), device)
+        elif self._has_reference:
+            reference = self.reference(model, batch, device)
+        ours = self._sum_answers(self.by_token(model, batch, device), batch.document_targets)
+        lengths = to_device(batch.document_targets.view(-1, 2).float(), device)
+        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
         self._add(scores, training=torch.is_grad_enabled())
         return pair_losses(scores, self._settings).sum()
+
+    def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
+        """Return the log-probabilities of chosen and rejected answers without the adapter, fp32 [P, 2]."""
+        return self._sum_answers(self.base_by_token(model, batch, device), batch.document_targets)
+
+    def _sum_answers(self, token_losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        device = token_losses.device
+        documents = to_device(torch.repeat_interleave(counts), device)
+        weights = to_device(_token_weights(counts, self._settings.length_weight), device)
+        sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
+        return sums.view(-1, 2)
 
     @torch.no_grad()
     def _add(self, scores: PairScores, *, training: bool) -> None:
@@ -94,3 +103,26 @@ class PreferenceTask(LanguageTask):
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
         balance = self._config.training.router_aux_loss
         return PreferenceLoss(model, self._config.preference, fused=fused_head, say=self._say, balance=balance)
+
+    def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
+        """Check that no token sees a later one, and no answer another; cache the reference if it is asked for."""
+        super().check(engine, loss, varlen=varlen)
+        assert isinstance(loss, PreferenceLoss)
+        for samples in (self._prepared.data.train, self._prepared.data.evaluation):
+            if self._config.preference.reference == "cached" and samples is not None:
+                samples.reference = self._compute_reference(engine, loss, samples)
+
+    @torch.no_grad()
+    def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
+        """Return the log-probabilities of all answers under the base; a collective call."""
+        size, rank, world_size = self._config.training.batch_size, self._ranks.rank, self._ranks.world_size
+        known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
+        engine.eval()
+        for number, batch in enumerate(self._one_pass(samples, size)):
+            assert isinstance(batch, PairBatch)
+            first = samples.first_answer((number * world_size + rank) * size)
+            answers = loss.reference(engine, batch, self._device).flatten()
+            known[first : first + len(answers)] = answers.double()
+        engine.train()
+        self._say(f"reference: {len(known):,} answers computed once, before training")
+        return sum_over_ranks(known).cpu().numpy()
