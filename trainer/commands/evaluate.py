@@ -188,6 +188,11 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         raise UserError(named) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
+    if (prepared.stats.evaluation or prepared.stats).pairs:
+        raise UserError(
+            f"{run.folder}: the data has pairs of answers, of which eval measures nothing; see eval/rewards in "
+            f"{run.folder}/metrics.jsonl, or pass texts or conversations with --data"
+        )
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
     return [document for sample in samples for document in split_documents(sample)]
