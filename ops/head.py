@@ -22,6 +22,8 @@ FP16_SCALE = 256.0
 head's weights by 127, for |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
+ROWS_AT_ONCE = 4096
+"""Rows of gradients that are weighted in 32 bits at a time."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,43 @@ def token_loss_sum(
     return loss
 
 
+def token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
+) -> Tensor:
+    """Return -log softmax(factor h_k W^T)[targets_k], nats, fp32 [K], differentiable in `hidden` and `rows.values`.
+
+    Arguments are those of `token_loss_sum`, targets at least 0. The weight of each token in the gradient is known only
+    in the backward pass, which computes the logits again, chunk by chunk.
+    """
+    if factor != 1.0:
+        hidden = hidden * factor
+    indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
+    losses: Tensor = _TokenLosses.apply(hidden, weight, targets, indices, values)
+    return losses
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, indices: Tensor | None, values: Tensor | None
+    ) -> Tensor:
+        losses = _compute_losses(_Head(weight, indices, values, None), hidden, targets)
+        ctx.save_for_backward(hidden, weight, targets, indices, values)
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_K: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, indices, values = ctx.saved_tensors
+        head = _Head(weight, indices, values, hidden)
+        _compute_losses(head, hidden, targets, grad_K)
+        assert head.grad_hidden is not None and head.scale is not None
+        for grad_CH, weights in zip(head.grad_hidden.split(ROWS_AT_ONCE), grad_K.split(ROWS_AT_ONCE), strict=True):
+            grad_CH.copy_(grad_CH.float() * (weights / head.scale)[:, None])
+        of_rows = None if head.grad_values is None else head.grad_values / head.scale
+        return head.grad_hidden, None, None, None, of_rows
+
+
 class _TokenLossSum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -66,17 +105,8 @@ class _TokenLossSum(torch.autograd.Function):
         values: Tensor | None,
         grad_enabled: bool,
     ) -> Tensor:
-        tokens, vocabulary = hidden.shape[0], weight.shape[0]
-        losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
-        size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
-        storage = hidden.new_empty(size, vocabulary)
-        compute_rows = _rows_on_gpu if hidden.device.type == "cuda" else _rows_in_torch
-        for start in range(0, tokens, size):
-            chunk = slice(start, min(start + size, tokens))
-            logits_CV = head.logits(hidden[chunk], storage)
-            compute_rows(logits_CV, targets[chunk], losses[chunk], head.scale)
-            head.add_gradients(logits_CV, hidden, chunk)
+        losses = _compute_losses(head, hidden, targets)
         ctx.save_for_backward(head.grad_hidden, head.grad_values)
         ctx.scale = head.scale
         return losses.sum()
@@ -87,12 +117,27 @@ class _TokenLossSum(torch.autograd.Function):
         return _gradients(ctx, grad_output)
 
 
+def _compute_losses(head: "_Head", hidden: Tensor, targets: Tensor, weights_K: Tensor | None = None) -> Tensor:
+    """Return the loss of every token [K], and add the gradients of `head`: of trained rows weighted by `weights_K`."""
+    tokens, vocabulary = hidden.shape[0], head.weight.shape[0]
+    losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
+    storage = hidden.new_empty(size, vocabulary)
+    compute_rows = _rows_on_gpu if hidden.device.type == "cuda" else _rows_in_torch
+    for start in range(0, tokens, size):
+        chunk = slice(start, min(start + size, tokens))
+        logits_CV = head.logits(hidden[chunk], storage)
+        compute_rows(logits_CV, targets[chunk], losses[chunk], head.scale)
+        head.add_gradients(logits_CV, hidden, chunk, weights_K)
+    return losses
+
+
 class _Head:
     """The head of one pass over the chunks, and the gradients that are summed over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
         """`like` is the hidden states whose gradient is computed; None computes no gradient."""
-        self._weight, self._indices, self._values = weight, indices, values
+        self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None
         if like is not None and values is not None:
@@ -100,22 +145,28 @@ class _Head:
         self.scale = None if like is None else FP16_SCALE if like.dtype == torch.float16 else 1.0
 
     def logits(self, hidden_CH: Tensor, storage: Tensor) -> Tensor:
-        logits_CV = torch.mm(hidden_CH, self._weight.t(), out=storage[: len(hidden_CH)])
+        logits_CV = torch.mm(hidden_CH, self.weight.t(), out=storage[: len(hidden_CH)])
         if self._indices is not None and self._values is not None:
             logits_CV.index_copy_(1, self._indices, hidden_CH @ self._values.to(hidden_CH.dtype).t())
         return logits_CV
 
-    def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice) -> None:
-        """Accumulate the gradients of a chunk; `grad_CV` is the gradient of its logits and is overwritten."""
+    def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice, weights_K: Tensor | None = None) -> None:
+        """Accumulate the gradients of a chunk; `grad_CV` is the gradient of its logits and is overwritten.
+
+        `weights_K` weights the tokens in the gradient of the trained rows, but not in that of the hidden states.
+        """
         if self.grad_hidden is None:
             return
         if self._indices is None or self._values is None or self.grad_values is None:
-            torch.mm(grad_CV, self._weight, out=self.grad_hidden[chunk])
+            torch.mm(grad_CV, self.weight, out=self.grad_hidden[chunk])
             return
         grad_CN = grad_CV.index_select(1, self._indices)
-        torch.mm(grad_CV.index_fill_(1, self._indices, 0.0), self._weight, out=self.grad_hidden[chunk])
+        torch.mm(grad_CV.index_fill_(1, self._indices, 0.0), self.weight, out=self.grad_hidden[chunk])
         self.grad_hidden[chunk].addmm_(grad_CN, self._values.to(grad_CN.dtype))
-        self.grad_values.addmm_(grad_CN.float().t(), hidden[chunk].float())
+        hidden_CH = hidden[chunk].float()
+        if weights_K is not None:
+            hidden_CH = hidden_CH * weights_K[chunk, None]
+        self.grad_values.addmm_(grad_CN.float().t(), hidden_CH)
 
 
 def divergence_sum(

@@ -43,19 +43,23 @@ class Evaluation:
         self._task, self._engine, self._loss, self._say, self._measurement = task, engine, loss, say, measurement
 
     @phase("evaluate")
-    def loss(self) -> tuple[float, int]:
-        """Return the held-out loss per target and the number of targets; every rank must call it."""
+    def loss(self) -> tuple[float, dict[str, float]]:
+        """Return the held-out loss per target and further metrics of it; every rank must call it."""
         if self._measurement is not None:
-            return self._measurement.evaluate(self._engine)
-        found = evaluate_loss(self._engine, self._loss, self._task.evaluation())
-        _release_if_fragmented()
-        if not math.isfinite(found[0]):
+            loss, _ = self._measurement.evaluate(self._engine)
+        else:
+            loss, _ = evaluate_loss(self._engine, self._loss, self._task.evaluation())
+            _release_if_fragmented()
+        if not math.isfinite(loss):
             self._say(
-                f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation has a loss "
+                f"[yellow]warning:[/yellow] the held-out loss is {loss}: a batch of dataset.evaluation has a loss "
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
                 "samples, or use training.precision: bf16 instead of fp16"
             )
-        return found
+        measured = self._loss.values(training=False)
+        if self._task.counted == "tokens" and not measured:
+            measured = {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
+        return loss, measured
 
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""

@@ -50,7 +50,8 @@ class Parts:
     ranks: Ranks
     reporter: Reporter | None
     stop: StopRequest
-    evaluate: Callable[[], tuple[float, int]] | None
+    evaluate: Callable[[], tuple[float, dict[str, float]]] | None
+    """Returns the held-out loss and further metrics."""
     copy_for_save: Callable[[], None]
     """Copies the content of a checkpoint after the current step of the device."""
     save: Callable[[Position], None]
@@ -64,6 +65,8 @@ class Parts:
     steering: Steering | None = None
     mfu: MfuMeter | None = None
     experts: ExpertLoad | None = None
+    loss_values: Callable[[], dict[str, float]] = dict
+    """Returns further metrics of the loss since the last call; every rank must call it."""
     profiler: StepProfiler | None = None
     counted: str = "tokens"
     """Unit in which batches are counted."""
@@ -246,6 +249,7 @@ class Loop:
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         # Summed over all ranks, so that all must call it.
         expert_load = parts.experts.values() if is_logged and parts.experts is not None else {}
+        pairs = parts.loss_values() if is_logged else {}
         if parts.reporter is None:
             return
         values = {
@@ -275,7 +279,7 @@ class Loop:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         parts.reporter.progress(step, values)
         if is_logged:
-            values, self._start_times = values | expert_load | self._start_times, {}
+            values, self._start_times = values | expert_load | pairs | self._start_times, {}
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
@@ -285,9 +289,9 @@ class Loop:
             return
         self._settle()
         self._before = None  # the evaluation does not count as time of the next step
-        loss, _ = parts.evaluate()
+        loss, measured = parts.evaluate()
         position.last_evaluation, position.evaluated_at = loss, position.step
-        report_evaluation(parts.reporter, position.step, loss, parts.counted)
+        report_evaluation(parts.reporter, position.step, loss, measured)
         if loss < position.best_loss - training.early_stopping_threshold:
             position.best_loss, position.best_step, position.worse_in_a_row = loss, position.step, 0
             if training.best_checkpoint:
@@ -349,11 +353,7 @@ def exclude_from_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def report_evaluation(reporter: Reporter | None, step: int, loss: float, counted: str = "tokens") -> None:
-    """Log the held-out loss; for tokens in nats, with bits per token and perplexity."""
-    if reporter is None:
-        return
-    values = {"eval/loss": loss}
-    if counted == "tokens":
-        values |= {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
-    reporter.log(step, values)
+def report_evaluation(reporter: Reporter | None, step: int, loss: float, measured: dict[str, float]) -> None:
+    """Log the held-out loss with further metrics."""
+    if reporter is not None:
+        reporter.log(step, {"eval/loss": loss} | measured)

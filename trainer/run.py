@@ -282,6 +282,7 @@ class Run:
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
             mfu=self.task.meter(engine.module) if self.ranks.is_main else None,
             experts=experts,
+            loss_values=self.loss.values,
             counted=self.task.counted,
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
@@ -296,8 +297,8 @@ class Run:
         """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         if self.evaluation.has_data and loss is None:
-            loss, _ = self.evaluation.loss()
-            report_evaluation(self.metrics, position.step, loss, self.task.counted)
+            loss, measured = self.evaluation.loss()
+            report_evaluation(self.metrics, position.step, loss, measured)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from launcher.targets.local import local_command
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
+from tests.preferences import write_pairs
 from tests.tiny import make_model, write_chats
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.rendezvous import free_port
@@ -114,6 +115,7 @@ def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, 
         make_model(folder / "biased", attention_bias=True, tie_word_embeddings=True)
         write_chats(folder / "train.jsonl", 40)
         write_chats(folder / "held_out.jsonl", 6, seed=1)
+        write_pairs(folder / "pairs.jsonl", 24)
         (folder / "base.yaml").write_text(yaml.safe_dump(_base(folder)))
     path = folder / f"plan-{ranks}.json"
     path.write_text(json.dumps(_resolved(plan, folder)))
@@ -150,7 +152,14 @@ def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     resolved = []
     for case in plan:
         overrides = dict(case["overrides"])
-        for key in ("output_dir", "base_model", "lora.adapter_path"):
+        for key in (
+            "output_dir",
+            "base_model",
+            "lora.adapter_path",
+            "dataset.path",
+            "dataset.evaluation.path",
+            "scu.reference",
+        ):
             if key in overrides:
                 overrides[key] = str(folder / overrides[key])
         if "/" in str(overrides.get("training.resume_from_checkpoint", "")):

@@ -101,6 +101,40 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "dropout-again": {"zero__stage": 3, "lora__dropout": 0.3, "training__gradient_checkpointing": "selective"},
 }
 
+# Training on pairs of answers: one global batch of 8 pairs, in every place.
+PAIRED: dict[str, Any] = {
+    "task": "preference",
+    "dataset__path": "pairs.jsonl",
+    "dataset__evaluation__path": "pairs.jsonl",
+    "dataset__max_length": 128,
+}
+PREFERENCES: dict[str, dict[str, Any]] = {
+    **{f"stage{stage}": {"zero__stage": stage} for stage in STAGES},
+    "operators": {"ops__backend": "reference", "zero__stage": 3},
+    "recomputed": {"training__gradient_checkpointing": "non_reentrant", "zero__stage": 3},
+    "by-module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
+    "cached": {"preference__reference": "cached", "zero__stage": 3},
+    "by-tokens": {"dataset__batching": "tokens"},
+}
+"""Settings that change nothing."""
+OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
+    "packed2": {"dataset__packing": True, "zero__stage": 2},
+    "packed3": {"dataset__packing": True, "zero__stage": 3},
+    "packed-cached": {"dataset__packing": True, "preference__reference": "cached"},
+    "nf4-0": {"adapter": "qlora", "zero__stage": 0},
+    "nf4-3": {"adapter": "qlora", "zero__stage": 3, "ops__backend": "reference"},
+    "dropout": {"lora__dropout": 0.3, "zero__stage": 2},
+    "dropout-recomputed": {
+        "lora__dropout": 0.3, "zero__stage": 2, "training__gradient_checkpointing": "non_reentrant",
+    },
+    "kl": {"scu__enabled": True, "scu__measure": "kl", "scu__reference": "train.jsonl", "dataset__packing": True},
+    "whole": {"training__max_steps": 6, "training__save_steps": 3},
+    "again": {
+        "training__max_steps": 6, "training__save_steps": 3, "output_dir": "pairs-again",
+        "training__resume_from_checkpoint": "pairs-whole/checkpoint-3",
+    },
+}  # fmt: skip
+
 TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
     *_resumes(),
@@ -128,6 +162,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         logging__sample_prompts=["red cat"],
         logging__sample_tokens=6,
     ),
+    *(case(f"pairs-{name}", **PAIRED, **changes) for name, changes in (PREFERENCES | OTHER_PREFERENCES).items()),
     case("offload-2", zero__stage=2, zero__offload_optimizer=True),
     case("offload-3", zero__stage=3, zero__offload_optimizer=True, zero__offload_parameters=True),
     case("dropout", zero__stage=2, lora__dropout=0.3, training__gradient_checkpointing="non_reentrant"),
@@ -200,6 +235,9 @@ ONE_RANK: list[dict[str, Any]] = [
     case("nonfinite-stop-0", zero__stage=0, training__max_steps=8, **DIVERGES),
     case("nonfinite-stop-2", zero__stage=2, training__max_steps=8, **DIVERGES),
     case("nonfinite-skip-2", training__max_steps=20, training__on_nonfinite="skip", **DIVERGES),
+    case("pairs-one-rank", **PAIRED, training__gradient_accumulation_steps=4),
+    case("pairs-streamed", **PAIRED, dataset__shuffle=False, dataset__streaming=True),
+    case("pairs-in-order", **PAIRED, dataset__shuffle=False),
     case("in-order", dataset__shuffle=False),
     case("streamed", dataset__shuffle=False, dataset__streaming=True),
     case("grown-vocabulary", model__added_tokens=",".join(f"<extra-{index}>" for index in range(80))),

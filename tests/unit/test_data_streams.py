@@ -54,7 +54,7 @@ def stream_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> SampleStre
 
 def batches_of(stream: SampleStream, *, rank: int = 0, world_size: int = 1, accumulation: int = 4) -> StreamBatches:
     sizes = {"batch_size": 4, "accumulation": accumulation, "rank": rank, "world_size": world_size}
-    return StreamBatches(stream, pad_token_id=0, flat=False, **sizes)
+    return StreamBatches(stream, pad_token_id=0, flat=False, pairs=False, **sizes)
 
 
 def rows_in(batches: list[MicroBatch]) -> list[list[int]]:

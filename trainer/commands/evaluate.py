@@ -40,6 +40,7 @@ from trainer.config.command_line import positive_int
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
+from trainer.data.samples import split_documents
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -187,18 +188,14 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         raise UserError(named) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
+    if (prepared.stats.evaluation or prepared.stats).pairs:
+        raise UserError(
+            f"{run.folder}: the data has pairs of answers, of which eval measures nothing; see eval/rewards in "
+            f"{run.folder}/metrics.jsonl, or pass texts or conversations with --data"
+        )
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
     return [document for sample in samples for document in split_documents(sample)]
-
-
-def split_documents(sample: Sample) -> Iterator[Sample]:
-    """Yield the documents of a pack as separate samples."""
-    start = 0
-    for length in sample.document_lengths:
-        end = start + length
-        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
-        start = end
 
 
 def _document_losses(

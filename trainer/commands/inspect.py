@@ -19,7 +19,6 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
-from trainer.commands.evaluate import split_documents
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
 from trainer.config.command_line import positive_int
 from trainer.config.types import AUTO
@@ -28,6 +27,7 @@ from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
+from trainer.data.samples import split_documents
 from trainer.data.step_count import global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.tasks.images.batches import draw_order

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import DATA_WANTED, UserError, shown
+from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
@@ -27,6 +28,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[str]:
         yield from _check_qat(config)
     yield from _check_zero(config)
     yield from _check_data(config)
+    yield from _check_preference(config)
     yield from _check_training(config)
     if config.scu.enabled:
         yield from _check_scu(config)
@@ -159,6 +161,43 @@ def _check_data(config: RunConfig) -> Iterator[str]:
         yield "dataset.val_split: a stream cannot be split; set dataset.evaluation"
 
 
+def _check_preference(config: RunConfig) -> Iterator[str]:
+    preference = config.preference
+    if config.task != "preference":
+        if preference != PreferenceSection():
+            [name, *_] = [name for name, value in PreferenceSection() if value != getattr(preference, name)]
+            value = shown(getattr(preference, name))
+            yield f"preference.{name}={value}: has no effect, because task is {config.task}; set task: preference"
+        return
+    needs_reference = any(name not in WITHOUT_REFERENCE for name in preference.loss)
+    if needs_reference and not preference.beta:
+        yield "preference.beta=0: every answer would be equally good; use 0.1 to start with"
+    if "exo_pair" in preference.loss and not preference.label_smoothing:
+        yield "preference.loss=exo_pair: needs preference.label_smoothing above 0; 0.001 is usual"
+    if config.dataset.train_on != ("assistant",):
+        yield f"dataset.train_on={shown(config.dataset.train_on)}: pairs train their answers alone; remove it"
+    if config.scu.enabled and config.scu.measure != "kl":
+        yield f"scu.measure={config.scu.measure}: compares with a loss per token, not per pair; use kl"
+    if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
+        yield from _check_reference(config)
+    if preference.reference == "cached" and config.dataset.streaming:
+        yield "preference.reference=cached: the answers of a stream are unknown before training; use step"
+
+
+def _check_reference(config: RunConfig) -> Iterator[str]:
+    """Check that the base without its adapter can be the reference of preference training."""
+    fix = "or a loss without a reference, such as preference.loss: simpo"
+    if config.adapter == "none":
+        yield f"adapter=none: the reference is the model without its adapter; use lora, {fix}"
+    if config.lora.adapter_path:
+        yield (
+            f"lora.adapter_path={shown(config.lora.adapter_path)}: the reference would be the base without this "
+            "adapter; merge it into the base first (`zerolora merge`), " + fix
+        )
+    if config.lora.init in ("pissa", "pissa_niter_16", "olora"):
+        yield f"lora.init={config.lora.init}: changes the base, which is the reference; use default"
+
+
 def _check_training(config: RunConfig) -> Iterator[str]:
     training = config.training
     if training.offload_activations and training.gradient_checkpointing not in ("non_reentrant", "selective"):
@@ -263,6 +302,8 @@ def _check_kl(config: RunConfig) -> Iterator[str]:
 def why_no_graphs(config: RunConfig) -> str | None:
     """Return the setting that rules out CUDA graphs, and why; None if they are possible."""
     training = config.training
+    if config.task == "preference":
+        return "task: preference weights answers only after the pass"
     if config.adapter == "none":
         return "adapter: none trains all weights, and captured graphs need an adapter in one buffer"
     if not config.ops.flat:

@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainer.config.needs import HUB, Needs
+from trainer.config.needs import HUB, LANGUAGE, Needs
 from trainer.config.paths import PathText, TemplateText
 from trainer.config.types import Positive, PositiveInt, Section, Words
 
-_LANGUAGE, _UNMIXED, _FROM_HUB = Needs("task", ("language",)), Needs(".mix", ((),)), Needs(".path", (HUB,))
-_TEXT = (_UNMIXED, _LANGUAGE)
+_UNMIXED, _FROM_HUB = Needs(".mix", ((),)), Needs(".path", (HUB,))
+_TEXT = (_UNMIXED, LANGUAGE)
 
 
 def _fraction_or_count(value: Any) -> Any:
@@ -42,7 +42,8 @@ class SourceSection(Section):
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a hub dataset or of a folder that has splits."""
     format: Annotated[
-        Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom"], *_TEXT
+        Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom", "preference"],
+        *_TEXT,
     ] = "auto"
     """Format of records; `auto` detects it by the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_names), _UNMIXED] = Field(default_factory=dict)
@@ -73,31 +74,31 @@ class DatasetSection(SourceSection):
     """A separate held-out source, instead of `val_split`."""
     val_split: Annotated[float, Field(ge=0.0, le=1e9), BeforeValidator(_fraction_or_count)] = 0.0
     """Records held out for evaluation: a fraction up to 0.5, or a number (1 or more)."""
-    on_bad_record: Annotated[Literal["stop", "skip"], _LANGUAGE] = "stop"
+    on_bad_record: Annotated[Literal["stop", "skip"], LANGUAGE] = "stop"
     """Reaction to a record that cannot be read or does not match its format. `stop` ends the run with exit code 2,
     after saving a checkpoint if it is training. `skip` skips and counts such records."""
-    max_length: Annotated[int, Field(ge=1, le=2**24), _LANGUAGE] = 2048
+    max_length: Annotated[int, Field(ge=1, le=2**24), LANGUAGE] = 2048
     """Maximum length of a sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a
     packed sequence. The default is the model's context if that is shorter."""
-    too_long: Annotated[Literal["cut", "drop", "split"], _LANGUAGE] = "cut"
+    too_long: Annotated[Literal["cut", "drop", "split"], LANGUAGE] = "cut"
     """Treatment of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
     to texts without a prompt and trains every token once; all other documents are then cut."""
-    packing: Annotated[bool, _LANGUAGE] = False
+    packing: Annotated[bool, LANGUAGE] = False
     """Pack several documents into one sequence; attention and positions are separate for each document."""
-    batching: Annotated[Literal["samples", "tokens"], _LANGUAGE] = "samples"
+    batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"
     """Batching of sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
     `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step;
     the global batch stays the same, with little padding."""
-    train_on: Annotated[Words, _LANGUAGE] = ("assistant",)
+    train_on: Annotated[Words, LANGUAGE] = ("assistant",)
     """Roles that are trained on: assistant, user, system, tool, or `all`."""
-    system_prompt: Annotated[str | None, _LANGUAGE] = None
+    system_prompt: Annotated[str | None, LANGUAGE] = None
     """System prompt of records without one: a turn of conversations, the first lines of text prompts. A system turn in
     a record's list of turns takes precedence over its `system` field."""
-    chat_template: Annotated[TemplateText | None, _LANGUAGE] = None
+    chat_template: Annotated[TemplateText | None, LANGUAGE] = None
     """A Jinja chat template, or the path of a file with one, to use instead of the tokenizer's."""
-    chat_template_kwargs: Annotated[dict[str, Any], _LANGUAGE] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], LANGUAGE] = Field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false}, in training and generation."""
-    streaming: Annotated[bool, _LANGUAGE] = False
+    streaming: Annotated[bool, LANGUAGE] = False
     """Read and tokenize during training, for datasets larger than memory; needs training.max_steps."""
     shuffle: bool = True
     """Shuffle the data in every epoch, depending on `seed`."""

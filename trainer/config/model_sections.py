@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.needs import HUB, Needs
+from trainer.config.needs import HUB, LANGUAGE, Needs
 from trainer.config.paths import PathText
 from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, Positive, Section, Words
 
@@ -15,7 +15,6 @@ def _all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 EIGHT_BIT = ("fp8", "int8")
-_LANGUAGE = Needs("task", ("language",))
 _NEW = Needs(".adapter_path", (None,), replaces=True)
 _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
 
@@ -25,18 +24,18 @@ class ModelSection(Section):
 
     revision: Annotated[str | None, Needs("base_model .tokenizer", (HUB,))] = None
     """Branch, tag or commit of the model on the hub."""
-    tokenizer: Annotated[PathText | None, _LANGUAGE] = None
+    tokenizer: Annotated[PathText | None, LANGUAGE] = None
     """Folder or hub name of a tokenizer to use instead of the model's."""
-    trust_remote_code: Annotated[bool, _LANGUAGE] = False
+    trust_remote_code: Annotated[bool, LANGUAGE] = False
     """Run Python code that comes with the model; only set this if you have read the code."""
     attn_implementation: Annotated[
-        Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"], _LANGUAGE
+        Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"], LANGUAGE
     ] = "auto"
     """Attention kernel. `auto`: variable-length flash attention for packed sequences on a GPU, else sdpa, or eager if
     the model supports nothing else."""
-    added_tokens: Annotated[Words, _LANGUAGE] = ()
+    added_tokens: Annotated[Words, LANGUAGE] = ()
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
-    pad_token: Annotated[str | None, _LANGUAGE] = None
+    pad_token: Annotated[str | None, LANGUAGE] = None
     """Padding token for a tokenizer without one; default: an unused token, else the end-of-text token."""
     pipeline: Annotated[PathText | None, Needs("task", ("image",))] = None
     """Folder or hub name of the diffusers pipeline of a single-file `base_model`, for its settings and tokenizers;
@@ -59,10 +58,10 @@ class LoraSection(Section):
     exclude_modules: Annotated[LayerNames, _NEW] = ()
     """Modules without adapters, including all layers below them: k_proj, mlp, layers.0, experts, or a regular
     expression."""
-    rank_pattern: Annotated[LayerRanks, _NEW, _LANGUAGE] = Field(default_factory=dict)
+    rank_pattern: Annotated[LayerRanks, _NEW, LANGUAGE] = Field(default_factory=dict)
     """Ranks of layers that differ from `r`, by name or regular expression, as in PEFT: {v_proj: 32}. The first match
     counts."""
-    alpha_pattern: Annotated[LayerAlphas, _NEW, _LANGUAGE] = Field(default_factory=dict)
+    alpha_pattern: Annotated[LayerAlphas, _NEW, LANGUAGE] = Field(default_factory=dict)
     """The same for `alpha`: {v_proj: 64}."""
     experts: Annotated[bool, _NEW] = True
     """Adapt the experts of an MoE model; false excludes them, regardless of `target_modules`."""

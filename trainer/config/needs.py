@@ -58,6 +58,9 @@ class Needs:
         return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
 
 
+LANGUAGE = Needs("task", ("language", "preference"))
+
+
 @dataclass(frozen=True)
 class Unread:
     """A setting that has no effect."""

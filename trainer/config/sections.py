@@ -7,8 +7,9 @@ from pydantic import Field, model_validator
 from trainer.config.data_sections import DatasetSection
 from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
-from trainer.config.needs import Needs
+from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import PathText
+from trainer.config.preference_section import PreferenceSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
 
@@ -132,7 +133,7 @@ class LoggingSection(Section):
     """Project in wandb."""
     sample_prompts: Texts = ()
     """User messages that the model answers before and after training; for an image model, captions of sample images."""
-    sample_tokens: Annotated[Count, Needs("task", ("language",)), Needs(".sample_prompts")] = 64
+    sample_tokens: Annotated[Count, LANGUAGE, Needs(".sample_prompts")] = 64
     """Maximum length of an answer to a sample prompt in tokens."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a progress bar on a terminal, else a line every `logging_steps`."""
@@ -151,7 +152,7 @@ class OutputSection(Section):
 class ExportSection(Section):
     """The server that will use the adapter."""
 
-    target: Annotated[Literal["vllm", "sglang", "llama.cpp", "ollama"] | None, Needs("task", ("language",))] = None
+    target: Annotated[Literal["vllm", "sglang", "llama.cpp", "ollama"] | None, LANGUAGE] = None
     """Server of the adapter: `validate` and training warn of parts of the adapter that it would not apply."""
 
 
@@ -178,8 +179,9 @@ class RunConfig(Section):
 
     base_model: PathText
     """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
-    task: Literal["auto", "language", "image"] = "auto"
-    """Type of the model; `auto`: image if it has a model_index.json, else language."""
+    task: Literal["auto", "language", "preference", "image"] = "auto"
+    """What is trained: a language model on texts or conversations (`language`) or on pairs of a better and a worse
+    answer (`preference`), or an image model. `auto`: image if the model has a model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""
@@ -191,6 +193,7 @@ class RunConfig(Section):
     lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
     dataset: DatasetSection
+    preference: Annotated[PreferenceSection, Needs("task", ("preference",))] = PreferenceSection()
     image: Annotated[ImageSection, Needs("task", ("image",))] = ImageSection()
     training: TrainingSection = TrainingSection()
     zero: ZeroSection = ZeroSection()

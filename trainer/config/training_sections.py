@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from trainer.config.needs import Needs
+from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import CheckpointText
 from trainer.config.types import (
     BatchSize,
@@ -77,7 +77,7 @@ class TrainingSection(Section):
     """AdamW's decoupled weight decay; not applied to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
-    router_aux_loss: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
+    router_aux_loss: Annotated[NonNegative, LANGUAGE] = 0.0
     """Weight of the load-balancing loss of an MoE model with a trained router (0.001 to 0.02 is usual); not part of
     `train/loss`."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -90,7 +90,7 @@ class TrainingSection(Section):
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations. `auto`: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""
-    qat: Annotated[Literal["int8", "int4"] | None, Needs("task", ("language",))] = None
+    qat: Annotated[Literal["int8", "int4"] | None, LANGUAGE] = None
     """Quantization-aware training for integer weights: adapted layers compute with their merged weight W + s B A,
     rounded in every pass, with straight-through gradients. int8: one scale per row; int4: one per 128 weights (64, 32).
     Activations are not rounded. `zerolora merge --quantize` writes the rounded weights; needs

@@ -4,7 +4,7 @@ Shapes: B sequences in a micro-batch, L the longest of them, D documents.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from trainer.config import UserError
 from trainer.data.by_tokens import like_lengths_together, like_tokens
-from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
+from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
 from trainer.data.step_count import steps_per_epoch
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
@@ -48,6 +48,21 @@ class MicroBatch:
     def target_count(self) -> int:
         """Number of tokens with a loss."""
         return int((self.targets != IGNORED).sum())
+
+
+@dataclass(frozen=True)
+class PairBatch(MicroBatch):
+    """A micro-batch of pairs: documents 2 i and 2 i + 1, in order of rows, are the answers chosen and rejected."""
+
+    document_targets: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """Number of targets of each document, int64 [D]; empty without a pair."""
+    reference: torch.Tensor | None = None
+    """`Sample.reference` of the documents, fp32 [D]; None if it is not cached."""
+
+    @property
+    def target_count(self) -> int:
+        """Number of pairs."""
+        return len(self.document_targets) // 2
 
 
 class GlobalBatches:
@@ -92,12 +107,18 @@ class Batches(GlobalBatches):
         pad_token_id: int,
         flat: bool,
         by_tokens: bool = False,
+        pairs: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
         self._lengths = samples.lengths()[0] if by_tokens else None
         self.seed, self.shuffle = seed, shuffle
-        self.pad_token_id, self.flat = pad_token_id, flat
+        self._form: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "packed": samples.packed,
+            "flat": flat,
+            "pairs": pairs,
+        }
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
@@ -123,9 +144,7 @@ class Batches(GlobalBatches):
             cut = like_tokens(self._lengths[taken], self.accumulation * self.world_size)
             parts = [taken[part] for part in cut[self.rank :: self.world_size]]
         rows = [[self.samples[index] for index in part.tolist()] for part in parts]
-        return [collate(part, self.pad_token_id, packed=self.samples.packed, flat=self.flat) for part in rows], len(
-            taken
-        )
+        return [collate(part, **self._form) for part in rows], len(taken)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's permutation of the samples."""
@@ -156,10 +175,16 @@ class StreamBatches(GlobalBatches):
         world_size: int,
         pad_token_id: int,
         flat: bool,
+        pairs: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.stream = stream
-        self.pad_token_id, self.flat = pad_token_id, flat
+        self._form: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "packed": stream.packed,
+            "flat": flat,
+            "pairs": pairs,
+        }
         self._position = -1
         self._epoch = 0
         self._in_epoch = 0  # samples of this epoch
@@ -185,9 +210,7 @@ class StreamBatches(GlobalBatches):
             self._samples, self._position = None, -1
             raise
         parts = [taken[part] for part in self.parts()]
-        return [collate(part, self.pad_token_id, packed=self.stream.packed, flat=self.flat) for part in parts], len(
-            taken
-        )
+        return [collate(part, **self._form) for part in parts], len(taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream after the last step, as plain values."""
@@ -249,17 +272,28 @@ class StreamBatches(GlobalBatches):
 
 
 def evaluation_batches(
-    samples: Samples, *, batch_size: int, rank: int, world_size: int, pad_token_id: int, flat: bool
+    samples: Samples, *, batch_size: int, rank: int, world_size: int, pad_token_id: int, flat: bool, pairs: bool = False
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches of one pass in order; rows without targets make their number equal on all ranks."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
-        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat)
+        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat, pairs=pairs)
 
 
-def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool) -> MicroBatch:
-    """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets."""
+def collate(
+    samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool, pairs: bool = False
+) -> MicroBatch:
+    """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets.
+
+    With `pairs`, the samples are of preference data; without packing each document gets a row.
+    """
+    if pairs:
+        documents = [document for sample in samples for document in split_documents(sample)]
+        batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
+        counts = torch.tensor([sum(document.trained[1:]) for document in documents], dtype=torch.long)
+        known = [value for sample in samples for value in sample.reference]
+        return PairBatch(**vars(batch), document_targets=counts, reference=torch.tensor(known) if known else None)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if flat:

@@ -4,7 +4,7 @@ import gc
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,13 @@ from trainer.config.errors import shown
 from trainer.contract.replacements import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template
 from trainer.data.forked_workers import ended_by_sigterm
-from trainer.data.formats import Shape, find_shape, listed
+from trainer.data.formats import PREFERENCE, Shape, find_shape, listed
+from trainer.data.pairs import Pair, join_pair, read_pair
 from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
-from trainer.data.tokens import Encoded, encode_texts
+from trainer.data.tokens import Encoded, encode_texts, leading_token
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
 # count what is kept; `first_target` is the number of tokens up to the first target, 0 without targets. `answers` counts
 # answers, `empty` the empty ones; `digest` is equal for equal documents. `control` marks conversations with a special
 # token in a turn's text. `unread` lists unused fields. A skipped record has no tokens, and the reason as its `problem`.
+# The row of a pair has the documents of both answers; `rejected` is the length of the second, 0 otherwise.
 LISTS = {"input_ids": "int32", "trained": "bool", "unread": "string"}
 VALUES = {
     "length": "int32",
+    "rejected": "int32",
     "targets": "int32",
     "first_target": "int32",
     "truncated": "bool",
@@ -88,6 +91,7 @@ class DocumentEncoder:
         self.system_prompt = section.system_prompt
         self.skips = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._first = leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def open(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -121,28 +125,31 @@ class DocumentEncoder:
         self, rows: dict[str, list[Any]], records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
     ) -> None:
         """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
+        read: Callable[..., Turns | Text | Pair] = read_pair if shape.format == PREFERENCE else read_record
         examples = [
-            read_record(parse_row(record), shape, place, self.system_prompt)
+            read(parse_row(record), shape, place, self.system_prompt)
             for record, place in zip(records, where, strict=True)
         ]
         for example, document, continued in self._split(examples, self.encode(examples, where)):
-            answers = find_answers(example, self.train_on)
+            sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [example]
+            answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
             # A document's first token is not predicted.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length
             rows["input_ids"].append(document.input_ids[: self.max_length])
             rows["trained"].append(document.trained[: self.max_length])
             rows["length"].append(min(len(document.input_ids), self.max_length))
-            # Documents without targets are left out, as in streams.
-            left_out = too_long and self.too_long == "drop"
+            rows["rejected"].append(document.rejected)
+            # Documents without targets are left out, as in streams; an answer of a pair is never cut.
+            left_out = too_long and (self.too_long == "drop" or document.rejected > 0)
             rows["targets"].append(0 if left_out else sum(document.trained[1 : self.max_length]))
             rows["first_target"].append(at + 1 if at else 0)
-            rows["truncated"].append(too_long)
+            rows["truncated"].append(too_long or document.cut)
             rows["answers"].append(len(answers))
             rows["empty"].append(sum(not answer for answer in answers))
             rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
             rows["continued"].append(continued)
-            turns = example.messages if isinstance(example, Turns) else []
+            turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
             rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
             rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
@@ -174,8 +181,8 @@ class DocumentEncoder:
         return SourceReport(shape, len(problems), tuple(notes), text)
 
     def _split(
-        self, examples: Sequence[Turns | Text], documents: Sequence[Encoded]
-    ) -> Iterator[tuple[Turns | Text, Encoded, bool]]:
+        self, examples: Sequence[Turns | Text | Pair], documents: Sequence[Encoded]
+    ) -> Iterator[tuple[Turns | Text | Pair, Encoded, bool]]:
         """Yield documents and whether they continue the previous one: texts are split into parts of max_length tokens.
 
         Each part starts with the last token of the previous one, so that every token but the first is a target once.
@@ -190,8 +197,13 @@ class DocumentEncoder:
                 part = slice(at, at + self.max_length)
                 yield example, Encoded(ids[part], trained[part]), at > 0
 
-    def encode(self, examples: Sequence[Turns | Text], where: Sequence[str]) -> list[Encoded]:
+    def encode(self, examples: Sequence[Turns | Text | Pair], where: Sequence[str]) -> list[Encoded]:
         """Return whole documents, in order; conversations and texts are tokenized in one batch each."""
+        pairs = [example for example in examples if isinstance(example, Pair)]
+        if pairs:
+            sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+            each = iter(self.encode(sides, [place for place in where for _ in range(2)]))
+            return [join_pair(one, other, self.max_length, self._first) for one, other in zip(each, each, strict=True)]
         encoded: dict[int, Encoded] = {}
         chats = {at: example for at, example in enumerate(examples) if isinstance(example, Turns)}
         texts = {at: example for at, example in enumerate(examples) if isinstance(example, Text)}

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import nearest, shown
 
+PREFERENCE = "preference"
 # Fields that a format reads, by the names used in `fields`; the first are required.
 REQUIRED = {
     "messages": ("messages",),
@@ -16,6 +17,7 @@ REQUIRED = {
     "prompt_completion": ("prompt", "completion"),
     "completion": ("text",),
     "custom": ("completion",),
+    PREFERENCE: ("chosen", "rejected"),
 }
 OPTIONAL = {
     "messages": ("tools", "system", "role", "content"),
@@ -24,7 +26,10 @@ OPTIONAL = {
     "prompt_completion": ("tools", "system"),
     "completion": (),
     "custom": (),
+    PREFERENCE: ("prompt", "instruction", "input", "messages", "conversations", "tools", "system"),
 }
+# Names of the better answer on the hub.
+CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")
 # Other names used on the hub, tried by `auto` after the formats' own.
 COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
     ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
@@ -107,8 +112,9 @@ def _detect(
         roles = _map_roles(source)
         return Shape(format_, {**optional, **names}, roles=roles, alpaca_as_chat=has_chat_template, note=note)
 
-    if REJECTED & set(columns) and not source.fields:
-        _refuse_preferences(first, columns, label)
+    given = bool({"chosen", "rejected"} & set(source.fields))
+    if (given or not source.fields) and (names := _preference_names(present, first, given=given)):
+        return shape(PREFERENCE, names)
     for name in ("messages", "conversations", "conversation"):
         turns = first.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
@@ -120,9 +126,9 @@ def _detect(
         if all(name in present for name in REQUIRED[format_]):
             if format_ == "prompt_completion" and isinstance(first.get("label"), bool):
                 raise UserError(
-                    f"{label}.format=auto: the records have prompt, completion and a label of true or false, which is "
-                    "preference data, and preference training is not offered; to learn every completion, whatever its "
-                    f"label, set {label}.format: prompt_completion"
+                    f"{label}.format=auto: the records have prompt, completion and a label of true or false, which "
+                    "task: preference does not read yet (it reads pairs of chosen and rejected); to learn every "
+                    f"completion, whatever its label, set {label}.format: prompt_completion"
                 )
             return shape(format_, {name: present[name] for name in REQUIRED[format_]})
     for format_, names in COMMON_NAMES:
@@ -135,25 +141,24 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
     return {name.strip().lower(): role for role, names in source.roles.items() for name in names}
 
 
-def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label: str) -> None:
-    """Raise UserError for pairs of a better and a worse answer, unless there is a whole conversation as well."""
-    for name in ("messages", "conversations"):
-        turns = first.get(name)
+def _preference_names(present: Mapping[str, str], first: Mapping[str, Any], *, given: bool) -> dict[str, str] | None:
+    """Return the fields of pairs of a better and a worse answer; None if there are none, or a whole conversation too.
+
+    `given` is whether the configuration names one of them.
+    """
+    rejected = "rejected" if "rejected" in present else next((name for name in REJECTED if name in present), None)
+    chosen = next((name for name in CHOSEN if name in present), None)
+    names = {name: present[name] for name in OPTIONAL[PREFERENCE] if name in present}
+    for name in () if given else ("messages", "conversations"):
+        turns = first.get(names.get(name, ""))
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
         if {last.get("role"), last.get("from")} & {"assistant", "gpt"}:
-            return
-    chosen = next((name for name in ("chosen", "accepted", "preferred", "response_chosen") if name in columns), "")
-    asked = next((name for name in ("prompt", "question", "instruction") if name in columns), None)
-    turns = first.get(chosen)
-    if isinstance(turns, list) and len(turns) > 1 and isinstance(turns[0], dict):
-        fields = f"{{{'conversations' if 'from' in turns[0] else 'messages'}: {chosen}}}"
-    else:
-        fields = f"{{prompt: {asked}, completion: {chosen}}}" if asked else f"{{text: {chosen}}}"
-    advice = f"; to learn the better answers alone, set {label}.fields: {fields}" if chosen else ""
-    raise UserError(
-        f"{label}.format=auto: the records have {listed(columns)}, which is preference data, and preference training "
-        f"is not offered{advice}"
-    )
+            return None
+    if rejected is None or chosen is None:
+        return None
+    if "prompt" not in names and "question" in present:
+        names["prompt"] = present["question"]
+    return names | {"chosen": present[chosen], "rejected": present[rejected]}
 
 
 def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:

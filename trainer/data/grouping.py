@@ -46,6 +46,8 @@ class DataStats:
     copies: int = 0
     max_length: int = 0
     packed: bool = False
+    pairs: int = 0
+    """Number of documents that are pairs of a chosen and a rejected answer."""
     prompt_text: str | None = None
     """Form of prompts as text (see `records.prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -89,7 +91,8 @@ class DataStats:
         if self.truncated > WORTH_SAYING * self.documents:
             fraction = self.truncated / self.documents
             found.append(
-                f"{fraction:.1%} of the documents are cut at dataset.max_length={self.max_length}, and lose their end"
+                f"{fraction:.1%} of the {self._unit} are cut at dataset.max_length={self.max_length}, and lose "
+                + ("the beginning of their prompts" if self.pairs else "their end")
             )
         if self.dropped > WORTH_SAYING * self.records:
             found.append(f"{self.dropped / self.records:.1%} of the records are dropped for lack of trained tokens")
@@ -108,13 +111,17 @@ class DataStats:
             )
         return found
 
+    @property
+    def _unit(self) -> str:
+        return "pairs" if self.pairs else "documents"
+
     def _figures(self, name: str) -> list[str]:
         packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
         losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens left out"] if self.too_long else []
         losses += [f"{self.dropped:,} dropped for lack of trained tokens"] if self.dropped else []
         return [
-            f"{name}: {self.documents:,} documents{packs}, {self.tokens:,} tokens, "
+            f"{name}: {self.documents:,} {self._unit}{packs}, {self.tokens:,} tokens, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
             + "".join(f"; {loss}" for loss in losses)
         ]
@@ -125,6 +132,7 @@ class Figures:
     """Columns of a source's documents."""
 
     length: Index
+    rejected: Index
     targets: Index
     first_target: Index
     truncated: NDArray[np.bool_]
@@ -226,7 +234,8 @@ def _grouped(
     """Return samples of documents in order, packed if configured, with their statistics."""
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
-    left_out = int(figures.truncated[records].sum()) if section.too_long == "drop" else 0
+    left_out = figures.truncated[records] & (figures.targets[records] == 0)
+    left_out &= (section.too_long == "drop") | (figures.rejected[records] > 0)
     unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
         packs = best_fit(figures.length[members], section.max_length)
@@ -241,14 +250,15 @@ def _grouped(
         tokens=int(figures.length[members].sum()),
         target_tokens=int(figures.targets[members].sum()),
         truncated=int(figures.truncated[members].sum()),
-        dropped=int((figures.targets[records] == 0).sum() - figures.skipped[records].sum()) - left_out,
-        too_long=left_out,
+        dropped=int((figures.targets[records] == 0).sum() - figures.skipped[records].sum()) - int(left_out.sum()),
+        too_long=int(left_out.sum()),
         answers=int(figures.answers[records].sum()),
         empty=int(figures.empty[records].sum()),
         control=int(figures.control[records].sum()),
         copies=len(unique) - len(np.unique(figures.digest[unique])),
         max_length=section.max_length,
         packed=section.packing,
+        pairs=int((figures.rejected[members] > 0).sum()),
     )
 
 

@@ -61,7 +61,7 @@ class Text:
     unread: tuple[str, ...] = field(default=(), compare=False)
 
 
-class _Fields(Mapping[str, Any]):
+class Fields(Mapping[str, Any]):
     """A record that remembers which of its fields were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prom
     Raises UserError, starting with `where`, for a bad record. `system_prompt` is for text prompts without their own;
     conversations get it when they are rendered.
     """
-    fields = _Fields(record)
+    fields = Fields(record)
     example = _read(fields, shape, where, system_prompt)
     return replace(example, unread=(*fields.unread(), *example.unread))
 
@@ -139,13 +139,13 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
     if shape.format == "prompt_completion":
         prompt, completion = record[shape.names["prompt"]], record[shape.names["completion"]]
         if isinstance(prompt, list) or isinstance(completion, list):
-            return _read_conversational_pair(prompt, completion, record, shape, where)
+            return read_conversational_pair(prompt, completion, record, shape, where)
     if shape.format == "completion":
         return Text("", _text(record, shape.names["text"], where))
     if shape.format == "custom":
         return _fill_template(record, shape, where, system_prompt)
     prompt, completion = (_text(record, shape.names[name], where) for name in ("prompt", "completion"))
-    return Text(_after_system(_system(record, shape, where) or system_prompt, prompt), completion)
+    return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), completion)
 
 
 def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Text:
@@ -159,11 +159,11 @@ def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_p
         prompt = template.format_map(values)
     except (ValueError, LookupError, AttributeError) as error:
         raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}} alone") from None
-    system = None if "system" in shape.names else _system(record, shape, where) or system_prompt
-    return Text(_after_system(system, prompt), _text(record, shape.names["completion"], where))
+    system = None if "system" in shape.names else read_system(record, shape, where) or system_prompt
+    return Text(after_system(system, prompt), _text(record, shape.names["completion"], where))
 
 
-def _system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
+def read_system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
     """Return the record's system prompt: the field named by `fields.system`, `system` or `system_prompt`."""
     for name in (shape.names.get("system", "system"), "system_prompt"):
         if record.get(name):
@@ -175,7 +175,7 @@ def _lead_with_system(
     messages: list[dict[str, Any]], record: Mapping[str, Any], shape: Shape, where: str
 ) -> tuple[str, ...]:
     """Insert the record's system prompt before its turns; return its field if another system turn takes precedence."""
-    system = _system(record, shape, where)
+    system = read_system(record, shape, where)
     if system and messages and messages[0]["role"] == "system":
         return () if messages[0]["content"] == system else (shape.names.get("system", "system"),)
     if system:
@@ -183,7 +183,7 @@ def _lead_with_system(
     return ()
 
 
-def _after_system(system: str | None, prompt: str) -> str:
+def after_system(system: str | None, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
 
 
@@ -205,24 +205,26 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
     """Return a list of turns that record which of their fields were read."""
-    return [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
+    return [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
 
 
 def _list_unread(turns: list[Any], column: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
 
 
-def _read_conversational_pair(
+def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
     """Read a prompt and a completion as lists of turns, one of which may be text; only the completion has a loss."""
-    keys = ("role", "content")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     pair = {"prompt": prompt, "completion": completion}
     columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
     lists = [
-        [_message(turn, keys, f"{where}, {name} turn {number}", {}) for number, turn in enumerate(turns, start=1)]
+        [
+            _message(turn, _keys(turn), f"{where}, {name} turn {number}", {})
+            for number, turn in enumerate(turns, start=1)
+        ]
         for name, turns in columns.items()
     ]
     ignored = _lead_with_system(lists[0], record, shape, where)
@@ -230,6 +232,10 @@ def _read_conversational_pair(
     ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
     return Turns(lists[0] + lists[1], tools, silent.union(range(len(lists[0]))), ignored)
+
+
+def _keys(turn: Any) -> tuple[str, str]:
+    return ("from", "value") if isinstance(turn, Mapping) and "from" in turn else ("role", "content")
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
@@ -240,7 +246,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
         raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}, not text")
     if not shape.alpaca_as_chat:
         prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
-        return Text(_after_system(_system(record, shape, where) or system_prompt, prompt), output)
+        return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), output)
     messages: list[dict[str, Any]] = []
     _lead_with_system(messages, record, shape, where)
     for pair in record.get(shape.names.get("history", "history")) or []:

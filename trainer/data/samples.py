@@ -1,7 +1,7 @@
 """Samples of tokenized documents for training, from disk or from a stream."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ class Sample:
     input_ids: list[int]
     trained: list[bool]
     document_lengths: list[int]
+    reference: tuple[float, ...] = ()
+    """Log-probability of the answer in each document under the reference of preference training, in nats, if cached."""
 
 
 class Samples:
@@ -33,6 +35,8 @@ class Samples:
         self._starts = starts
         self._members = members
         self.packed = packed
+        self.reference: NDArray[np.float64] | None = None
+        """`Sample.reference` of all documents of pairs, sample by sample."""
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -41,12 +45,22 @@ class Samples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         members = self._members[self._starts[index] : self._starts[index + 1]].tolist()
-        return join([self._document(member) for member in members])
+        sample = join([self._document(member) for member in members])
+        if self.reference is None:
+            return sample
+        known = self.reference[self.first_answer(index) : self.first_answer(index + 1)].tolist()
+        return replace(sample, reference=tuple(known))
+
+    def first_answer(self, index: int) -> int:
+        """Return the number of answers, two for each pair, in the samples before this one."""
+        return 2 * int(self._starts[min(index, len(self))])
 
     def _document(self, index: int) -> Sample:
         columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained"))
         input_ids, trained = (_numbers(column).tolist() for column in columns)
-        return Sample(input_ids, trained, [len(input_ids)])
+        return Sample(
+            input_ids, trained, document_lengths(len(input_ids), self._documents.column("rejected")[index].as_py())
+        )
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
@@ -104,6 +118,20 @@ class SampleStream:
     shared: Path | None = None
     name: str = ""
     """Equal for equal sources read in the same order."""
+
+
+def document_lengths(tokens: int, rejected: int) -> list[int]:
+    """Return the lengths of the documents of a row: both of a pair, whose second has `rejected` tokens, or one."""
+    return [tokens - rejected, rejected] if rejected else [tokens]
+
+
+def split_documents(sample: Sample) -> Iterator[Sample]:
+    """Yield the documents of a pack as separate samples."""
+    start = 0
+    for length in sample.document_lengths:
+        end = start + length
+        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
+        start = end
 
 
 def join(samples: list[Sample]) -> Sample:

@@ -21,7 +21,7 @@ import psutil
 
 from trainer.config import UserError
 from trainer.contract.rendezvous import host_name
-from trainer.data.samples import Sample
+from trainer.data.samples import Sample, document_lengths
 
 # Blocks made ahead of the needed one, and so the number of ranks that tokenize at the same time.
 AHEAD = 32
@@ -181,6 +181,7 @@ class SharedBlocks:
                 input_ids=np.array([token for document in documents for token in document.input_ids], dtype=np.int32),
                 trained=np.array([flag for document in documents for flag in document.trained], dtype=bool),
                 lengths=np.array([len(document.input_ids) for document in documents], dtype=np.int64),
+                rejected=np.array([sum(document.document_lengths[1:]) for document in documents], dtype=np.int64),
                 skipped=skipped,
             )
             os.replace(temporary, file)
@@ -190,9 +191,12 @@ class SharedBlocks:
         try:
             with np.load(self._file(number)) as block:
                 bounds = np.cumsum(block["lengths"])[:-1]
-                parts = zip(np.split(block["input_ids"], bounds), np.split(block["trained"], bounds), strict=True)
-                documents = [Sample(ids.tolist(), trained.tolist(), [len(ids)]) for ids, trained in parts]
-                return documents if len(block["lengths"]) else [], int(block["skipped"])
+                parts = (np.split(block[name], bounds) for name in ("input_ids", "trained"))
+                documents = [
+                    Sample(ids.tolist(), trained.tolist(), document_lengths(len(ids), rejected))
+                    for ids, trained, rejected in zip(*parts, block["rejected"].tolist(), strict=False)
+                ]
+                return documents, int(block["skipped"])
         except OSError:
             return None
         except (ValueError, KeyError, EOFError, BadZipFile):

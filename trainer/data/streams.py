@@ -24,7 +24,7 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
 from trainer.data.formats import Shape, find_shape
 from trainer.data.grouping import best_fit
-from trainer.data.samples import Sample, SampleIterator, join
+from trainer.data.samples import Sample, SampleIterator, document_lengths, join
 from trainer.data.shared_blocks import Block, SharedBlocks
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_rows, read_source
@@ -137,11 +137,15 @@ class SourceStream:
 
     def _encode(self, number: int, records: list[dict[str, Any]]) -> Block:
         columns = self._encoder.rows(records, number * BLOCK_ROWS, self._shape, self._place)
-        documents = zip(columns["input_ids"], columns["trained"], columns["targets"], strict=True)
+        documents = zip(*(columns[name] for name in ("input_ids", "trained", "rejected", "targets")), strict=True)
         problems = [problem for problem in columns["problem"] if problem]
         for problem in problems:
             print(f"skipped: {problem}", file=sys.stderr, flush=True)  # into this rank's log
-        return [Sample(ids, trained, [len(ids)]) for ids, trained, targets in documents if targets], len(problems)
+        return [
+            Sample(ids, trained, document_lengths(len(ids), rejected))
+            for ids, trained, rejected, targets in documents
+            if targets
+        ], len(problems)
 
 
 class MixedStream:

@@ -18,11 +18,15 @@ LOST_END = "no token that ends the last answer, so that the model does not learn
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: token ids, a loss mask, and the parts of the record that are missing."""
+    """One document, or the two of a pair: token ids, a loss mask, and the parts of the record that are missing."""
 
     input_ids: list[int]
     trained: list[bool]
     lost: tuple[str, ...] = ()
+    rejected: int = 0
+    """Tokens of the second document, the rejected answer of a pair; 0 for a single document."""
+    cut: bool = False
+    """Whether the prompts of a pair were cut."""
 
 
 def encode_spans(

@@ -102,6 +102,10 @@ class GraphedLoss:
             result: Tensor = model()
         return result
 
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """See `TokenLoss.values`."""
+        return self._loss.values(training=training)
+
     def take_fraction(self) -> float:
         """Return the fraction of batches since the last call that were replayed."""
         share = self._replayed / max(self._calls, 1)

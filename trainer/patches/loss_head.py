@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops.head import divergence_sum, token_loss_sum
+from ops.head import divergence_sum, token_loss_sum, token_losses
 from trainer.contract.known_versions import replaced, require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
@@ -106,6 +106,10 @@ class TokenLoss:
             return self._loss_from_logits(call, inputs, targets)
         return self._in_chunks(call, inputs, targets.flatten(), None)
 
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """Return no further metrics."""
+        return {}
+
     @property
     def observed(self) -> bool:
         """Whether it has been decided how head and loss are computed."""
@@ -136,6 +140,30 @@ class TokenLoss:
         weight = linear_layer(self._head).weight
         rows, factor = trained_rows(self._head), self._factor or 1.0
         return token_loss_sum(states.to(weight.dtype), weight, targets, factor=factor, rows=rows)
+
+    def by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """Return -log p of every target of the batch, row by row, nats, fp32 [K], differentiable."""
+        self._observe(batch, device)
+        inputs, targets = self._inputs(batch, device)
+        flat = targets.flatten()
+        found = (flat != IGNORED).nonzero().squeeze(1)
+        places, chosen = to_device(found, device), to_device(flat[found], device)
+
+        def losses_of(hidden: torch.Tensor) -> torch.Tensor:
+            layer, rows = linear_layer(self._head), trained_rows(self._head)
+            states = hidden.flatten(0, 1).index_select(0, places).to(layer.weight.dtype)
+            return token_losses(states, layer.weight, chosen, factor=self._factor or 1.0, rows=rows).view(1, -1, 1)
+
+        with replace_head(self._head, losses_of):
+            values: torch.Tensor = self._call_model(model, inputs, batch).logits
+        if self._head is not None:
+            return values.flatten() / (self._factor or 1.0)
+        return F.cross_entropy(values.flatten(0, 1).index_select(0, places).float(), chosen, reduction="none")
+
+    def base_by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """Return `by_token` of the base model, without its adapter and without a gradient."""
+        with self._outside_step(batch, device), torch.no_grad(), bypass_adapter(self._module):
+            return self.by_token(model, batch, device)
 
     def _divergence_sum(self, states: torch.Tensor, base_states: torch.Tensor) -> torch.Tensor:
         weight = linear_layer(self._head).weight

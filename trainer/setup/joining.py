@@ -22,6 +22,7 @@ from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.tasks.images.task import ImageTask
 from trainer.tasks.language import LanguageTask
+from trainer.tasks.preference import PreferenceTask
 from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
@@ -60,7 +61,8 @@ def join(
     set_up_torch(config.training, device)
     memory = plan_memory(config, prepared, ranks, device, precision)
     resolved = memory.config
-    kind: type[LanguageTask | ImageTask] = LanguageTask if prepared.tokenizer is not None else ImageTask
+    language = PreferenceTask if config.task == "preference" else LanguageTask
+    kind: type[LanguageTask | ImageTask] = language if prepared.tokenizer is not None else ImageTask
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)

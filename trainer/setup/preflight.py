@@ -20,7 +20,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
 from trainer.config.needs import switch_value
 from trainer.contract.hub_patience import disable_retries_without_network
-from trainer.data import Samples, prepare_data
+from trainer.data import DataStats, Samples, prepare_data
 from trainer.data.cache import reference_samples
 from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import Prepared, count_samples, fit_max_length
@@ -98,6 +98,7 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=model_files.longest,
     )
+    _check_pairs(config, data.stats)
     if data.stats.records:
         report(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
     return Prepared(
@@ -109,6 +110,23 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         tuple(sample_prompts(config.logging.sample_prompts)),
         model_files.longest,
     )
+
+
+def _check_pairs(config: RunConfig, stats: DataStats) -> None:
+    """Raise UserError if the data has pairs of answers and the task is another, or the reverse."""
+    wanted = config.task == "preference"
+    for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
+        if part.pairs and not wanted:
+            raise UserError(
+                f"task={config.task}: {label} has pairs of a chosen and a rejected answer, which is preference data; "
+                f"set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: prompt, "
+                "completion: chosen} with your names of these fields"
+            )
+        if wanted and part.pairs < part.documents:
+            raise UserError(
+                f"task=preference: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
+                "pairs of a chosen and a rejected answer; remove them, or use task: language"
+            )
 
 
 def check_settings(config: RunConfig) -> None:

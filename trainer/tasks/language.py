@@ -32,6 +32,8 @@ class LanguageTask:
     """Implements `trainer.tasks.task.Task`."""
 
     counted = "tokens"
+    pairs = False
+    """Whether a document is a pair of answers."""
     peft_type = "CAUSAL_LM"
 
     def __init__(
@@ -96,6 +98,7 @@ class LanguageTask:
             "world_size": self._ranks.world_size,
             "pad_token_id": self._any_token,
             "flat": self.flat_packs,
+            "pairs": self.pairs,
         }
         if isinstance(samples, Samples):
             dataset, seed = self._config.dataset, self._config.seed
@@ -106,13 +109,17 @@ class LanguageTask:
     def evaluation(self) -> Iterable[MicroBatch]:
         training, samples = self._config.training, self._prepared.data.evaluation
         assert samples is not None
+        return self._one_pass(samples, training.eval_batch_size or training.batch_size)
+
+    def _one_pass(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
         return evaluation_batches(
             samples,
-            batch_size=training.eval_batch_size or training.batch_size,
+            batch_size=batch_size,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             pad_token_id=self._any_token,
             flat=self.flat_packs,
+            pairs=self.pairs,
         )
 
     def meter(self, model: Any) -> MfuMeter | None:

@@ -51,6 +51,10 @@ class StepLoss(Protocol):
         """The balancing loss of the router, to be added in training."""
         ...
 
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """Return further metrics of training or evaluation since the last call; every rank must call it."""
+        ...
+
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
 
 

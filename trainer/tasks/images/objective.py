@@ -91,6 +91,10 @@ class NoiseLoss:
         losses = [self._group_loss(model, group, device) for group in batch.groups]
         return torch.stack(losses).sum()
 
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """Return no further metrics."""
+        return {}
+
     def _group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
         latents, noise, times = (to_device(each, device) for each in (group.latents, group.noise, group.times))
         noised = self._objective.noised(latents, noise, times)

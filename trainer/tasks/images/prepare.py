@@ -16,7 +16,7 @@ from trainer.tasks.images.sizes import check_sizes
 
 def refuse_image_settings(config: RunConfig) -> None:
     """Raise UserError for a setting of image models in a run on a language model."""
-    for setting in _settings_of_other_task(config, "language"):
+    for setting in _settings_of_other_task(config, "language" if config.task == "auto" else config.task):
         raise UserError(
             f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
             f"(no {INDEX} in it); remove it"

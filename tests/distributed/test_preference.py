@@ -1,0 +1,56 @@
+"""Training on pairs of answers is the same at every stage, on any number of ranks, and after resuming."""
+
+import pytest
+import torch
+
+from tests.distributed.conftest import Matrix
+from tests.distributed.plan import PREFERENCES
+from tests.preferences import LN_2
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_nothing_depends_on_stages_ranks_or_operators(matrix: Matrix, name: str) -> None:
+    one_rank, found = matrix["pairs-one-rank"], matrix[f"pairs-{name}"]
+    assert found.losses[0] == pytest.approx(LN_2, abs=1e-6)
+    assert found.losses[-1] < LN_2 - 1e-3
+    if name != "by-tokens":  # pairs of like lengths together are other global batches
+        assert found.losses == pytest.approx(one_rank.losses, abs=1e-6)
+        for metric in ("train/rewards/margins", "train/logps/rejected", "eval/loss", "eval/rewards/accuracies"):
+            assert found.records(metric) == pytest.approx(one_rank.records(metric), abs=1e-5, rel=1e-6), metric
+
+
+def test_packs_agree_over_stages(matrix: Matrix) -> None:
+    assert matrix["pairs-packed3"].losses == pytest.approx(matrix["pairs-packed2"].losses, abs=1e-6)
+    assert matrix["pairs-packed-cached"].losses == pytest.approx(matrix["pairs-packed2"].losses, abs=1e-6)
+    assert matrix["pairs-packed2"].losses[0] == pytest.approx(LN_2, abs=1e-6)
+
+
+def test_a_base_in_4_bits_is_its_own_reference(matrix: Matrix) -> None:
+    assert matrix["pairs-nf4-0"].losses[0] == pytest.approx(LN_2, abs=1e-6)
+    assert matrix["pairs-nf4-3"].losses == pytest.approx(matrix["pairs-nf4-0"].losses, abs=1e-5)
+
+
+def test_the_reference_has_no_dropout(matrix: Matrix) -> None:
+    """Its log-probabilities are those of the same documents without an adapter, in the first step as well."""
+    plain, dropped = matrix["pairs-stage2"], matrix["pairs-dropout"]
+    assert dropped.losses[0] == pytest.approx(LN_2, abs=1e-6)  # B is 0
+    assert dropped.losses[1:] != pytest.approx(plain.losses[1:], abs=1e-5)
+    assert matrix["pairs-dropout-recomputed"].losses == pytest.approx(dropped.losses, abs=1e-6)
+
+
+def test_the_divergence_from_the_base_is_measured_along(matrix: Matrix) -> None:
+    assert matrix["pairs-kl"].losses[0] == pytest.approx(LN_2, abs=1e-6)
+    assert matrix["pairs-kl"].records("scu/k")[-1] > 0
+
+
+def test_a_resumed_run_continues_to_the_bit(matrix: Matrix) -> None:
+    whole, again = matrix["pairs-whole"], matrix["pairs-again"]
+    assert again.losses == whole.losses[3:]
+    for key, value in whole.adapter().items():
+        assert torch.equal(again.adapter()[key], value), key
+
+
+def test_a_stream_of_pairs_gives_the_same_losses(matrix: Matrix) -> None:
+    assert matrix["pairs-streamed"].losses == pytest.approx(matrix["pairs-in-order"].losses, abs=1e-6)

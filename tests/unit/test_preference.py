@@ -1,0 +1,224 @@
+"""Training on pairs of answers agrees with plain PEFT and the papers' formulas; mistakes in pairs have one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from ops.head import TrainedRows, token_losses
+from tests.preferences import FORMULAS, LN_2, plain_preference_losses, write_pairs
+from tests.runs_in_process import make_ground, train
+from trainer.config import UserError, load_config
+from trainer.data import Sample, Samples
+from trainer.data.samples import split_documents
+from trainer.setup.preflight import prepare
+
+PAIR: dict[str, Any] = {"prompt": "red cat", "chosen": "cat red", "rejected": "blue dog"}
+ASK = {"role": "user", "content": "red cat"}
+FAST = ("dpo", "ipo", "orpo")
+SETTINGS: dict[str, Any] = {"task": "preference", "dataset__packing": True, "dataset__max_length": 192}
+
+
+def said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_ground(tmp_path_factory.mktemp("preference"))
+    write_pairs(folder / "train.jsonl", 30)
+    write_pairs(folder / "held_out.jsonl", 6, seed=1)
+    return folder
+
+
+def metrics(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [
+        pytest.param(name, packing, marks=[] if name in FAST else [pytest.mark.slow])
+        for index, name in enumerate(FORMULAS)
+        for packing in ([True, False] if name == "dpo" else [index % 2 == 0])
+    ],
+)
+def test_every_loss_agrees_with_plain_peft(ground: Path, name: str, *, packing: bool) -> None:
+    """Losses of five steps, and every factor after them."""
+    beta = {"ipo": 0.5, "sppo_hard": 0.5, "simpo": 2.0}.get(name, 0.1)
+    changes = SETTINGS | {
+        "preference__loss": name, "preference__beta": beta, "dataset__packing": packing, "training__max_steps": 5,
+        "training__batch_size": 2, "training__gradient_accumulation_steps": 2, "training__learning_rate": 3e-3,
+        "output_dir": str(ground / f"{name}-{packing}"),
+    }  # fmt: skip
+    train(ground, **changes)
+    given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
+    config = load_config(ground / "base.yaml", [*given, "output.overwrite=true"]).config
+    expected, factors = plain_preference_losses(config, name)
+    folder = ground / f"{name}-{packing}"
+    assert metrics(folder, "train/loss") == pytest.approx(expected, rel=1e-5)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert len(saved) == len(factors)
+    for key, value in factors.items():
+        torch.testing.assert_close(saved[key.replace(".default", "")], value, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_pairs_start_at_ln_2(ground: Path) -> None:
+    console = train(
+        ground, **SETTINGS, output_dir=str(ground / "start"), training__max_steps=1, training__eval_steps=1,
+        dataset__evaluation={"path": str(ground / "held_out.jsonl")},
+    )  # fmt: skip
+    assert "30 pairs in" in console
+    assert metrics(ground / "start", "train/loss") == pytest.approx([LN_2], abs=1e-6)
+    assert metrics(ground / "start", "eval/loss")[0] == pytest.approx(LN_2, abs=1e-6)
+    assert metrics(ground / "start", "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)
+    assert metrics(ground / "start", "train/logps/chosen")[0] < -5.0
+
+
+def test_losses_of_tokens_have_the_gradient_of_their_weights() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(37, 16, dtype=torch.double).float(), torch.randn(50, 16)
+    targets, weights = torch.randint(0, 50, (37,)), torch.randn(37)
+    rows = TrainedRows(torch.tensor([3, 7]), torch.randn(2, 16, requires_grad=True))
+    hidden.requires_grad_()
+    found = token_losses(hidden, weight, targets, factor=0.5, rows=rows)
+    ours = torch.autograd.grad((found * weights).sum(), [hidden, rows.values])
+    whole = weight.index_copy(0, rows.indices, rows.values)
+    expected = cross_entropy(0.5 * hidden @ whole.t(), targets, reduction="none")
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(ours, torch.autograd.grad((expected * weights).sum(), [hidden, rows.values]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def pairs_of(ground: Path, *records: dict[str, Any], **changes: Any) -> tuple[list[Sample], list[str], Any]:
+    """The documents of these records, the console's lines on them, and the tokenizer."""
+    (ground / "these.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"task": "preference", "dataset__path": str(ground / "these.jsonl"), "output_dir": str(ground / "x")}
+    given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (settings | changes).items()]
+    prepared = prepare(load_config(ground / "base.yaml", given).config)
+    assert isinstance(prepared.data.train, Samples)
+    documents = [document for sample in prepared.data.train for document in split_documents(sample)]
+    return documents, prepared.data.stats.lines(), prepared.tokenizer
+
+
+def trained_text(document: Sample, tokenizer: Any) -> tuple[str, str]:
+    """The prompt and the trained part."""
+    at, end = document.trained.index(True), len(document.trained) - document.trained[::-1].index(True)
+    assert all(document.trained[at:end])
+    return tokenizer.decode(document.input_ids[:at]), tokenizer.decode(document.input_ids[at:end])
+
+
+CHAT = ("<|im_start|>user\nred cat<|im_end|>\n<|im_start|>assistant\n", "cat red<|im_end|>", "blue dog<|im_end|>")
+TEXT = ("red cat", "cat red<|im_end|>", "blue dog<|im_end|>")
+FORMS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    "text": (PAIR, TEXT),
+    "other names": ({"question": "red cat", "accepted": "cat red", "rejected_response": "blue dog"}, TEXT),
+    "texts with the prompt": (
+        {"chosen": "red cat cat red", "rejected": "red cat blue dog"}, (TEXT[0], f" {TEXT[1]}", f" {TEXT[2]}"),
+    ),
+    "conversations": (
+        {"chosen": [ASK, said("assistant", "cat red")], "rejected": [ASK, said("assistant", "blue dog")]}, CHAT,
+    ),
+    "conversations next to their prompt": (
+        {
+            "prompt": "red cat", "chosen": [ASK, said("assistant", "cat red")],
+            "rejected": [ASK, said("assistant", "blue dog")], "score_chosen": 8.0,
+        },
+        CHAT,
+    ),
+    "turns after a prompt": (
+        {"prompt": [ASK], "chosen": [said("assistant", "cat red")], "rejected": [said("assistant", "blue dog")]}, CHAT,
+    ),
+    "sharegpt": (
+        {
+            "conversations": [{"from": "human", "value": "red cat"}],
+            "chosen": {"from": "gpt", "value": "cat red"}, "rejected": {"from": "gpt", "value": "blue dog"},
+        },
+        CHAT,
+    ),
+    "alpaca": ({"instruction": "red", "input": "cat", "chosen": "cat red", "rejected": "blue dog"}, (
+        "<|im_start|>user\nred\n\ncat<|im_end|>\n<|im_start|>assistant\n", *CHAT[1:])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_pairs_is_read(ground: Path, form: str) -> None:
+    record, (prompt, chosen, rejected) = FORMS[form]
+    documents, _, tokenizer = pairs_of(ground, record)
+    assert [trained_text(document, tokenizer) for document in documents] == [(prompt, chosen), (prompt, rejected)]
+
+
+def test_unread_fields_are_listed(ground: Path) -> None:
+    _, lines, _ = pairs_of(ground, FORMS["conversations next to their prompt"][0])
+    assert any("fields that are not used" in line and "score_chosen" in line for line in lines)
+
+
+def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
+    long = {"prompt": "the " * 60, "chosen": "cat red", "rejected": "blue dog"}
+    documents, lines, tokenizer = pairs_of(ground, long, PAIR, dataset__max_length=48)
+    assert sum(len(document.input_ids) for document in documents[:2]) <= 48
+    assert [trained_text(document, tokenizer)[1].strip() for document in documents[:2]] == list(TEXT[1:])
+    assert any("are cut at dataset.max_length=48, and lose the beginning of their prompts" in line for line in lines)
+    endless = {"prompt": "red", "chosen": "cat " * 60, "rejected": "blue dog"}
+    documents, lines, _ = pairs_of(ground, endless, PAIR, dataset__max_length=48)
+    assert len(documents) == 2
+    assert any("are longer than dataset.max_length=48 and left out" in line for line in lines)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "equal": (PAIR | {"rejected": "cat red"}, "record 2: chosen and rejected are equal"),
+    "empty": (PAIR | {"rejected": " "}, "record 2: rejected is empty"),
+    "missing": ({"prompt": "red", "chosen": "cat"}, "record 2: rejected is missing"),
+    "other prompts": (
+        {"chosen": [ASK, said("assistant", "a")], "rejected": [said("user", "dog"), said("assistant", "b")]},
+        "record 2: chosen and rejected begin with different turns",
+    ),
+    "another prompt": (
+        {"prompt": "dog", "chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b")]},
+        "record 2: prompt is not what chosen and rejected answer",
+    ),
+    "two forms": (
+        {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is text",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
+    record, message = MISTAKES[name]
+    with pytest.raises(UserError, match=message):
+        pairs_of(ground, PAIR, record)
+    documents, lines, _ = pairs_of(ground, PAIR, record, dataset__on_bad_record="skip")
+    assert len(documents) == 2
+    assert any("1 of 2 records are skipped" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "language"}, "task=language: dataset has pairs of a chosen and a rejected answer"),
+        ({"task": "auto", "preference__beta": 0.2}, "preference.beta=0.2: has no effect, because task is auto"),
+        ({"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
+        ({"preference__loss": "exo_pair"}, "preference.loss=exo_pair: needs preference.label_smoothing above 0"),
+        ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs train their answers alone"),
+        ({"adapter": "none"}, "adapter=none: the reference is the model without its adapter"),
+        ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),
+        ({"lora__adapter_path": "/nowhere"}, "lora.adapter_path=/nowhere: the reference would be the base without"),
+        ({"scu__enabled": True}, "scu.measure=delta: compares with a loss per token, not per pair"),
+        ({"preference__loss": "dpoo"}, "preference.loss"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(ground: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        pairs_of(ground, PAIR, **settings)
+    assert message in str(refused.value)
+
+
+def test_texts_are_no_pairs(ground: Path) -> None:
+    with pytest.raises(UserError, match="task=preference: 1 of 1 records of dataset are no pairs"):
+        pairs_of(ground, {"prompt": "red", "completion": "cat"})

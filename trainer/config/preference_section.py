@@ -1,0 +1,45 @@
+"""The settings of preference training; the text under a field is its documentation."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from trainer.config.types import NonNegative, Positive, Section
+
+LossName = Literal[
+    "dpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "cpo", "simpo", "orpo", "sft",
+]  # fmt: skip
+WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
+"""Losses that compare the two answers without a reference model."""
+
+
+def _weights(value: Any) -> Any:
+    """Read one name as a loss of weight 1, and a list as several."""
+    names = [value] if isinstance(value, str) else value
+    return dict.fromkeys(names, 1.0) if isinstance(names, list | tuple) else value
+
+
+class PreferenceSection(Section):
+    """Settings of `task: preference`: training on pairs of a chosen and a rejected answer."""
+
+    loss: Annotated[dict[LossName, Positive], BeforeValidator(_weights), Field(min_length=1)] = Field(
+        "dpo", validate_default=True
+    )
+    """Loss of a pair, by the names of TRL (`dpo` is its `sigmoid`), or several with their weights, such as
+    {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it."""
+    beta: NonNegative = 0.1
+    """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
+    reference: Literal["auto", "step", "cached", "none"] = "auto"
+    """Reference model, the base without the adapter: a second forward pass in each `step`, or all answers once before
+    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. `none`: a reference
+    that gives all answers the same probability. `auto`: `step` if a loss needs a reference."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Probability that chosen and rejected are swapped, for `dpo`, `robust`, `exo_pair`, `cpo` and
+    `simpo`."""
+    gamma: NonNegative = 0.5
+    """Margin of `simpo` between the rewards of the two answers, divided by beta."""
+    discopop_tau: Positive = 0.05
+    """Temperature of `discopop`."""
+    length_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO's alpha); 1: no change."""

@@ -1,0 +1,139 @@
+"""Preference data: a better (chosen) and a worse (rejected) answer to the same prompt, as two documents of one row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from trainer.config import UserError
+from trainer.data.formats import Shape
+from trainer.data.records import (
+    ALPACA_WITH_INPUT,
+    ALPACA_WITHOUT_INPUT,
+    Fields,
+    Text,
+    Turns,
+    after_system,
+    read_conversational_pair,
+    read_system,
+)
+from trainer.data.tokens import Encoded
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to the same prompt, each with the prompt, of which only the answers are trained."""
+
+    chosen: Turns | Text
+    rejected: Turns | Text
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Nonempty fields of the record that were not used."""
+
+
+def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Pair:
+    """Return a record of the format `preference`.
+
+    Answers are texts, turns, or whole conversations that begin with the same turns. Raises UserError, starting with
+    `where`, for answers that are missing, empty or equal, and for prompts that differ.
+    """
+    fields = Fields(record)
+    answers = [_answer(fields, shape.names[name], where) for name in SIDES]
+    prompt, is_chat = _prompt(fields, shape, where)
+    if prompt is None or _begins_conversation(answers[0]):
+        given, prompt = prompt, _common_start(answers, where)
+        _check_prompt(given, prompt, where)
+        answers = [answer[len(prompt) :] for answer in answers]
+    if answers[0] == answers[1]:
+        raise UserError(f"{where}: chosen and rejected are equal, and nothing can be preferred; remove the record")
+    sides: list[Turns | Text] = []
+    for name, answer in zip(SIDES, answers, strict=True):
+        if not answer or (isinstance(answer, str) and not answer.strip()):
+            raise UserError(f"{where}: {shape.names[name]} is empty; give an answer, or remove the record")
+        if isinstance(prompt, str) and isinstance(answer, str) and not is_chat:
+            system = read_system(fields, shape, where) or system_prompt
+            sides.append(Text(after_system(system, prompt), answer))
+        else:
+            one = replace(shape, names={**shape.names, "completion": shape.names[name]})
+            sides.append(read_conversational_pair(prompt, answer, fields, one, where))
+    unread = dict.fromkeys([*fields.unread(), *sides[0].unread, *sides[1].unread])
+    return Pair(sides[0], sides[1], tuple(unread))
+
+
+def _answer(record: Mapping[str, Any], name: str, where: str) -> Any:
+    answer = record.get(name)
+    if isinstance(answer, Mapping):
+        return [answer]
+    if not isinstance(answer, str | list):
+        raise UserError(f"{where}: {name} is missing, or neither text nor turns; give an answer, or remove the record")
+    return answer
+
+
+def _prompt(record: Mapping[str, Any], shape: Shape, where: str) -> tuple[Any, bool]:
+    """Return the prompt, None if the answers contain it, and whether it is a user turn for the chat template."""
+    if turns := next(filter(None, (record.get(shape.names[name]) for name in ("messages", "conversations"))), None):
+        return turns, True
+    instruction = record.get(shape.names.get("instruction", ""))
+    if not isinstance(instruction, str):
+        return record.get(shape.names.get("prompt", "prompt")), False
+    extra = record.get(shape.names.get("input", "input")) or ""
+    if shape.alpaca_as_chat:
+        return f"{instruction}\n\n{extra}" if extra else instruction, True
+    form = ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT
+    return form.format(instruction=instruction, input=extra), False
+
+
+def _begins_conversation(answer: Any) -> bool:
+    """Return whether an answer is a whole conversation, which begins with a question or a system prompt."""
+    first = answer[0] if isinstance(answer, list) and answer and isinstance(answer[0], Mapping) else {}
+    return first.get("role", first.get("from")) in ("system", "user", "human")
+
+
+def _common_start(answers: Sequence[Any], where: str) -> Any:
+    """Return the equal turns, or the equal words, with which both answers begin."""
+    chosen, rejected = answers
+    equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return chosen[: max(0, chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal))]
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise UserError(f"{where}: one of chosen and rejected is text and the other has turns; use one form for both")
+    if not equal:
+        raise UserError(f"{where}: chosen and rejected begin with different turns, and must answer the same prompt")
+    return chosen[:equal]
+
+
+def _check_prompt(given: Any, found: Any, where: str) -> None:
+    """Raise UserError if a text prompt is not a turn of the conversations in which the answers are."""
+    if isinstance(given, str) and isinstance(found, list):
+        texts = [str(turn.get("content", turn.get("value", ""))).strip() for turn in found if isinstance(turn, Mapping)]
+        if given.strip() not in texts:
+            raise UserError(f"{where}: prompt is not what chosen and rejected answer; remove it, or correct them")
+
+
+def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:
+    """Return both documents of a pair as one row of at most `max_length` tokens, if that is possible.
+
+    What is too much is cut from the beginning of the prompt, equally from both documents, which keep the token `first`
+    that begins texts; answers are never cut.
+    """
+    excess = len(chosen.input_ids) + len(rejected.input_ids) - max_length
+    parts = [_cut(document, -(-excess // 2), first) for document in (chosen, rejected)] if excess > 0 else []
+    fits = bool(parts) and all(part is not None for part in parts)
+    one, other = [part for part in parts if part is not None] if fits else (chosen, rejected)
+    return Encoded(
+        [*one.input_ids, *other.input_ids],
+        [*one.trained, *other.trained],
+        tuple(dict.fromkeys([*chosen.lost, *rejected.lost])),
+        rejected=len(other.input_ids),
+        cut=fits,
+    )
+
+
+def _cut(document: Encoded, count: int, first: int | None) -> Encoded | None:
+    """Return the document without `count` tokens of its prompt, or None if no prompt would be left."""
+    ids, trained = document.input_ids, document.trained
+    kept = 1 if first is not None and ids[:1] == [first] else 0
+    if True not in trained or trained.index(True) <= kept + count:
+        return None
+    return Encoded([*ids[:kept], *ids[kept + count :]], [*trained[:kept], *trained[kept + count :]])

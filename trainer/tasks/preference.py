@@ -1,0 +1,128 @@
+"""Preference training of language models on pairs of a chosen and a rejected answer (DPO and its relatives).
+
+Both answers are documents of the same pack or batch, so one pass computes them. The reference is the same model with
+its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
+from trainer.data import Samples
+from trainer.data.batches import MicroBatch, PairBatch
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import sum_over_ranks
+from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.preference_losses import PairScores, pair_losses
+
+MEASURED = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
+
+
+class PreferenceLoss(TokenLoss):
+    """The sum over pairs of their loss, and metrics of the pairs."""
+
+    def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
+        """Prepare the loss of a model; `options` are those of TokenLoss."""
+        super().__init__(module, **options)
+        self._settings = settings
+        needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
+        self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
+        # Sums of MEASURED and the number of pairs, of training and of evaluation.
+        self._sums: dict[bool, torch.Tensor] = {}
+
+    def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """Return the sum of the losses of the batch's pairs, fp32."""
+        assert isinstance(batch, PairBatch)
+        reference = torch.zeros(1, device=device)
+        if batch.reference is not None:
+            reference = to_device(batch.reference.view(-1, 2), device)
+        elif self._has_reference:
+            reference = self.reference(model, batch, device)
+        ours = self._sum_answers(self.by_token(model, batch, device), batch.document_targets)
+        lengths = to_device(batch.document_targets.view(-1, 2).float(), device)
+        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
+        self._add(scores, training=torch.is_grad_enabled())
+        return pair_losses(scores, self._settings).sum()
+
+    def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
+        """Return the log-probabilities of chosen and rejected answers without the adapter, fp32 [P, 2]."""
+        return self._sum_answers(self.base_by_token(model, batch, device), batch.document_targets)
+
+    def _sum_answers(self, token_losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        device = token_losses.device
+        documents = to_device(torch.repeat_interleave(counts), device)
+        weights = to_device(_token_weights(counts, self._settings.length_weight), device)
+        sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
+        return sums.view(-1, 2)
+
+    @torch.no_grad()
+    def _add(self, scores: PairScores, *, training: bool) -> None:
+        chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
+        values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
+        sums = torch.stack([value.double().sum() for value in (*values, torch.ones_like(chosen))])
+        self._sums[training] = self._sums.get(training, 0.0) + sums
+
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """Return the averages of MEASURED over all pairs since the last call; every rank must call it."""
+        sums = self._sums.pop(training, None)
+        if sums is None:
+            return {}
+        *totals, pairs = sum_over_ranks(sums).tolist()
+        prefix = "train" if training else "eval"
+        return {f"{prefix}/{name}": total / max(pairs, 1.0) for name, total in zip(MEASURED, totals, strict=True)}
+
+
+def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
+    """Return the weight of every target: `beyond` for those past the length of the pair's shorter answer, else 1."""
+    if beyond == 1.0:
+        return torch.ones(int(counts.sum()))
+    shared = counts.view(-1, 2).amin(1).repeat_interleave(2)
+    parts = [(torch.arange(int(count)) < least).float() for count, least in zip(counts, shared, strict=True)]
+    kept = torch.cat(parts) if parts else torch.zeros(0)
+    return kept + beyond * (1.0 - kept)
+
+
+class PreferenceTask(LanguageTask):
+    """Language models trained on pairs; a sample is a pair, or a pack of pairs."""
+
+    pairs = True
+
+    def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
+        balance = self._config.training.router_aux_loss
+        return PreferenceLoss(model, self._config.preference, fused=fused_head, say=self._say, balance=balance)
+
+    def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
+        """Check that no token sees a later one, and no answer another; cache the reference if it is asked for."""
+        super().check(engine, loss, varlen=varlen)
+        assert isinstance(loss, PreferenceLoss)
+        for samples in (self._prepared.data.train, self._prepared.data.evaluation):
+            if self._config.preference.reference == "cached" and samples is not None:
+                samples.reference = self._compute_reference(engine, loss, samples)
+
+    @torch.no_grad()
+    def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
+        """Return the log-probabilities of all answers under the base; a collective call."""
+        size, rank, world_size = self._config.training.batch_size, self._ranks.rank, self._ranks.world_size
+        known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
+        engine.eval()
+        for number, batch in enumerate(self._one_pass(samples, size)):
+            assert isinstance(batch, PairBatch)
+            first = samples.first_answer((number * world_size + rank) * size)
+            answers = loss.reference(engine, batch, self._device).flatten()
+            known[first : first + len(answers)] = answers.double()
+        engine.train()
+        self._say(f"reference: {len(known):,} answers computed once, before training")
+        return sum_over_ranks(known).cpu().numpy()
