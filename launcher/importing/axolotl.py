@@ -9,6 +9,7 @@ from launcher.importing.translation import Foreign, Key, Number, Text, Translati
 
 DIFFUSION = "diffusion language models are not supported"
 SPARSE, DISTILLATION = "sparse fine-tuning is not supported", "distillation is not supported"
+RL = ("dpo", "ipo", "simpo", "orpo")
 
 KEYS = common.SHARED | make_table(
     """
@@ -17,6 +18,8 @@ KEYS = common.SHARED | make_table(
     copy micro_batch_size:1 eval_batch_size num_epochs adam_eps=training.adam_epsilon save_total_limit:4
     copy output_dir:./model-out wandb_name=logging.run_name wandb_run_id=logging.run_name
     copy special_tokens.pad_token=model.pad_token default_system_message=dataset.system_prompt val_set_size!0
+    copy rl_beta=preference.beta orpo_alpha=preference.beta dpo_label_smoothing=preference.label_smoothing
+    copy simpo_gamma=preference.gamma
     copy bnb_config_kwargs.bnb_4bit_use_double_quant=quantization.double_quant early_stopping_patience
     flag load_in_4bit load_in_8bit model_quantization_config_kwargs.dequantize streaming skip_prepare_dataset bfloat16
     flag float16 use_wandb
@@ -49,7 +52,6 @@ KEYS = common.SHARED | make_table(
     none expert_parallel_* tiled_* vllm* trl* heads_k_*
     """,
     {
-        "rl": common.PREFERENCES,
         "reward_model": common.PREFERENCES,
         "process_reward_model": common.PREFERENCES,
         "ebft": "training by generated continuations (EBFT) is not supported",
@@ -75,6 +77,7 @@ KEYS = common.SHARED | make_table(
     },
     {
         "adapter": Key(Text, "adapter", "none", values={"lora": "lora", "qlora": "qlora"}, otherwise=common.ONLY_LORA),
+        "rl": Key(Text | Literal[False], values={name: name for name in RL}, otherwise=common.PREFERENCES),
         "lora_target_linear": Key(bool, "lora.target_modules", values={"true": ["all-linear"]}),
         "tokens": Key(([Text], {"pad_token": Text})),  # an older name of special_tokens
         "lora_rank_pattern": Key({"*": Whole}, "lora.rank_pattern"),
@@ -121,6 +124,10 @@ def translate(foreign: Foreign) -> Translation:
     set_data(t)
     set_training(t)
     set_saves_and_evaluations(t)
+    if (rl := str(t.get("rl")).lower()) in RL:
+        common.set_preference(t, rl, "sequence_len", "rl")
+    else:
+        t.drop("preference.")
     common.set_distribution(t)
     return t
 

@@ -10,6 +10,7 @@ from trainer.config import UserError
 from trainer.config.data_sections import SourceSection
 from trainer.config.source_dialect import FIELDS, NO_EFFECT, source_settings
 
+PAIR_FIELDS = ("field_chosen", "field_rejected", "field_prompt")
 SOURCE = {
     **dict.fromkeys((*FIELDS, "path", "name", "split", "revision", "chat_template", "chat_template_jinja"), Text),
     "type": (Text, {"*": Text}),
@@ -20,8 +21,11 @@ SOURCE = {
     "roles_to_train": Names,
     "train_on_eos": Text,
     "train_on_eot": Text,
+    **dict.fromkeys(PAIR_FIELDS, Text),
 }
 SOURCES = ([(SOURCE, Text)], SOURCE, Text)
+# Style of a `type` of preference data -> the records' field of the question.
+QUESTIONS = {"intel": "question", "argilla": "instruction", "icr": "input", "prompt_pairs": "prompt"}
 REFUSED = {
     "message_field_training": "a field that marks the turns to train on must be called `train` (true or false) here",
     "message_field_training_detail": "training on parts of a turn is not supported",
@@ -84,10 +88,9 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
         if entry.get(key, "turn") != "turn":
             t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
     t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry and key not in ELSEWHERE]
-    ours = read_format(t, entry.get("type"), f"{at}.type")
-    given = {
-        key: value for key, value in entry.items() if key not in ("type", "fields", *DROPPED, *ELSEWHERE, *REFUSED)
-    }
+    ours = read_pairs(entry) if t.get("rl") else read_format(t, entry.get("type"), f"{at}.type")
+    others = ("type", "fields", *PAIR_FIELDS, *DROPPED, *ELSEWHERE, *REFUSED)
+    given = {key: value for key, value in entry.items() if key not in others}
     try:
         settings, _ = source_settings(given)
     except UserError as error:
@@ -120,6 +123,17 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
         problem = "this prompt format is not supported; write the records as messages, or prompt and completion"
     t.report(at, UNSET if kind is None else kind, problem)
     return {}
+
+
+def read_pairs(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return format and fields of a source of preference pairs."""
+    kind = entry.get("type")
+    style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
+    given = {**entry, **(kind if isinstance(kind, dict) else {})}
+    fields = {name.removeprefix("field_"): given[name] for name in PAIR_FIELDS if name in given}
+    if style in QUESTIONS:
+        fields["instruction"] = QUESTIONS[style]
+    return {"format": "preference", "fields": fields}
 
 
 def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]:

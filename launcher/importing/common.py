@@ -21,7 +21,14 @@ from trainer.config.errors import shown
 from trainer.config.files import read_json
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
-PREFERENCES = "preference and reward training are not supported"
+PREFERENCES = "KTO, reward models and online methods are not supported"
+PREFERENCE_LOSSES = {"sigmoid": "dpo"} | {
+    name: name
+    for name in (
+        "dpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+        "discopop", "simpo", "orpo", "cpo",
+    )
+}  # fmt: skip
 VISION = "training on images, video and sound is not supported"
 NO_DATA = "there is nothing to train on"
 ONLY_LORA = "only LoRA adapters and full fine-tuning are supported"
@@ -112,6 +119,19 @@ TRANSFORMERS = SHARED | make_table(
         "optim": OPTIMIZER,
     },
 )
+
+
+def set_preference(t: Translation, loss: str, length: str, *names: str, sft: float = 0.0) -> None:
+    """Set preference training with a loss, and that of the chosen answer with the weight `sft`.
+
+    `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
+    """
+    t.put("task", "preference", *names)
+    t.put("preference.loss", {loss: 1.0, "sft": sft} if sft else loss, *names)
+    t.drop("dataset.train_on", "dataset.too_long")
+    if (one := t.get_setting("dataset.max_length")) is not None:
+        t.put("dataset.max_length", 2 * one, length)
+        t.note(length, "twice as long here, since it counts both answers of a pair")
 
 
 def name_model(t: Translation, name: str) -> None:

@@ -16,6 +16,8 @@ KEYS = common.TRANSFORMERS | make_table(
     copy adapter_name_or_path learning_rate:5e-5 cutoff_len:2048 streaming default_system=dataset.system_prompt
     copy overwrite_output_dir project=logging.project val_size!0 early_stopping_steps=training.early_stopping
     copy quantization_type=quantization.quant_type double_quantization=quantization.double_quant lora_target:all
+    copy pref_beta=preference.beta simpo_gamma=preference.gamma dpo_label_smoothing=preference.label_smoothing
+    number pref_ftx
     copy add_special_tokens new_special_tokens add_tokens
     flag do_train pissa_init packing neat_packing enable_thinking preserve_thinking pure_bf16
     text dataset_dir template
@@ -50,7 +52,8 @@ KEYS = common.TRANSFORMERS | make_table(
     },
     {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
     {
-        "stage": Key(Text, values={"sft": "sft", "pt": "pt"}, otherwise=common.PREFERENCES),
+        "stage": Key(Text, values={"sft": "sft", "pt": "pt", "dpo": "dpo"}, otherwise=common.PREFERENCES),
+        "pref_loss": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
         "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
         "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
         "train_on_prompt": common.EVERY_TOKEN,
@@ -94,6 +97,11 @@ def translate(foreign: Foreign) -> Translation:
     set_data(t)
     common.set_training(t, "auto", None)
     common.set_distribution(t)
+    if t.get("stage") == "dpo":
+        loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
+        common.set_preference(t, loss, "cutoff_len", "stage", "pref_loss", sft=t.get("pref_ftx", 0.0))
+    else:
+        t.drop("preference.")
     if "output_dir" not in t.settings:
         t.put("output_dir", "runs/" + re.sub(r"[^\w.-]+", "-", str(t.get("model_name_or_path"))))
     return t
@@ -155,8 +163,9 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")
-    if entry.get("ranking") or "kto_tag" in columns:
-        t.refuse("dataset", f"{name}: {common.PREFERENCES}")
+    if bool(entry.get("ranking")) != (t.get("stage") == "dpo") or "kto_tag" in columns:
+        wanted = "has no pairs (ranking: true)" if t.get("stage") == "dpo" else "is preference data; use stage: dpo"
+        t.refuse("dataset", f"{name}: {common.PREFERENCES if 'kto_tag' in columns else wanted}")
     if {"images", "videos", "audios"} & columns.keys():
         t.refuse("dataset", f"{name}: {common.VISION}")
     source = read_place(t, entry, file.parent, name)
@@ -165,6 +174,13 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     if t.get("stage") == "pt":
         column = columns.get("prompt", "instruction" if formatting != "sharegpt" else "text")
         return source | {"format": "completion", "fields": {"text": column}}
+    if entry.get("ranking"):
+        theirs = (
+            {"instruction": "prompt", "input": "query"} if formatting == "alpaca" else {"conversations": "messages"}
+        )
+        theirs |= {name: name for name in ("chosen", "rejected", "system", "tools")}
+        fields = {ours: columns[key] for ours, key in theirs.items() if columns.get(key, ours) != ours}
+        return source | {"format": "preference", **({"fields": fields} if fields else {})}
     if formatting == "alpaca":
         return source | read_alpaca(t, columns)
     if formatting in ("sharegpt", "openai"):

@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
 REFUSED_SCRIPTS = {
-    common.PREFERENCES: r"dpo|grpo|gspo|ppo|mpo|kto|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
+    common.PREFERENCES: r"online_dpo|grpo|gspo|ppo|mpo|kto|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
     "distillation is not supported": r"gkd|gold|distillation|sdft|ssd",
     common.VISION: r"vlm",
     "diffusion language models are not supported": r"diffusion",
@@ -48,7 +48,8 @@ KEYS = common.TRANSFORMERS | make_table(
     copy dataset_path=dataset.path train_file=dataset.path dataset_config=dataset.name dataset_config_name=dataset.name
     copy test_split_size=dataset.val_split dataset_streaming=dataset.streaming streaming max_length max_seq_length:1024
     copy packing pad_token=model.pad_token chat_template_path=dataset.chat_template learning_rate:2e-5
-    copy router_aux_loss_coef torch_compile output_dir:trainer_output
+    copy beta=preference.beta label_smoothing=preference.label_smoothing discopop_tau=preference.discopop_tau
+    copy ld_alpha=preference.length_weight router_aux_loss_coef torch_compile output_dir:trainer_output
     copy lora_target_modules bnb_4bit_quant_type:nf4 use_bnb_nested_quant=quantization.double_quant:false
     copy activation_offloading=training.offload_activations dataset_train_split=dataset.split!train
     flag use_peft load_in_4bit load_in_8bit use_deepspeed use_fsdp
@@ -76,6 +77,10 @@ KEYS = common.TRANSFORMERS | make_table(
         "accelerate_config": Key((Text, ACCELERATE)),
     },
 )
+PAIR_KEYS = KEYS | {
+    "loss_type": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
+    "precompute_ref_log_probs": Key(bool, "preference.reference", values={"true": "cached"}),
+}
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
@@ -124,8 +129,8 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(foreign: Foreign) -> Translation:
-    """Return our settings for the arguments of TRL's sft.py."""
-    t = Translation(foreign, KEYS)
+    """Return our settings for the arguments of TRL's sft.py and dpo.py."""
+    t = Translation(foreign, PAIR_KEYS if trains_on_pairs(foreign) else KEYS)
     common.name_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
     set_adapter(t)
@@ -133,7 +138,17 @@ def translate(foreign: Foreign) -> Translation:
     common.set_training(t, "bf16", ("steps", max(1, int(t.get("logging_steps", 10)))))
     common.set_distribution(t)
     set_accelerate(t)
+    if trains_on_pairs(foreign):
+        loss = common.PREFERENCE_LOSSES.get(str(t.get("loss_type", "sigmoid")).lower(), "dpo")
+        common.set_preference(t, loss, "max_length", "loss_type")
+    else:
+        t.drop("preference.")
     return t
+
+
+def trains_on_pairs(foreign: Foreign) -> bool:
+    """Return whether the script is that of DPO."""
+    return re.search(r"(?<![a-z])dpo(?![a-z])", foreign.label.lower()) is not None
 
 
 def set_adapter(t: Translation) -> None:
@@ -157,7 +172,7 @@ def set_data(t: Translation) -> None:
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")
-    elif "dataset.train_on" not in t.settings:
+    elif "dataset.train_on" not in t.settings and not trains_on_pairs(t.foreign):
         t.put("dataset.train_on", ["all"])
         t.note("datasets" if sources else "dataset_name", WHOLE_CONVERSATIONS)
     if t.first("eval_strategy", "evaluation_strategy") in (None, "no") or "dataset.val_split" in t.settings:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 PROMPT, ANSWER = 256, 767  # and the end-of-text token
-CASES = {
+CASES: dict[str, dict[str, object]] = {
     "sft": {},
     "dpo, reference in the step": {"task": "preference"},
     "dpo, cached reference": {"task": "preference", "preference.reference": "cached"},

@@ -237,7 +237,7 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: dpo\n", "theirs.yml:40: rl=dpo: preference and reward training are not supported"),
+        ("rl: kto\n", "theirs.yml:40: rl=kto: KTO, reward models and online methods are not supported"),
         (
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
@@ -279,9 +279,9 @@ def test_llama_factorys_other_kinds() -> None:
     assert (plain.dataset.format, plain.dataset.fields, plain.dataset.packing) == ("completion", {"text": "ask"}, True)
     whole, _ = imported(FACTORY.replace("finetuning_type: lora", "finetuning_type: full"))
     assert whole.adapter == "none"
-    assert "choices: preference" in refused(FACTORY.replace("pairs, talks", "choices"))
+    assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
     assert "pictures: training on images" in refused(FACTORY.replace("pairs, talks", "pictures"))
-    assert "stage=dpo: preference" in refused(FACTORY.replace("stage: sft", "stage: dpo"))
+    assert "stage=ppo: KTO, reward" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
     assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
@@ -321,8 +321,27 @@ def test_a_command_line_of_trl_says_the_same_here() -> None:
     assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
     assert "push_to_hub: true: upload with `zerolora push RUN REPO`" in text
-    with pytest.raises(UserError, match=r"dpo\.py: preference"):
-        translate_arguments("python dpo.py --model_name_or_path m --dataset_name d".split())
+    with pytest.raises(UserError, match=r"kto\.py: KTO, reward models"):
+        translate_arguments("python kto.py --model_name_or_path m --dataset_name d".split())
+
+
+def test_preference_training_says_the_same_here() -> None:
+    """Their length counts one answer, ours both."""
+    source = "datasets: [{path: org/pairs, split: train_prefs, type: %s}]"
+    theirs = re.sub(r"datasets:\n(?:[ -].*\n)+", source % "chatml.intel" + "\n", AXOLOTL) + "rl: ipo\nrl_beta: 0.3\n"
+    config, text = imported(theirs)
+    assert (config.task, dict(config.preference.loss), config.preference.beta) == ("preference", {"ipo": 1.0}, 0.3)
+    assert config.dataset.fields == {"instruction": "question"} and config.dataset.format == "preference"
+    assert "counts both answers of a pair" in " ".join(text.split())
+    config, _ = imported(FACTORY.replace("stage: sft", "stage: dpo\npref_ftx: 0.1").replace("pairs, talks", "choices"))
+    assert (config.task, dict(config.preference.loss)) == ("preference", {"dpo": 1.0, "sft": 0.1})
+    assert (config.dataset.format, config.dataset.max_length) == ("preference", 1024)
+    assert "pairs: has no pairs" in refused(FACTORY.replace("stage: sft", "stage: dpo"))
+    words = "trl dpo --model_name_or_path m --dataset_name d --use_peft --beta 0.2 --max_length 512 --loss_type robust"
+    config, _ = written([*words.split(), "--label_smoothing", "0.1", "--precompute_ref_log_probs"])
+    assert (dict(config.preference.loss), config.preference.beta) == ({"robust": 1.0}, 0.2)
+    assert (config.preference.label_smoothing, config.preference.reference) == (0.1, "cached")
+    assert (config.dataset.max_length, config.dataset.format) == (1024, "auto")
 
 
 def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

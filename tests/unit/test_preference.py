@@ -153,6 +153,17 @@ def test_every_form_of_pairs_is_read(ground: Path, form: str) -> None:
     assert [trained_text(document, tokenizer) for document in documents] == [(prompt, chosen), (prompt, rejected)]
 
 
+def test_turns_with_names_of_their_own(ground: Path) -> None:
+    ask, answer = {"who": "human", "says": "red cat"}, {"who": "bard", "says": "cat red"}
+    record = {"chosen": [ask, answer], "rejected": [ask, answer | {"says": "blue dog"}]}
+    names = {"chosen": "chosen", "rejected": "rejected", "role": "who", "content": "says"}
+    documents, lines, tokenizer = pairs_of(
+        ground, record, dataset__format="preference", dataset__fields=names, dataset__roles={"assistant": ["bard"]}
+    )
+    assert [trained_text(document, tokenizer)[1] for document in documents] == list(CHAT[1:])
+    assert not any("not used" in line for line in lines)
+
+
 def test_unread_fields_are_listed(ground: Path) -> None:
     _, lines, _ = pairs_of(ground, FORMS["conversations next to their prompt"][0])
     assert any("fields that are not used" in line and "score_chosen" in line for line in lines)

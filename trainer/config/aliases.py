@@ -102,7 +102,7 @@ _ADVICE = {
     "stage": "remove it; a run here is supervised fine-tuning, or plain text with `dataset.format: completion`",
     "pad_to_sequence_len": "remove it; packing fills sequences",
     "eval_sample_packing": "remove it; evaluation packs as training does",
-    "rl": "preference training is not offered",
+    "rl": "write task: preference, and its preference.loss",
     "template": "the tokenizer's own chat template is used; `dataset.chat_template` names another",
     "eot_tokens": "remove it; the end of a turn is learnt as the chat template writes it",
     "model_type": "remove it; the kind of model is read from its config.json",

@@ -48,9 +48,9 @@ class SourceSection(Section):
     """Format of records; `auto` detects it by the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_names), _UNMIXED] = Field(default_factory=dict)
     """Your names of a format's fields, such as {prompt: question, completion: answer}."""
-    roles: Annotated[dict[str, Words], BeforeValidator(_names), Needs(".format", ("messages", "sharegpt")), *_TEXT] = (
-        Field(default_factory=dict)
-    )
+    roles: Annotated[
+        dict[str, Words], BeforeValidator(_names), Needs(".format", ("messages", "sharegpt", "preference")), *_TEXT
+    ] = Field(default_factory=dict)
     """Your names of the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None
     """For `custom`: a prompt with {field} placeholders; `fields.completion` names the field of the completion."""

@@ -11,7 +11,8 @@ LORA_TARGETS = "lora.target_modules"
 QLORA: dict[str, Any] = {"adapter": "qlora"}
 INT8: dict[str, Any] = {"adapter": "qlora", "quantization.quant_type": "int8"}
 NOTHING: dict[str, Any] = {}
-PREFERENCES = "preference training (DPO and relatives) is not offered here"
+PREFERENCES = "KTO, reward models and online methods (PPO, GRPO) are not offered here"
+DPO: dict[str, Any] = {"task": "preference"}
 ANSWERS, EVERY_TOKEN = {"dataset.train_on": ["assistant"]}, {"dataset.train_on": ["all"]}
 
 # Names -> value -> equivalent settings here. ELSEWHERE has the advice for all other values.
@@ -21,7 +22,8 @@ _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "quantization_bit": {4: QLORA, 8: INT8},
     "quantization_method": {"bnb": NOTHING, "bitsandbytes": NOTHING},
     "finetuning_type": {"lora": NOTHING, "full": {"adapter": "none"}},
-    "stage": {"sft": NOTHING},
+    "stage": {"sft": NOTHING, "dpo": DPO},
+    "rl": {False: NOTHING, "dpo": DPO} | {name: DPO | {"preference.loss": name} for name in ("ipo", "simpo", "orpo")},
     "lora_target_linear": {True: {LORA_TARGETS: ["all-linear"]}, False: NOTHING},
     "bf16": {True: {"training.precision": "bf16"}, False: NOTHING, "auto": NOTHING},
     "fp16": {True: {"training.precision": "fp16"}, False: NOTHING},
@@ -29,14 +31,14 @@ _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "do_train": {True: NOTHING},
     "save_strategy": {"no": {"training.save_steps": 0}, "epoch": {"training.saves_per_epoch": 1}, "steps": NOTHING},
     "tf32 flash_attention flash_attn": {False: NOTHING, "auto": NOTHING},
-    "do_eval push_to_hub group_by_length rl": {False: NOTHING},
+    "do_eval push_to_hub group_by_length": {False: NOTHING},
     "pad_to_sequence_len eval_sample_packing": {True: NOTHING, False: NOTHING},
     "train_on_inputs train_on_prompt": {True: EVERY_TOKEN, False: NOTHING},
     "assistant_only_loss completion_only_loss": {True: ANSWERS},
     "train_on_eos train_on_eot": {"turn": NOTHING},
 }
 MEANINGS = {name: values for names, values in _MEANINGS.items() for name in names.split()}
-_PREFERENCE_STAGES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "gdpo", "rm", "reward")
+_PREFERENCE_STAGES = ("kto", "ppo", "grpo", "gdpo", "rm", "reward")
 
 
 def translate_setting(name: str, value: Any) -> tuple[dict[str, Any], str] | None:

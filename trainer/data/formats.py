@@ -26,7 +26,7 @@ OPTIONAL = {
     "prompt_completion": ("tools", "system"),
     "completion": (),
     "custom": (),
-    PREFERENCE: ("prompt", "instruction", "input", "messages", "conversations", "tools", "system"),
+    PREFERENCE: ("prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content"),
 }
 # Names of the better answer on the hub.
 CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")

@@ -222,7 +222,7 @@ def read_conversational_pair(
     columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
     lists = [
         [
-            _message(turn, _keys(turn), f"{where}, {name} turn {number}", {})
+            _message(turn, _keys(turn, shape), f"{where}, {name} turn {number}", shape.roles)
             for number, turn in enumerate(turns, start=1)
         ]
         for name, turns in columns.items()
@@ -234,8 +234,9 @@ def read_conversational_pair(
     return Turns(lists[0] + lists[1], tools, silent.union(range(len(lists[0]))), ignored)
 
 
-def _keys(turn: Any) -> tuple[str, str]:
-    return ("from", "value") if isinstance(turn, Mapping) and "from" in turn else ("role", "content")
+def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
+    keys = shape.names.get("role", "role"), shape.names.get("content", "content")
+    return ("from", "value") if isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn else keys
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
