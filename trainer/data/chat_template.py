@@ -16,7 +16,7 @@ Message = dict[str, Any]
 _PROBE, _VALUE = "Sentinel", "Argument"
 _QUESTION = {"role": "user", "content": _PROBE}
 _ANSWER = {"role": "assistant", "content": _PROBE}
-_CALL = {
+_CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [

@@ -242,8 +242,8 @@ class _Rendered:
         # A prompt may begin the answer itself, as with <think>, although the turn has no such beginning.
         common = self._template.common_header(prompt, self.text[start:last])
         # After results in the model's own turn, some templates prompt for nothing, although they do after questions.
-        writes_all = first is None or (observed == "" and self._template.question_prompt)
-        return start + common if common or writes_all else first
+        writes_all = observed == "" and self._template.question_prompt
+        return start + common if common or writes_all or first is None else first
 
     def _answer_end(self, index: int, start: int, end: int) -> int:
         """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""

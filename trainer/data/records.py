@@ -266,7 +266,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 
 def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
-    if not isinstance(turn, Mapping):
+    if not isinstance(turn, _Fields):
         raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
@@ -319,9 +319,10 @@ def _content(content: Any, key: str, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        read = [part for part in content if not isinstance(part, Mapping) or part.get("type") in TEXT_PARTS]
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in read]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+        parts = [part for part in content if not isinstance(part, Mapping) or part.get("type") in TEXT_PARTS]
+        values = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) == len(content):
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are not text; images and sound are not trained on")
     if not isinstance(content, str):
