@@ -27,7 +27,7 @@ SOURCES = ([(SOURCE, Text)], SOURCE, Text)
 # Style of a `type` of preference data -> the records' field of the question.
 QUESTIONS = {"intel": "question", "argilla": "instruction", "icr": "input", "prompt_pairs": "prompt"}
 REFUSED = {
-    "message_field_training": "a field that marks the turns to train on must be called `train` (true or false) here",
+    "message_field_training": "a field that marks the turns to train on must be called train, training or weight here",
     "message_field_training_detail": "training on parts of a turn is not supported",
     "shards": "select a part of a data set with split: train[:10%]",
     "input_transform": "records are read as they are; transform them before",
@@ -80,6 +80,8 @@ def read_sources(t: Translation, name: str) -> list[dict[str, Any]]:
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
     """Return the settings of one source."""
+    if entry.get("message_field_training") in ("train", "training", "weight"):  # read without being named
+        entry = {key: value for key, value in entry.items() if key != "message_field_training"}
     for key in REFUSED.keys() & entry.keys():
         t.report(f"{at}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:

@@ -257,6 +257,7 @@ def test_records_of_any_kind(
         assert all(trained for _, trained in learnt(made, tokenizer))
 
 
+LISTS = ("messages", "conversations", "prompt", "completion", "content", "tool_calls")
 TEXT_FIELDS = ("content", "value", "prompt", "completion", "text", "instruction", "input", "output", "system", "label")
 
 
@@ -265,15 +266,23 @@ def texts_in(record: dict[str, Any], above: str = "") -> Iterator[tuple[str, str
     for name, value in record.items():
         if isinstance(value, str) and name in TEXT_FIELDS and value:
             yield above + name, value
-        elif isinstance(value, list) and name in ("messages", "conversations", "prompt", "completion"):
+        elif isinstance(value, list) and name in LISTS:
             for turn in value:
-                yield from texts_in(turn, f"{name}.") if isinstance(turn, dict) else ()
+                yield from texts_in(turn, f"{above}{name}.") if isinstance(turn, dict) else ()
 
 
+said_parts = st.lists(
+    st.fixed_dictionaries({"type": st.just("text"), "text": text}, optional={"label": text}), max_size=2
+)
+said_calls = st.lists(
+    st.fixed_dictionaries({"name": st.just("f")}, optional={"arguments": st.just("{}"), "input": text, "output": text}),
+    min_size=1,
+    max_size=2,
+)
 said_turns = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system"]), "content": text},
-        optional={"label": text, "value": text, "weight": st.sampled_from([0, 1])},
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": text | said_parts},
+        optional={"label": text, "value": text, "weight": st.sampled_from([0, 1]), "tool_calls": said_calls},
     ),
     max_size=3,
 )

@@ -245,6 +245,14 @@ UNUSUAL: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
         [turn("user", "Rain?"), USED, turn("tool", "Dry."), turn("assistant", "No.")],
         ['weather{"city": "Ulm"}', "No.<|im_end|>"],
     ),
+    "marks around the header as well": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n<think>"
+        "{{ m.reasoning_content }}</think>{{ m.content }}<|im_end|>{% endgeneration %}{% else %}<|im_start|>user\n"
+        "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}",
+        [TURNS[0], THOUGHT, *TURNS[2:]],
+        ["Hm.</think>Blue.<|im_end|>", "</think><Ten.<|im_end|>"],
+    ),
     "results that name their call": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}"
         "{% for a in messages if a.tool_calls %}{{ a.tool_calls[0].function.name }}: {% endfor %}{% endif %}"
@@ -319,6 +327,24 @@ def test_text_that_a_template_does_not_write() -> None:
             continue
         with pytest.raises(UserError, match=rf"record 1: the chat template leaves no trace of {role} turn"):
             encode(tokenizer, messages)
+
+
+def test_an_answer_after_results_begins_where_the_results_end() -> None:
+    """Gemma 4 prompts for nothing there: the model goes on in the turn of its call."""
+    messages = [*CONVERSATIONS["tools"][:3], turn("assistant", "No.", reasoning_content="So.")]
+    tokenizer = tokenizer_of("gemma-4-v5")
+    trained = trained_texts(tokenizer, encode(tokenizer, messages, tools=[TOOL]))
+    assert trained[-1] == "<|channel>thought\nSo.\n<channel|>No.<turn|>"
+
+
+def test_calls_of_one_turn_are_all_written_or_the_record_is_refused() -> None:
+    other = {**CALL, "id": "call67890", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+    messages = [turn("user", "Rain?"), turn("assistant", "", tool_calls=[CALL, other])]
+    tokenizer = tokenizer_of("qwen3")
+    [trained] = trained_texts(tokenizer, encode(tokenizer, messages, tools=[TOOL]))
+    assert "Ulm" in trained and "Bonn" in trained
+    with pytest.raises(UserError, match="record 1: the chat template writes one tool call a turn, and turn 2 has 2"):
+        encode(tokenizer_of("gpt-oss"), messages, tools=[TOOL])
 
 
 def test_tools_choose_the_template_of_that_name() -> None:

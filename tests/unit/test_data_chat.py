@@ -13,7 +13,8 @@ from tests.tiny import CHATML
 from trainer.config import UserError
 from trainer.data import render
 from trainer.data.conversations import ChatEncoder, find_chat_template
-from trainer.data.records import Text, Turns
+from trainer.data.formats import Shape
+from trainer.data.records import Text, Turns, read_record
 from trainer.data.tokens import Encoded, encode_spans, encode_texts
 from trainer.model.answers import end_of_turn
 
@@ -436,3 +437,31 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     file.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"chat_template=.*: is not UTF-8 text \(.*0xe9.*\); save it as such"):
         find_chat_template(tokenizer, str(file))
+
+
+# Turns whose fields are not all read.
+
+
+@pytest.mark.parametrize(
+    ("turn", "unread"),
+    [
+        ({"tool_calls": [{"name": "f", "parameters": {"city": "Ulm"}}]}, ("messages.tool_calls.parameters",)),
+        ({"tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "input": {"a": 1}}, "index": 0}]},
+         ("messages.tool_calls.function.input",)),
+        ({"content": [{"type": "text", "text": "red", "cited": "page 3"}]}, ("messages.content.cited",)),
+        ({"content": [{"type": "output_text", "text": "red"}, "blue"]}, ()),
+    ],
+)  # fmt: skip
+def test_fields_of_calls_and_parts_that_are_not_used_are_reported(
+    turn: dict[str, Any], unread: tuple[str, ...]
+) -> None:
+    record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **turn}]}
+    example = read_record(record, Shape("messages", {"messages": "messages"}), "record 1")
+    assert example.unread == unread
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "thinking", "input_audio"])
+def test_a_part_that_is_not_text_is_refused_although_it_has_a_text(kind: str) -> None:
+    record = {"messages": [{"role": "user", "content": [{"type": kind, "text": ""}, {"type": "text", "text": "hi"}]}]}
+    with pytest.raises(UserError, match="turn 1: content has parts that are not text"):
+        read_record(record, Shape("messages", {"messages": "messages"}), "record 1")

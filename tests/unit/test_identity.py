@@ -166,6 +166,37 @@ def test_training_does_not_start_from_an_adapter_of_another_base(
         assert "its weights differ from" in capsys.readouterr().out
 
 
+def test_training_does_not_start_from_an_adapter_of_another_tokenizer(
+    ground: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two tokens have changed places; another chat template alone is no other tokenizer."""
+    other = shutil.copytree(ground / "model", tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    assert starts(ground, ground / "run", f"model.tokenizer={other}", "dataset.train_on=all") == 0
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert starts(ground, ground / "run", f"model.tokenizer={other}") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"model.tokenizer={other}: not the tokenizer that {ground}/run was trained with" in line
+    assert starts(ground, ground / "run", f"model.tokenizer={other}", "lora.allow_mismatch=true") == 0
+
+
+@pytest.mark.parametrize("place", [".", "checkpoint-2"])
+def test_training_does_not_start_from_an_adapter_that_was_edited(
+    place: str, ground: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(run_dir / place / "adapter_config.json", lora_alpha=64)
+    assert starts(ground, run_dir / place) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "adapter_config.json was changed after training; restore" in line and "lora.allow_mismatch: true" in line
+    assert starts(ground, run_dir / place, "lora.allow_mismatch=true") == 0
+
+
 def test_an_adapter_without_a_record_is_compared_by_the_name_of_its_base(
     ground: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,7 +224,7 @@ def test_data_that_grew_is_not_split_again(ground: Path, tmp_path: Path, capsys:
     assert evaluate.main([str(ground / "run"), "--samples", "5"]) == 0
 
 
-@pytest.mark.parametrize("change", [{"val_split": 0.5}, {"split": "train[:30]"}])
+@pytest.mark.parametrize("change", [{"val_split": 0.5}, {"split": "train[:30]"}, {"max_samples": 30}])
 def test_another_split_is_refused(change: dict[str, Any], run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((run_dir / "training_config.json").read_text())
     edit(run_dir / "training_config.json", dataset=config["dataset"] | change)

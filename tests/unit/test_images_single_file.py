@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.pipelines import make_pipeline
+from tests.pipelines import make_pipeline, write_images
+from tests.runs_in_process import train
+from trainer.checkpoint.finished_run import find_run
+from trainer.commands import merge
 from trainer.config import ModelSection, UserError
 from trainer.tasks.images.pipeline import read_pipeline
 from trainer.tasks.images.sampling import build_sampling_pipeline
@@ -120,3 +124,29 @@ def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_pa
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:200])
     with pytest.raises(UserError, match="cut short"):
         read_pipeline(str(tmp_path / "cut.safetensors"), ModelSection())
+
+
+def test_a_run_on_a_single_file_is_merged_with_that_file_alone(tmp_path: Path) -> None:
+    origin = make_pipeline(tmp_path / "sd", "sd")
+    file = write_single_file(origin, tmp_path / "sd.safetensors")
+    other = write_single_file(make_pipeline(tmp_path / "sd2", "sd", seed=3), tmp_path / "other.safetensors")
+    write_images(tmp_path / "images", 4)
+    settings = {
+        "base_model": str(file),
+        "model": {"pipeline": str(origin)},
+        "output_dir": str(tmp_path / "run"),
+        "lora": {"r": 2},
+        "image": {"resolution": 64},
+        "dataset": {"path": str(tmp_path / "images"), "cache_dir": str(tmp_path / "cache")},
+        "training": {"batch_size": 2, "max_steps": 1, "precision": "fp32"},
+        "logging": {"report_to": "none", "progress": "off"},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(settings))
+    train(tmp_path)
+    assert merge.main([str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
+    with pytest.raises(UserError, match="its weights differ from"):
+        find_run(tmp_path / "run", str(other))
+    renamed = file.rename(tmp_path / "renamed.safetensors")
+    with pytest.raises(UserError, match=r"sd\.safetensors: is missing; pass its new location"):
+        find_run(tmp_path / "run")
+    find_run(tmp_path / "run", str(renamed))

@@ -28,6 +28,10 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
     if is_random(base_model):
         return {"name": base_model}
     folder, found = Path(base_model).expanduser(), {}
+    if folder.is_file():  # an image model, which may be renamed
+        digest = xxhash.xxh3_128()
+        _add_file(digest, folder, "")
+        return {"weights": digest.hexdigest()}
     if not folder.is_dir():
         cached = cached_folder(base_model, "config.json", section.revision or "main")
         if cached is None:
@@ -88,13 +92,13 @@ def _weight_files(folder: Path) -> list[Path]:
 def _hash_weights(files: list[Path]) -> dict[str, str]:
     digest = xxhash.xxh3_128()
     for file in files:
-        _add_file(digest, file)
+        _add_file(digest, file, file.name)
     return {"weights": digest.hexdigest()} if files else {}
 
 
-def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:
+def _add_file(digest: xxhash.xxh3_128, file: Path, name: str) -> None:
     size = file.stat().st_size
-    digest.update(f"{file.name}:{size}\n".encode())
+    digest.update(f"{name}:{size}\n".encode())
     with file.open("rb", buffering=0) as stream:
         if size <= EVERY:
             digest.update(stream.read())

@@ -86,10 +86,8 @@ def find_run(
         section = config.model.model_copy(update={"revision": None})
         config = config.model_copy(update={"base_model": base_model, "model": section})
     is_path = config.base_model.startswith(("/", ".", "~"))
-    if needs_base and is_path and not Path(config.base_model).is_dir():
-        raise UserError(
-            f"base_model={config.base_model}: the folder is missing; pass its new location with --base-model"
-        )
+    if needs_base and is_path and not Path(config.base_model).expanduser().exists():
+        raise UserError(f"base_model={config.base_model}: is missing; pass its new location with --base-model")
     if not allow_mismatch:
         check_loaded(config, folder, needs_base=needs_base)
     return FinishedRun(folder, run_dir, config, allow_mismatch)

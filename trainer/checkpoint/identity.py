@@ -4,6 +4,7 @@ Checkpoints record it in state.json (`run`), finished runs in run.json (`identit
 (trainer/checkpoint/resume_comparison.py); commands compare what determines the model they load.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ MODEL_SETTINGS = ("adapter", "model.added_tokens", "quantization.", "training.qa
 """Settings that determine the model a finished adapter is loaded into; its own are in adapter_config.json."""
 SPLIT_SETTINGS = (
     *("dataset.val_split", "dataset.split", "dataset.mix", "dataset.format", "dataset.fields", "dataset.template"),
-    *("dataset.max_length", "seed"),
+    *("dataset.max_length", "dataset.max_samples", "dataset.text_mode", "dataset.too_long", "seed"),
 )
 """Settings that determine which documents were held out."""
 # adapter_config.json's names -> ours.
@@ -169,7 +170,8 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
         problem = f"base_model={now.base_model}: {what} {before} {name} was trained"
         found.append(Difference(problem, "the weights of base_model", "base_model"))
-    for part, setting, what in (("content", "dataset.path", "data"), ("tokenizer", "model.tokenizer", "tokenizer")):
+    tokenizer = "tokenizer" if "tokenizer" in now.data else "vocabulary"
+    for part, setting, what in (("content", "dataset.path", "data"), (tokenizer, "model.tokenizer", "tokenizer")):
         digests = then.data.get(part), now.data.get(part)
         if None not in digests and digests[0] != digests[1]:
             problem = f"{setting}={now.names[setting]}: not the {what} that {name} was trained with"
@@ -219,10 +221,10 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 
 
-def check_start(config: RunConfig) -> list[str]:
-    """Compare the base with that of the adapter at lora.adapter_path; return warnings.
+def check_start(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
+    """Compare base and tokenizer (`origin`) with those of the adapter at lora.adapter_path; return warnings.
 
-    Raises UserError if the adapter was trained on another base, unless lora.allow_mismatch.
+    Raises UserError if they differ, or the adapter was changed after training, unless lora.allow_mismatch.
     """
     folder = Path(config.lora.adapter_path or "").expanduser()
     if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
@@ -234,9 +236,13 @@ def check_start(config: RunConfig) -> list[str]:
             return []
         return [f"lora.adapter_path={folder}: its {SETTINGS} names {named}, and base_model is {config.base_model}"]
     now = run_identity(_without_adapter_path(config), None, None, None)
+    # Without the chat template: text and conversations may be trained one after the other.
+    now = now.model_copy(update={"data": {key: origin[key] for key in ("vocabulary",) if key in origin}})
     problems = _list_problems(then, now, folder, ("model.added_tokens",))
+    if SETTINGS in changed_files(folder):
+        problems.append(f"lora.adapter_path={folder}: {SETTINGS} was changed after training")
     if problems and not config.lora.allow_mismatch:
-        fix = "set it to what the adapter was trained with, or allow it with lora.allow_mismatch: true"
+        fix = "restore what the adapter was trained with, or allow it with lora.allow_mismatch: true"
         raise UserErrors([f"{problem}; {fix}" for problem in problems])
     return problems
 

@@ -46,7 +46,7 @@ def plan_resumption(
     warnings = () if choice.warning is None else (choice.warning,)
     checkpoint = choice.checkpoint
     if checkpoint is None:
-        return Resumption(None, (*warnings, *check_start(config)))
+        return Resumption(None, (*warnings, *check_start(config, prepared.data.origin)))
     state, then = read_state(checkpoint), recorded_identity(checkpoint)
     notes = []
     if then is not None:

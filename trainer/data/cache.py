@@ -39,7 +39,7 @@ class PreparedData:
     fingerprint: str
     origin: dict[str, str] = field(default_factory=dict)
     """Digests that a resumed run compares: of the sources' bytes (`content`, except streams) and of the `tokenizer`
-    with its template."""
+    with its template; `vocabulary` is without."""
 
 
 def prepare_data(
@@ -123,7 +123,8 @@ def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Source
 
 def _origin(identity: dict[str, Any]) -> dict[str, str]:
     tokenizer = [identity[name] for name in ("tokenizer", "special_tokens", "template")]
-    return {"content": _digest(identity["content"]), "tokenizer": _digest(tokenizer)}
+    content, vocabulary = _digest(identity["content"]), str(identity["tokenizer"])
+    return {"content": content, "tokenizer": _digest(tokenizer), "vocabulary": vocabulary}
 
 
 def _digest(value: Any) -> str:

@@ -16,7 +16,7 @@ Message = dict[str, Any]
 _PROBE, _VALUE = "Sentinel", "Argument"
 _QUESTION = {"role": "user", "content": _PROBE}
 _ANSWER = {"role": "assistant", "content": _PROBE}
-_CALL = {
+_CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
@@ -42,7 +42,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)
-        self._prompts: dict[tuple[str, bool, str | None], str] = {}
+        self._prompts: dict[tuple[str, bool, str | None], str | None] = {}
         self._part_roles: frozenset[str] = frozenset()
         self._call_content: str | None = ""
         self._call_arguments: type = dict
@@ -139,8 +139,10 @@ class ChatTemplate:
                 return
         self._call_content, self._call_arguments = "", dict
 
-    def generation_prompt(self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None) -> str:
-        """Return the generation prompt after numbered messages.
+    def generation_prompt(
+        self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None
+    ) -> str | None:
+        """Return the generation prompt after numbered messages; None if the template refuses them on their own.
 
         `lead` is the text before the answer that follows them, if known. It is the cache key of prompts, since the same
         lead after the same role has the same prompt.
@@ -151,9 +153,9 @@ class ChatTemplate:
                 self._prompts.clear()
             try:
                 self._prompts[key] = self._observe_prompt(messages, tools)
-            except RenderError:  # the messages are refused on their own, for example without a question
-                self._prompts[key] = ""
-        return self._prompts[key] or self._default_generation_prompt or self._fixed_header
+            except RenderError:  # for example without a question
+                self._prompts[key] = None
+        return self._prompts[key]
 
     def _observe_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
@@ -186,8 +188,23 @@ class ChatTemplate:
         tail = next((tail for tail in tails if follows.startswith(tail)), "")
         return begin + end + len(tail) if end else 0
 
+    @property
+    def usual_prompt(self) -> str:
+        """The generation prompt after a question, or the text before every answer if the template has none."""
+        return self.question_prompt or self._fixed_header
+
     @cached_property
-    def _default_generation_prompt(self) -> str:
+    def writes_parallel_calls(self) -> bool:
+        """Whether the template writes all calls of a turn, not only the first."""
+        first, name = _CALL["tool_calls"][0], "zerolora_second"
+        second = {**first, "id": "call00001", "function": {**first["function"], "name": name}}
+        try:
+            return name in self.render([_QUESTION, {**_CALL, "tool_calls": [first, second]}], [_TOOL])
+        except (RenderError, TimeoutError):
+            return True  # it refuses such turns itself
+
+    @cached_property
+    def question_prompt(self) -> str:
         """The generation prompt after a question."""
         try:
             return self._observe_prompt([_QUESTION], None)

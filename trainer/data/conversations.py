@@ -153,6 +153,9 @@ class _Rendered:
                     self.lost[LOST_REASONING] = None
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
             if self._is_written(text, turn, self._marks.texts) and all(name in self.text for name in calls):
+                if len(calls) > 1 and not self._template.writes_parallel_calls:
+                    problem = f"writes one tool call a turn, and turn {turn + 1} has {len(calls)}"
+                    raise UserError(f"{self._where}: the chat template {problem}; write each as a turn of its own")
                 continue
             if role != "system":
                 raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
@@ -201,11 +204,12 @@ class _Rendered:
     def _add_answer(self, index: int, blocks: list[Span]) -> None:
         template, text, turn = self._template, self.text, self._chat[index][TURN_KEY]
         if template.has_generation_blocks:
+            written = self._answer_start(index, *blocks[0])  # a block may hold the header, which is never trained
             inside = [
-                (begin, stop)
+                (max(begin, written), stop)
                 for start, end in blocks
                 for begin, stop in self._marks.generation
-                if start <= begin < stop <= end
+                if start <= begin < stop <= end and written < stop
             ]
             if inside and not template.token_at_end(text, *inside[-1]):  # the template's block ends before the token
                 inside[-1] = (inside[-1][0], template.token_behind(text[: blocks[-1][1]], inside[-1][1])[1])
@@ -229,15 +233,17 @@ class _Rendered:
         begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
         first = min((begin for begin in begins if start <= begin <= end), default=None)
         lead = None if first is None else self.text[start:first]
-        prompt = self._template.generation_prompt(self._chat[:index], self._tools, lead)
+        observed = self._template.generation_prompt(self._chat[:index], self._tools, lead)
         # It may follow the template's default system prompt in the turn, or precede the turn after a question.
-        prompt, last = prompt.lstrip(), end if first is None else first
+        prompt, last = (observed or self._template.usual_prompt).lstrip(), end if first is None else first
         at = self.text.find(prompt, max(0, start - len(prompt)), last)
         if at >= 0:
             return max(start, at + len(prompt))
         # A prompt may begin the answer itself, as with <think>, although the turn has no such beginning.
         common = self._template.common_header(prompt, self.text[start:last])
-        return start + common if common or first is None else first
+        # After results in the model's own turn, some templates prompt for nothing, although they do after questions.
+        writes_all = observed == "" and self._template.question_prompt
+        return start + common if common or writes_all or first is None else first
 
     def _answer_end(self, index: int, start: int, end: int) -> int:
         """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""

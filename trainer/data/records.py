@@ -32,11 +32,15 @@ ROLES = {
 }
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
-# Fields of a turn that switch its loss on or off, by OpenAI, Axolotl, LLaMA-Factory, ms-swift and torchtune.
-SWITCHES = ("weight", "loss", "loss_weight", "loss_scale", "train", "training", "trainable")
+# Fields of a turn that switch its loss on or off, by OpenAI, Axolotl, LLaMA-Factory, ms-swift, verl and torchtune.
+SWITCHES = ("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable")
 INVERSE_SWITCHES = ("mask", "masked")
 # Names of fields with the reasoning before an answer; most templates use the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Fields of tool calls and of parts of content that only describe these.
+NO_TEXT = ("type", "index")
+# Types of the parts of content that are text.
+TEXT_PARTS = (None, "text", "input_text", "output_text")
 # Forms of prompts (see `prompt_form`): of whole texts and of pairs.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
@@ -66,6 +70,7 @@ class Fields(Mapping[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values, self._read = values, set[str]()
+        self._inner: list[tuple[str, _Fields]] = []
 
     def __getitem__(self, name: str) -> Any:
         self._read.add(name)
@@ -77,11 +82,19 @@ class Fields(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
+        """Return the records of a field, whose unread fields are then reported with this one's."""
+        wrapped = [_Fields(each) if isinstance(each, Mapping) else each for each in records]
+        self._inner += [(name, each) for each in wrapped if isinstance(each, _Fields)]
+        return wrapped
+
     def unread(self) -> tuple[str, ...]:
         """Return the nonempty fields that were not read."""
-        return tuple(
+        own = [
             name for name, value in self._values.items() if name not in self._read and value not in (None, "", [], {})
-        )
+        ]
+        inner = [(name, each) for name, fields in self._inner for each in fields.unread() if each not in NO_TEXT]
+        return (*own, *(f"{name}.{each}" for name, each in inner))
 
 
 def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
@@ -260,7 +273,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 
 def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
-    if not isinstance(turn, Mapping):
+    if not isinstance(turn, _Fields):
         raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
@@ -273,6 +286,7 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
         )
     message: dict[str, Any] = {"role": role}
     content = turn.get(keys[1])
+    content = turn.wrap(keys[1], content) if isinstance(content, list) else content
     calls = turn.get("tool_calls")
     if name in ("function_call", "tool_call") and not calls:
         calls, content = _parsed_call(content, where), None
@@ -282,7 +296,8 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
         raise UserError(f"{where}: {role} turn without {keys[1]}; there is {listed(k for k, v in turn.items() if v)}")
     message["content"] = _content(content, keys[1], where)
     if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
+        calls = turn.wrap("tool_calls", _list(calls, "tool_calls", where))
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             message[key] = turn[key]
@@ -311,9 +326,10 @@ def _content(content: Any, key: str, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
+        parts = [part for part in content if not isinstance(part, Mapping) or part.get("type") in TEXT_PARTS]
+        values = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) == len(content):
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are not text; images and sound are not trained on")
     if not isinstance(content, str):
@@ -331,7 +347,10 @@ def _parsed_call(value: Any, where: str) -> list[Any]:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
+    """Return a call in OpenAI's form. Raises UserError without a name, or with arguments that are not JSON."""
+    function = call
+    if isinstance(call, _Fields) and "function" in call:
+        [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call needs function.name and function.arguments")
     arguments = function.get("arguments")
