@@ -70,7 +70,7 @@ class Fields(Mapping[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values, self._read = values, set[str]()
-        self._inner: list[tuple[str, _Fields]] = []
+        self._inner: list[tuple[str, Fields]] = []
 
     def __getitem__(self, name: str) -> Any:
         self._read.add(name)
@@ -84,8 +84,8 @@ class Fields(Mapping[str, Any]):
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
         """Return the records of a field, whose unread fields are then reported with this one's."""
-        wrapped = [_Fields(each) if isinstance(each, Mapping) else each for each in records]
-        self._inner += [(name, each) for each in wrapped if isinstance(each, _Fields)]
+        wrapped = [Fields(each) if isinstance(each, Mapping) else each for each in records]
+        self._inner += [(name, each) for each in wrapped if isinstance(each, Fields)]
         return wrapped
 
     def unread(self) -> tuple[str, ...]:
@@ -273,7 +273,7 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
 
 def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
-    if not isinstance(turn, _Fields):
+    if not isinstance(turn, Fields):
         raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
@@ -349,7 +349,7 @@ def _parsed_call(value: Any, where: str) -> list[Any]:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """Return a call in OpenAI's form. Raises UserError without a name, or with arguments that are not JSON."""
     function = call
-    if isinstance(call, _Fields) and "function" in call:
+    if isinstance(call, Fields) and "function" in call:
         [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call needs function.name and function.arguments")
