@@ -49,7 +49,7 @@ class Mistakes:
         """Add a setting that is given as `name` after it was given under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         place = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
-        mistake = Mistake(name, None, problem, "keep one", involves=dotted, place=place)
+        mistake = Mistake(name, None, problem, "keep one", place=place)
         self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line(self, line: int, message: str) -> None:
