@@ -108,3 +108,16 @@ def test_a_flag_of_the_guide_is_named_only_for_its_own_setting(tmp_path: Path) -
         load_flags(path, options)
     named = {line.partition(":")[0] for line in caught.value.messages}
     assert named == {"--lora-r=0", "lora.alpha=0.0", "lora.rank_pattern.q_proj=0"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ({"lora.rank": "abc"}, "lora.rank=abc: must be a whole number"),  # its own name is `lora.r`
+        ({"training.lr_scheduler_type": "abc"}, "training.lr_scheduler_type=abc: must be 'linear'"),
+        ({"test_datasets": 5}, "test_datasets=5: must be a section; write `dataset.evaluation.path=...`"),
+    ],
+)
+def test_a_mistake_has_the_name_that_was_typed(tmp_path: Path, typed: dict[str, Any], line: str) -> None:
+    (found,) = find_mistakes(tmp_path / "x.yaml", typed)
+    assert found.startswith(line)
