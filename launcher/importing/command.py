@@ -71,8 +71,8 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     try:
         load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
     except UserErrors as errors:
-        for message in errors.messages:
-            translation.report_config_error(message)
+        for mistake in errors.mistakes:
+            translation.report_config_error(mistake)
     translation.check()
     return translation
 

@@ -5,7 +5,6 @@ a remark, the list of keys without effect, or a mistake.
 """
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -17,7 +16,7 @@ from annotated_types import Ge, Le
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import UserErrors, shown
+from trainer.config.errors import Mistake, UserErrors, shown
 from trainer.config.messages import describe_problem, setting_type
 from trainer.config.values import kinds, parse_value
 from trainer.config.yaml_core import plain
@@ -272,17 +271,17 @@ class Translation:
                 elif key not in used:
                     self.leave_out(key, f"{shown(given, 60)}: no counterpart here")
 
-    def report_config_error(self, message: str) -> None:
-        """Report an error found by our own checks, under the key that the setting comes from."""
-        dotted = re.split(r"[^\w.]", message)[0]
-        above = accumulate(dotted.split("."), lambda section, name: f"{section}.{name}")
+    def report_config_error(self, mistake: Mistake | str) -> None:
+        """Report a mistake found by our own checks, under the key that the setting comes from."""
+        assert isinstance(mistake, Mistake), mistake
+        above = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
         ours = next((name for name in above if name in self.settings), "")
         names = self.settings[ours].names if ours else ()
         if names and names[0] not in self._mistakes:
-            name = names[0] + dotted.removeprefix(ours)
-            self._mistakes.setdefault(name, self.foreign.locate(name) + message.removeprefix(dotted))
+            name = names[0] + mistake.setting.removeprefix(ours)
+            self._mistakes.setdefault(name, str(replace(mistake, name=self.foreign.locate(name))))
         elif not names and not self._mistakes:  # otherwise it may be missing only because of another error
-            self._mistakes[dotted] = f"{self.foreign.label}: {message}"
+            self._mistakes[mistake.setting] = f"{self.foreign.label}: {mistake}"
 
     def check(self) -> None:
         """Raise UserErrors for all mistakes in file order, if any."""

@@ -69,8 +69,7 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
         reference = load_reference(config, tokenizer)
     except UserError as error:
-        reason = re.split(r"; | \(", str(error))[0]
-        return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({reason})"
+        return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({error})"
     lengths = Lengths.of(config, data.train, reference)
     if not lengths.samples:
         return lengths, len(tokenizer), f"every sequence of the stream counts as {lengths.longest:,} tokens"

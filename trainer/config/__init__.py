@@ -1,7 +1,7 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one error message per mistake."""
 
 from trainer.config.adapter_settings import trained_in_full
-from trainer.config.checks import why_no_graphs
+from trainer.config.checks import find_graph_obstacle
 from trainer.config.command_line import CommandParser
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
@@ -43,9 +43,9 @@ __all__ = [
     "dump_yaml",
     "engine_stage",
     "engine_zero",
+    "find_graph_obstacle",
     "gathers_by_layer",
     "load_config",
     "trained_in_full",
-    "why_no_graphs",
     "why_not_by_layer",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.config.adapter_settings import read_initial_adapter
-from trainer.config.errors import DATA_WANTED, UserError, shown
+from trainer.config.errors import DATA_WANTED, Mistake, UserError
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
@@ -13,16 +13,17 @@ from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2
 LARGEST_USUAL_SCALE = 32.0
+FOUR_BITS = "prepares an adapter for a 4-bit base"
 
 
 def check_combinations(config: RunConfig) -> None:
     """Raise UserError for the first combination of settings that cannot work."""
     for mistake in find_invalid_combinations(config):
-        raise UserError(mistake)
+        raise UserError(str(mistake))
 
 
-def find_invalid_combinations(config: RunConfig) -> Iterator[str]:
-    """Yield an error message for each combination of settings that cannot work; it begins with one of their names."""
+def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
+    """Yield a mistake for each combination of settings that cannot work."""
     yield from _check_adapter(config)
     if config.training.qat:
         yield from _check_qat(config)
@@ -34,101 +35,112 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[str]:
         yield from _check_scu(config)
 
 
-def _check_adapter(config: RunConfig) -> Iterator[str]:
-    lora = config.lora
+def _check_adapter(config: RunConfig) -> Iterator[Mistake]:
+    lora, targets = config.lora, config.lora.target_modules
     if not config.base_model.strip():
-        yield "base_model='': empty; use a folder or a model on the hub"
+        yield Mistake("base_model", "", "empty", "use a folder or a model on the hub")
     if not config.output_dir.strip():
-        yield "output_dir='': empty; use a folder"
-    if not lora.target_modules:
-        yield "lora.target_modules=[]: no targets; write all-linear or names such as q_proj"
-    if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
-        yield f"lora.target_modules={shown(lora.target_modules)}: all-linear includes all names; remove it or them"
+        yield Mistake("output_dir", "", "empty", "use a folder")
+    if not targets:
+        yield Mistake("lora.target_modules", targets, "no targets", "write all-linear or names such as q_proj")
+    if "all-linear" in targets and len(targets) > 1:
+        yield Mistake("lora.target_modules", targets, "all-linear includes all names", "remove it or them")
     if config.adapter == "none":
         return
+    given, keep = "adapter lora.adapter_path", "remove one"
     if lora.init != "default" and lora.adapter_path:
-        yield f"lora.init={lora.init}: the adapter at lora.adapter_path is already initialized; remove one"
+        yield Mistake("lora.init", lora.init, "the adapter at lora.adapter_path is already initialized", keep, given)
     for name in ("rank_pattern", "alpha_pattern"):
         if lora.adapter_path and (pattern := getattr(lora, name)):
-            yield f"lora.{name}={shown(pattern)}: the adapter at lora.adapter_path has its own; remove one"
+            yield Mistake(f"lora.{name}", pattern, "the adapter at lora.adapter_path has its own", keep, given)
     if config.adapter == "qlora" and lora.init in ("pissa", "pissa_niter_16", "olora"):
-        yield f"lora.init={lora.init}: needs full-precision weights; use loftq or default with adapter: qlora"
+        fix = "use loftq or default with adapter: qlora"
+        yield Mistake("lora.init", lora.init, "needs full-precision weights", fix, "adapter")
     if config.adapter == "qlora":
         yield from _check_bits(config)
     if config.adapter == "lora" and lora.init == "loftq":
-        yield "lora.init=loftq: prepares an adapter for a 4-bit base; set adapter: qlora, or use pissa"
+        yield Mistake("lora.init", lora.init, FOUR_BITS, "set adapter: qlora, or use pissa", "adapter")
     reads_base = lora.init in ("pissa", "pissa_niter_16", "olora", "loftq")
     reads_factors = lora.init == "orthogonal" and not gathers_by_layer(config)
     if config.zero.stage == 3 and (reads_base or reads_factors):
-        yield f"lora.init={lora.init}: needs unpartitioned weights, which zero.stage=3 does not have; use zero.stage: 2"
+        problem = "needs unpartitioned weights, which zero.stage=3 does not have"
+        yield Mistake("lora.init", lora.init, problem, "use zero.stage: 2", "zero.stage")
 
 
-def _check_bits(config: RunConfig) -> Iterator[str]:
-    quantization, lora = config.quantization, config.lora
-    kind = quantization.quant_type
-    if quantization.bits == 8 and not quantization.eight_bit:
-        yield f"quantization.bits=8: quant_type {kind} has 4; add quantization.quant_type: fp8, or int8"
-    if quantization.bits == 4 and quantization.eight_bit:
-        yield f"quantization.bits=4: quant_type {kind} has 8; use quantization.quant_type: nf4, or bits: 8"
-    if quantization.eight_bit and lora.init == "loftq":
-        yield "lora.init=loftq: prepares an adapter for a 4-bit base; use default, or quantization.quant_type: nf4"
-    if quantization.eight_bit and lora.dora:
-        yield f"lora.dora=true: cannot read base weights in {kind}; use nf4, or turn it off"
+def _check_bits(config: RunConfig) -> Iterator[Mistake]:
+    bits, kind, lora = config.quantization.bits, config.quantization.quant_type, config.lora
+    setting = "quantization.quant_type"
+    if bits == 8 and not config.quantization.eight_bit:
+        yield Mistake("quantization.bits", 8, f"quant_type {kind} has 4", f"add {setting}: fp8, or int8", setting)
+    if bits == 4 and config.quantization.eight_bit:
+        yield Mistake("quantization.bits", 4, f"quant_type {kind} has 8", f"use {setting}: nf4, or bits: 8", setting)
+    if config.quantization.eight_bit and lora.init == "loftq":
+        yield Mistake("lora.init", "loftq", FOUR_BITS, f"use default, or {setting}: nf4", f"adapter {setting}")
+    if config.quantization.eight_bit and lora.dora:
+        yield Mistake("lora.dora", True, f"cannot read base weights in {kind}", "use nf4, or turn it off")
 
 
-def _check_qat(config: RunConfig) -> Iterator[str]:
+def _check_qat(config: RunConfig) -> Iterator[Mistake]:
     """Check that training.qat can round the sum W + s B A."""
-    qat, lora = f"training.qat={config.training.qat}", config.lora
+    name, kind, lora = "training.qat", config.training.qat, config.lora
     if config.adapter == "none":
-        yield f"{qat}: rounds weights with a merged adapter, and adapter is none; use adapter: lora"
+        problem = "rounds weights with a merged adapter, and adapter is none"
+        yield Mistake(name, kind, problem, "use adapter: lora", "adapter")
         return
     if config.adapter == "qlora":
-        base = config.quantization.quant_type
-        yield f"{qat}: rounds the merged 16-bit weights, and this base is stored in {base}; use adapter: lora"
+        problem = f"rounds the merged 16-bit weights, and this base is stored in {config.quantization.quant_type}"
+        yield Mistake(name, kind, problem, "use adapter: lora", "adapter")
     if lora.dora or read_initial_adapter(config).get("use_dora"):
-        yield f"{qat}: rounds W + s B A, and DoRA scales that sum by rows; use lora.dora: false"
+        problem = "rounds W + s B A, and DoRA scales that sum by rows"
+        yield Mistake(name, kind, problem, "use lora.dora: false", "lora.dora")
     if lora.init in ("pissa", "pissa_niter_16", "olora"):
-        yield f"{qat}: lora.init={lora.init} changes the base weights that are rounded; use lora.init: default"
+        problem = f"lora.init={lora.init} changes the base weights that are rounded"
+        yield Mistake(name, kind, problem, "use lora.init: default", "lora.init")
     if config.ops.backend in ("cuda", "reference"):
-        yield f"ops.backend={config.ops.backend}: {qat} computes the adapted layers itself; use ops.backend: auto"
+        problem = f"training.qat={kind} computes the adapted layers itself"
+        yield Mistake("ops.backend", config.ops.backend, problem, "use ops.backend: auto", name)
     if config.training.torch_compile:
-        yield f"training.torch_compile=true: cannot trace the rounding of {qat}; turn it off"
+        problem = f"cannot trace the rounding of training.qat={kind}"
+        yield Mistake("training.torch_compile", True, problem, "turn it off", name)
 
 
-def _check_zero(config: RunConfig) -> Iterator[str]:
-    zero = config.zero
-    stage = "auto" if zero.stage == AUTO else zero.stage
+def _check_zero(config: RunConfig) -> Iterator[Mistake]:
+    zero, adam = config.zero, config.training.optimizer
+    stage, partitioned = "auto" if zero.stage == AUTO else zero.stage, "use zero.stage: 1, 2 or 3"
     if zero.offload_optimizer and zero.stage == 0:
-        yield "zero.offload_optimizer=true: not possible at stage 0; use zero.stage: 1, 2 or 3"
+        yield Mistake("zero.offload_optimizer", True, "not possible at stage 0", partitioned, "zero.stage")
     if zero.offload_parameters and zero.stage != 3:
-        yield f"zero.offload_parameters=true: only stage 3 partitions parameters, and zero.stage={stage}; use 3"
-    if config.training.optimizer == "adamw_8bit" and zero.offload_optimizer:
-        yield "training.optimizer=adamw_8bit: its state must stay on the GPU; turn zero.offload_optimizer off"
-    if config.training.optimizer == "adamw_8bit" and zero.stage == 0 and config.training.precision in ("bf16", "fp16"):
-        yield "training.optimizer=adamw_8bit: not with zero.stage=0 in 16 bits; use zero.stage: 1, 2 or 3"
+        problem = f"only stage 3 partitions parameters, and zero.stage={stage}"
+        yield Mistake("zero.offload_parameters", True, problem, "use 3", "zero.stage")
+    if adam == "adamw_8bit" and zero.offload_optimizer:
+        fix = "turn zero.offload_optimizer off"
+        yield Mistake("training.optimizer", adam, "its state must stay on the GPU", fix, "zero.offload_optimizer")
+    if adam == "adamw_8bit" and zero.stage == 0 and config.training.precision in ("bf16", "fp16"):
+        yield Mistake("training.optimizer", adam, "not with zero.stage=0 in 16 bits", partitioned, "zero.stage")
     yield from check_extra(zero.extra)
     why_not = why_not_by_layer(config)
     if zero.gather == "layer" and zero.stage in (0, 1, 2):
-        yield (
-            f"zero.gather=layer: only stage 3 partitions the base, and zero.stage={zero.stage}; use stage 3, or auto"
-        )
+        problem = f"only stage 3 partitions the base, and zero.stage={zero.stage}"
+        yield Mistake("zero.gather", "layer", problem, "use stage 3, or auto", "zero.stage")
     if zero.gather == "layer" and why_not:
-        yield f"zero.gather=layer: {why_not}; use module, or auto"
+        yield Mistake("zero.gather", "layer", why_not, "use module, or auto")
     if config.adapter == "qlora" and zero.offload_parameters and not gathers_by_layer(config):
-        yield (
-            "zero.offload_parameters=true: zero.gather=module cannot offload a quantised base; use zero.gather: layer, "
-            "adapter: lora, or turn it off"
-        )
+        problem = "zero.gather=module cannot offload a quantised base"
+        fix = "use zero.gather: layer, adapter: lora, or turn it off"
+        yield Mistake("zero.offload_parameters", True, problem, fix, "zero.gather adapter")
+    fix = "use zero.stage 0 to 2"
     if zero.stage == 3 and not gathers_by_layer(config) and config.model.added_tokens:
-        yield "model.added_tokens: the embedding cannot be resized when partitioned; use zero.stage 0 to 2"
+        problem = "the embedding cannot be resized when partitioned"
+        yield Mistake("model.added_tokens", None, problem, fix, "zero.stage")
     if config.training.torch_compile and zero.stage == 3:
-        yield "training.torch_compile=true: stage 3's gathers break the graph at every layer; use zero.stage 0 to 2"
+        problem = "stage 3's gathers break the graph at every layer"
+        yield Mistake("training.torch_compile", True, problem, fix, "zero.stage")
 
 
-def _check_data(config: RunConfig) -> Iterator[str]:
+def _check_data(config: RunConfig) -> Iterator[Mistake]:
     data = config.dataset
     if data.path and data.mix:
-        yield f"dataset.path={shown(data.path)}: dataset.mix is also given; keep one"
+        yield Mistake("dataset.path", data.path, "dataset.mix is also given", "keep one", "dataset.mix")
     if not data.path and not data.mix:
         yield DATA_WANTED
     for label, source in [("dataset", data), ("dataset.evaluation", data.evaluation)] + [
@@ -137,190 +149,204 @@ def _check_data(config: RunConfig) -> Iterator[str]:
         if source is None:
             continue
         if not source.path and label != "dataset":
-            yield f"{label}.path: missing; use a file, a folder or a dataset on the hub"
+            yield Mistake(f"{label}.path", None, "missing", "use a file, a folder or a dataset on the hub")
         if source.weight != 1.0 and not label.startswith("dataset.mix"):
-            yield f"{label}.weight={source.weight:g}: only sources of dataset.mix have weights; remove it"
+            problem = "only sources of dataset.mix have weights"
+            yield Mistake(f"{label}.weight", f"{source.weight:g}", problem, "remove it")
         if source.format == "custom" and not (source.template and "completion" in source.fields):
-            yield f"{label}.format=custom: needs {label}.template with {{field}} marks and {label}.fields.completion"
+            problem = f"needs {label}.template with {{field}} marks and {label}.fields.completion"
+            yield Mistake(f"{label}.format", "custom", problem, involves=f"{label}.template {label}.fields.completion")
         if unknown := [role for role in source.roles if role not in ROLES]:
-            yield f"{label}.roles.{unknown[0]}: unknown role; list your names under {', '.join(ROLES)}"
-    if data.batching == "tokens" and (data.packing or data.streaming):
-        what = "packing leaves nothing to pad" if data.packing else "the lengths in a stream are unknown"
-        yield f"dataset.batching=tokens: {what}; use samples"
+            fix = f"list your names under {', '.join(ROLES)}"
+            yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
+    if data.batching == "tokens" and data.packing:
+        yield Mistake("dataset.batching", "tokens", "packing leaves nothing to pad", "use samples", "dataset.packing")
+    elif data.batching == "tokens" and data.streaming:
+        yield Mistake("dataset.batching", "tokens", "the lengths in a stream are unknown", "use samples")
     if data.val_split and data.evaluation:
-        yield f"dataset.val_split={data.val_split}: dataset.evaluation is also given; keep one"
+        problem = "dataset.evaluation is also given"
+        yield Mistake("dataset.val_split", data.val_split, problem, "keep one", "dataset.evaluation")
     if set(data.train_on) - {*ROLES, "all"} or not data.train_on:
-        yield f"dataset.train_on={shown(data.train_on)}: choose from assistant, user, system, tool, all"
+        yield Mistake("dataset.train_on", data.train_on, "choose from assistant, user, system, tool, all")
+    unknown_length = "the length of a stream is unknown"
     if data.streaming and not config.training.max_steps:
-        yield "dataset.streaming=true: the length of a stream is unknown; set training.max_steps"
+        yield Mistake("dataset.streaming", True, unknown_length, "set training.max_steps", "training.max_steps")
     for name in ("saves_per_epoch", "evals_per_epoch"):
         if data.streaming and (given := getattr(config.training, name)):
-            steps = f"training.{name[:4]}_steps"
-            yield f"training.{name}={given:g}: the length of a stream is unknown; set {steps} instead"
+            yield Mistake(f"training.{name}", f"{given:g}", unknown_length, f"set training.{name[:4]}_steps instead")
     if data.streaming and data.val_split:
-        yield "dataset.val_split: a stream cannot be split; set dataset.evaluation"
+        yield Mistake("dataset.val_split", None, "a stream cannot be split", "set dataset.evaluation")
 
 
-def _check_preference(config: RunConfig) -> Iterator[str]:
+def _check_preference(config: RunConfig) -> Iterator[Mistake]:
     preference = config.preference
     if config.task != "preference":
         if preference != PreferenceSection():
             [name, *_] = [name for name, value in PreferenceSection() if value != getattr(preference, name)]
-            value = shown(getattr(preference, name))
-            yield f"preference.{name}={value}: has no effect, because task is {config.task}; set task: preference"
+            problem = f"has no effect, because task is {config.task}"
+            yield Mistake(f"preference.{name}", getattr(preference, name), problem, "set task: preference", "task")
         return
     needs_reference = any(name not in WITHOUT_REFERENCE for name in preference.loss)
     if needs_reference and not preference.beta:
-        yield "preference.beta=0: every answer would be equally good; use 0.1 to start with"
+        yield Mistake("preference.beta", 0, "every answer would be equally good", "use 0.1 to start with")
     if "exo_pair" in preference.loss and not preference.label_smoothing:
-        yield "preference.loss=exo_pair: needs preference.label_smoothing above 0; 0.001 is usual"
+        problem = "needs preference.label_smoothing above 0"
+        yield Mistake("preference.loss", "exo_pair", problem, "0.001 is usual", "preference.label_smoothing")
     if config.dataset.train_on != ("assistant",):
-        yield f"dataset.train_on={shown(config.dataset.train_on)}: pairs train their answers alone; remove it"
+        problem = "pairs train their answers alone"
+        yield Mistake("dataset.train_on", config.dataset.train_on, problem, "remove it", "task")
     if config.scu.enabled and config.scu.measure != "kl":
-        yield f"scu.measure={config.scu.measure}: compares with a loss per token, not per pair; use kl"
+        problem = "compares with a loss per token, not per pair"
+        yield Mistake("scu.measure", config.scu.measure, problem, "use kl", "task")
     if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
         yield from _check_reference(config)
     if preference.reference == "cached" and config.dataset.streaming:
-        yield "preference.reference=cached: the answers of a stream are unknown before training; use step"
+        problem = "the answers of a stream are unknown before training"
+        yield Mistake("preference.reference", "cached", problem, "use step", "dataset.streaming")
 
 
-def _check_reference(config: RunConfig) -> Iterator[str]:
+def _check_reference(config: RunConfig) -> Iterator[Mistake]:
     """Check that the base without its adapter can be the reference of preference training."""
     fix = "or a loss without a reference, such as preference.loss: simpo"
+    involved = "preference.loss preference.reference task"
     if config.adapter == "none":
-        yield f"adapter=none: the reference is the model without its adapter; use lora, {fix}"
-    if config.lora.adapter_path:
-        yield (
-            f"lora.adapter_path={shown(config.lora.adapter_path)}: the reference would be the base without this "
-            "adapter; merge it into the base first (`zerolora merge`), " + fix
+        problem = "the reference is the model without its adapter"
+        yield Mistake("adapter", "none", problem, f"use lora, {fix}", involved)
+    if path := config.lora.adapter_path:
+        problem = "the reference would be the base without this adapter"
+        yield Mistake(
+            "lora.adapter_path", path, problem, f"merge it into the base first (`zerolora merge`), {fix}", involved
         )
-    if config.lora.init in ("pissa", "pissa_niter_16", "olora"):
-        yield f"lora.init={config.lora.init}: changes the base, which is the reference; use default"
+    if (init := config.lora.init) in ("pissa", "pissa_niter_16", "olora"):
+        yield Mistake("lora.init", init, "changes the base, which is the reference", "use default", involved)
 
 
-def _check_training(config: RunConfig) -> Iterator[str]:
-    training = config.training
-    if training.offload_activations and training.gradient_checkpointing not in ("non_reentrant", "selective"):
-        yield (
-            "training.offload_activations=true: not with "
-            f"training.gradient_checkpointing={training.gradient_checkpointing}; use non_reentrant or selective"
-        )
-    if (layers := training.gradient_checkpointing_layers) and training.gradient_checkpointing != "non_reentrant":
-        yield (
-            f"training.gradient_checkpointing_layers={layers}: not with "
-            f"training.gradient_checkpointing={training.gradient_checkpointing}; use non_reentrant"
-        )
-    if training.gradient_checkpointing == "selective" and config.adapter == "none":
-        yield "training.gradient_checkpointing=selective: needs an adapter; use non_reentrant"
+def _check_training(config: RunConfig) -> Iterator[Mistake]:
+    training, recompute = config.training, config.training.gradient_checkpointing
+    clash, switch = f"not with training.gradient_checkpointing={recompute}", "training.gradient_checkpointing"
+    if training.offload_activations and recompute not in ("non_reentrant", "selective"):
+        yield Mistake("training.offload_activations", True, clash, "use non_reentrant or selective", switch)
+    if (layers := training.gradient_checkpointing_layers) and recompute != "non_reentrant":
+        yield Mistake("training.gradient_checkpointing_layers", layers, clash, "use non_reentrant", switch)
+    if recompute == "selective" and config.adapter == "none":
+        yield Mistake(switch, recompute, "needs an adapter", "use non_reentrant", "adapter")
     accumulation, total = training.gradient_accumulation_steps, training.global_batch_size
     rows = accumulation * (1 if training.batch_size == AUTO else training.batch_size)
     if accumulation > 1 and total is not None and (total == AUTO or total % rows):
-        yield (
-            f"training.gradient_accumulation_steps={accumulation}: training.global_batch_size="
-            f"{'auto' if total == AUTO else total} decides it; remove one, or set it to null"
-        )
+        problem = f"training.global_batch_size={'auto' if total == AUTO else total} decides it"
+        name, fix = "training.gradient_accumulation_steps", "remove one, or set it to null"
+        yield Mistake(name, accumulation, problem, fix, "training.global_batch_size")
     if training.elastic and training.max_restarts == 0:
-        yield "training.elastic=true: needs restarts, but training.max_restarts is 0; remove one"
-    if training.cuda_graphs == "on" and (why_not := why_no_graphs(config)):
-        yield f"training.cuda_graphs=on: {why_not}; use auto"
+        problem = "needs restarts, but training.max_restarts is 0"
+        yield Mistake("training.elastic", True, problem, "remove one", "training.max_restarts")
+    if training.cuda_graphs == "on" and (obstacle := find_graph_obstacle(config)):
+        yield Mistake("training.cuda_graphs", "on", obstacle[1], "use auto", obstacle[0])
     yield from _check_evaluation(config)
     if training.best_checkpoint and training.eval_steps and training.save_steps % training.eval_steps:
-        yield (
-            f"training.save_steps={training.save_steps}: best_checkpoint needs an evaluation at every save; "
-            f"use a multiple of eval_steps={training.eval_steps}"
-        )
+        problem = "best_checkpoint needs an evaluation at every save"
+        involves = "training.best_checkpoint training.eval_steps"
+        fix = f"use a multiple of eval_steps={training.eval_steps}"
+        yield Mistake("training.save_steps", training.save_steps, problem, fix, involves)
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
-        yield (
-            f"training.warmup_steps={training.warmup_steps}: must be less than training.max_steps={training.max_steps}"
-            ", or the learning rate never reaches its peak"
-        )
+        why = f"must be less than training.max_steps={training.max_steps}, or the learning rate never reaches its peak"
+        yield Mistake("training.warmup_steps", training.warmup_steps, why, involves="training.max_steps")
     reporters = config.logging.report_to
     if "none" in reporters:
-        yield f"logging.report_to={shown(reporters)}: none cannot be combined; remove it or the others"
-    unknown = set(reporters) - {"tensorboard", "wandb"}
-    if unknown:
-        yield f"logging.report_to={shown(reporters)}: choose from tensorboard, wandb, none"
+        yield Mistake("logging.report_to", reporters, "none cannot be combined", "remove it or the others")
+    if set(reporters) - {"tensorboard", "wandb"}:
+        yield Mistake("logging.report_to", reporters, "choose from tensorboard, wandb, none")
 
 
-def _check_evaluation(config: RunConfig) -> Iterator[str]:
+def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
     training = config.training
     for per_epoch, steps in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
         if (given := getattr(training, per_epoch)) and getattr(training, steps) != getattr(TrainingSection(), steps):
-            yield f"training.{per_epoch}={given:g}: training.{steps} is also given; keep one"
+            problem = f"training.{steps} is also given"
+            yield Mistake(f"training.{per_epoch}", f"{given:g}", problem, "keep one", f"training.{steps}")
     when = "evals_per_epoch" if training.evals_per_epoch else "eval_steps"
+    interval = getattr(training, when)
     users = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
     if not (config.dataset.val_split or config.dataset.evaluation):
-        also = "" if getattr(training, when) else ", and training.eval_steps"
-        wanted = users or ({when: getattr(training, when)} if getattr(training, when) else {})
-        for name, value in wanted.items():
-            held_out = "nothing is held out; set dataset.val_split or dataset.evaluation"
-            yield f"training.{name}={shown(value)}: {held_out}{also}"
-    elif users and not getattr(training, when):
-        yield "training.eval_steps=0: early_stopping and best_checkpoint need evaluations; set it"
+        also = "" if interval else " training.eval_steps"
+        fix = f"set dataset.val_split or dataset.evaluation{also and f', and{also}'}"
+        for name, value in (users or ({when: interval} if interval else {})).items():
+            involves = f"dataset.val_split dataset.evaluation{also}"
+            yield Mistake(f"training.{name}", value, "nothing is held out", fix, involves)
+    elif users and not interval:
+        problem = "early_stopping and best_checkpoint need evaluations"
+        yield Mistake("training.eval_steps", 0, problem, "set it", " ".join(f"training.{name}" for name in users))
 
 
-def _check_scu(config: RunConfig) -> Iterator[str]:
-    scu = config.scu
+def _check_scu(config: RunConfig) -> Iterator[Mistake]:
+    scu, training = config.scu, config.training
     if config.adapter == "none":
-        yield "scu.enabled=true: the controller needs an adapter, and adapter is none; use lora or qlora"
-    if config.training.weight_decay > 0:
-        yield (
-            f"training.weight_decay={config.training.weight_decay}: a second regularizer next to scu.enabled; set it "
-            "to 0"
-        )
-    if config.training.gradient_checkpointing == "reentrant" and config.zero.stage and scu.controller != "none":
+        problem = "the controller needs an adapter, and adapter is none"
+        yield Mistake("scu.enabled", True, problem, "use lora or qlora", "adapter")
+    if training.weight_decay > 0:
+        problem = "a second regularizer next to scu.enabled"
+        yield Mistake("training.weight_decay", training.weight_decay, problem, "set it to 0", "scu.enabled")
+    if training.gradient_checkpointing == "reentrant" and config.zero.stage and scu.controller != "none":
         # Its nested backward passes give DeepSpeed an adapter's gradient in two parts; stages 1 to 3 accept only one.
-        yield "training.gradient_checkpointing=reentrant: not with scu.enabled; use non_reentrant"
+        name, fix = "training.gradient_checkpointing", "use non_reentrant"
+        yield Mistake(name, "reentrant", "not with scu.enabled", fix, "scu.enabled")
     if scu.lambda_min >= scu.lambda_max:
-        yield f"scu.lambda_min={scu.lambda_min}: must be below scu.lambda_max={scu.lambda_max}"
+        problem = f"must be below scu.lambda_max={scu.lambda_max}"
+        yield Mistake("scu.lambda_min", scu.lambda_min, problem, involves="scu.lambda_max")
     elif not scu.lambda_min <= float(scu.lambda_start) <= scu.lambda_max:
-        yield (
-            f"scu.lambda_start={scu.lambda_start}: must be between scu.lambda_min={scu.lambda_min} "
-            f"and scu.lambda_max={scu.lambda_max}"
-        )
+        problem = f"must be between scu.lambda_min={scu.lambda_min} and scu.lambda_max={scu.lambda_max}"
+        yield Mistake("scu.lambda_start", scu.lambda_start, problem, involves="scu.lambda_min scu.lambda_max")
     if scu.measure != "kl" and scu.target != "auto" and scu.target >= 1.0:
-        yield f"scu.target={scu.target}: must be below 1, a fraction of information; use 0.01 to start with"
+        yield Mistake("scu.target", scu.target, "must be below 1, a fraction of information", "use 0.01 to start with")
     if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
-        yield "scu.target=auto: published targets are for measure: factors; use a number, or use scu.law: logit"
+        problem, fix = "published targets are for measure: factors", "use a number, or use scu.law: logit"
+        yield Mistake("scu.target", "auto", problem, fix, "scu.measure scu.law")
     if scu.measure == "kl":
         yield from _check_kl(config)
         return  # measured in bits per token, without scu.tokens
     if config.dataset.streaming and not scu.tokens:
-        yield "scu.tokens: the tokens of a stream cannot be counted; set it to the target tokens of one epoch"
+        fix = "set it to the target tokens of one epoch"
+        yield Mistake("scu.tokens", None, "the tokens of a stream cannot be counted", fix)
 
 
-def _check_kl(config: RunConfig) -> Iterator[str]:
+def _check_kl(config: RunConfig) -> Iterator[Mistake]:
+    measure, lora = "scu.measure", config.lora
     if config.scu.law == "published" and config.scu.controller == "pi":
-        yield "scu.law=published: not with scu.measure: kl, which has its own law; remove it"
-    if config.lora.init in ("pissa", "pissa_niter_16", "olora"):
-        yield f"lora.init={config.lora.init}: changes the base, which scu.measure: kl needs; use default"
+        yield Mistake("scu.law", "published", "not with scu.measure: kl, which has its own law", "remove it", measure)
+    if lora.init in ("pissa", "pissa_niter_16", "olora"):
+        yield Mistake("lora.init", lora.init, "changes the base, which scu.measure: kl needs", "use default", measure)
     if config.training.offload_activations:
         # The pass over the reference text would overwrite the activations of the previous pass in host memory.
-        yield "training.offload_activations=true: not with scu.measure: kl; turn it off"
+        yield Mistake("training.offload_activations", True, "not with scu.measure: kl", "turn it off", measure)
 
 
-def why_no_graphs(config: RunConfig) -> str | None:
+def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
     """Return the setting that rules out CUDA graphs, and why; None if they are possible."""
-    training = config.training
-    if config.task == "preference":
-        return "task: preference weights answers only after the pass"
-    if config.adapter == "none":
-        return "adapter: none trains all weights, and captured graphs need an adapter in one buffer"
-    if not config.ops.flat:
-        return "ops.flat: false gives every factor a separate gradient"
-    if config.zero.stage == 3:
-        return "zero.stage: 3 gathers weights within a pass"
-    if training.torch_compile:
-        return "training.torch_compile uses its own graphs"
-    if training.gradient_checkpointing == "reentrant":
-        return "reentrant checkpointing runs a separate backward pass for every layer"
-    if training.offload_activations:
-        return "training.offload_activations copies on another stream"
-    if training.router_aux_loss:
-        return "training.router_aux_loss is a second result of the pass"
-    if training.qat:
-        return "training.qat draws dropout on the host"
-    return None
+    training, switch = config.training, "training.gradient_checkpointing"
+    no_adapter = "adapter: none trains all weights, and captured graphs need an adapter in one buffer"
+    obstacles = (
+        (config.task == "preference", "task", "task: preference weights answers only after the pass"),
+        (config.adapter == "none", "adapter", no_adapter),
+        (not config.ops.flat, "ops.flat", "ops.flat: false gives every factor a separate gradient"),
+        (config.zero.stage == 3, "zero.stage", "zero.stage: 3 gathers weights within a pass"),
+        (training.torch_compile, "training.torch_compile", "training.torch_compile uses its own graphs"),
+        (
+            training.gradient_checkpointing == "reentrant",
+            switch,
+            "reentrant checkpointing runs a separate backward pass for every layer",
+        ),
+        (
+            training.offload_activations,
+            "training.offload_activations",
+            "training.offload_activations copies on another stream",
+        ),
+        (
+            training.router_aux_loss,
+            "training.router_aux_loss",
+            "training.router_aux_loss is a second result of the pass",
+        ),
+        (training.qat, "training.qat", "training.qat draws dropout on the host"),
+    )
+    return next(((setting, why) for applies, setting, why in obstacles if applies), None)
 
 
 def unusual_settings(config: RunConfig) -> list[str]:

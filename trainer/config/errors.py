@@ -2,7 +2,8 @@
 
 import errno
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -40,13 +41,6 @@ def _without_middle(text: str, most: int) -> str:
     return f"{text[: most - end - 3]}...{text[-end:]}"
 
 
-DATA_WANTED = (
-    "dataset.path: missing; set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, "
-    ".csv or .txt file, a folder of them, or a dataset on the hub, with records of messages | conversations | "
-    "instruction + output | prompt + completion | text"
-)
-
-
 class UserError(Exception):
     """A mistake in the configuration, the command line or the data: shown as one line, exit code 2, nothing written."""
 
@@ -60,11 +54,12 @@ class UserError(Exception):
 class UserErrors(UserError):
     """Several mistakes found together, one line each."""
 
-    def __init__(self, messages: Sequence[str]) -> None:
-        super().__init__(messages[0])
-        self.messages = [str(UserError(message)) for message in messages[:MOST_LINES]]
-        if len(messages) > MOST_LINES:
-            self.messages.append(f"and {len(messages) - MOST_LINES:,} more mistakes, listed when these are fixed")
+    def __init__(self, mistakes: Sequence["Mistake | str"]) -> None:
+        super().__init__(str(mistakes[0]))
+        self.mistakes = mistakes
+        self.messages = [str(UserError(str(mistake))) for mistake in mistakes[:MOST_LINES]]
+        if len(mistakes) > MOST_LINES:
+            self.messages.append(f"and {len(mistakes) - MOST_LINES:,} more mistakes, listed when these are fixed")
 
     def __str__(self) -> str:
         # The caller prints `error: ` before the first line.
@@ -108,3 +103,43 @@ def shown(value: Any, limit: int = 80) -> str:
         value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
     return _without_middle(printable(text), limit)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A setting that cannot be used as given, shown as `setting=value: problem; fix (place)`."""
+
+    setting: str
+    value: Any
+    """None if the message does not repeat it."""
+    problem: str
+    fix: str = ""
+    involves: str = ""
+    """Other settings whose values the problem depends on, separated by spaces."""
+    name: str = ""
+    """The name to show instead of `setting`."""
+    place: str = ""
+    """Where it was given, such as ` (run.yaml:3)`."""
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f"={shown(self.value)}"
+        return f"{self.name or self.setting}{value}: {self.problem}{'; ' if self.fix else ''}{self.fix}{self.place}"
+
+    @property
+    def settings(self) -> set[str]:
+        """The setting and those that it involves."""
+        return {self.setting, *self.involves.split()}
+
+    def concerns(self, names: Collection[str]) -> bool:
+        """Return whether one of its settings has one of these names, or is in a section that has."""
+        return any(f"{setting}.".startswith(f"{name}.") for setting in self.settings for name in names)
+
+
+DATA_WANTED = Mistake(
+    "dataset.path",
+    None,
+    "missing",
+    "set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv or .txt file, a "
+    "folder of them, or a dataset on the hub, with records of messages | conversations | instruction + output | "
+    "prompt + completion | text",
+)

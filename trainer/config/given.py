@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from trainer.config.aliases import resolve_alias
 from trainer.config.dialects import translate_setting
-from trainer.config.errors import UserError, shown
-from trainer.config.messages import section_wanted_message
+from trainer.config.errors import Mistake, UserError, shown
+from trainer.config.messages import section_wanted
 from trainer.config.mistakes import Mistakes, remove_setting
 from trainer.config.needs import Unread
 from trainer.config.sections import RunConfig
@@ -45,10 +45,8 @@ class Given:
         """Report `adapter: qlora` together with `load_in_4bit: false`."""
         adapter = self.tree.get("adapter", "lora")
         if adapter == "qlora" and self._left_out.get("load_in_4bit") is False:
-            self.mistakes.add(
-                "load_in_4bit",
-                "load_in_4bit=false: adapter is qlora, which has a 4-bit base; write adapter: lora, or remove it",
-            )
+            problem = "adapter is qlora, which has a 4-bit base"
+            self.mistakes.add(Mistake("load_in_4bit", False, problem, "write adapter: lora, or remove it"))
 
     def leave_out(self, unread: Mapping[str, list[Unread]]) -> None:
         """Remove settings without effect, with a note; settings that another one replaces are only noted."""
@@ -68,7 +66,7 @@ class Given:
                     self.tree.setdefault(key, {})
                     yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
-                    self.mistakes.add(key, section_wanted_message(key, kind, value))
+                    self.mistakes.add(section_wanted(key, kind, value))
                 elif key == "dataset":
                     yield key, value
             elif value is not None or key != "seed":  # an empty section or seed means the default
@@ -80,7 +78,7 @@ class Given:
         try:
             translated = translate_setting(name, value)
         except UserError as error:
-            self.mistakes.add(name, str(error))
+            self.mistakes.add_error(name, str(error))
             return
         if translated is not None:
             settings, note = translated
@@ -99,9 +97,8 @@ class Given:
         for section in sections:
             child = node.setdefault(section, {})
             if not isinstance(child, dict):
-                self.mistakes.add(
-                    name, f"{dotted}={shown(value)}: {section} is {shown(child)}, not a section; remove one of them"
-                )
+                problem = f"{section} is {shown(child)}, not a section"
+                self.mistakes.add(Mistake(name, shown(value), problem, "remove one of them", name=dotted))
                 return
             node = child
         either = (node.get(last), value) in (("lora", "qlora"), ("qlora", "lora"))
@@ -127,7 +124,7 @@ class Given:
         try:
             ours, notes = source_settings(entry)
         except UserError as error:
-            self.mistakes.add(name, f"{name}.{error}")
+            self.mistakes.add_error(name, f"{name}.{error}")
             return entry
         self.notes += notes
         return ours

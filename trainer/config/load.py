@@ -70,8 +70,8 @@ def load_text(
             f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
-    if lines := mistakes.sorted_messages():
-        raise UserErrors(lines)
+    if found := mistakes.sorted_mistakes():
+        raise UserErrors(found)
     if left_out:
         given.leave_out(left_out)
         config = RunConfig.model_validate(given.tree)

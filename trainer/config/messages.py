@@ -1,13 +1,13 @@
-"""Convert pydantic's errors to messages with the setting's dotted name, its value and the allowed values."""
+"""Convert pydantic's errors to mistakes, with the setting's dotted name, its value and the allowed values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import ALIASES, ELSEWHERE
-from trainer.config.errors import DATA_WANTED, nearest, shown
+from trainer.config.errors import DATA_WANTED, Mistake, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 
@@ -33,72 +33,74 @@ WORDS = {
     "string_too_long": "must have {max_length} characters or fewer",
     "int_parsing_size": "must be a whole number of fewer digits",
 }
+_ALL_LISTED = "`zerolora config --schema` lists all of them"
+_NO_NUMBER = ("int_type", "int_parsing", "int_from_float", "float_type", "float_parsing", "finite_number")
 
 
-def describe_errors(error: ValidationError, written_as: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return name and error message of each mistake, unknown settings first; `written_as` has the names as typed."""
-    found: dict[str, str] = {}
-    for entry in sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden"):
-        if entry["type"] == "extra_forbidden":
-            path = [str(part) for part in entry["loc"]]
-            found.setdefault(".".join(path), unknown_setting_message(path))
-            continue
-        # pydantic reports each alternative of a union; only the first is used.
-        path, section = _follow(entry["loc"])
-        dotted = ".".join(path)
-        line = found.setdefault(dotted, _format_mistake(entry, path, section, written_as.get(dotted, dotted)))
-        other = entry.get("ctx", {}).get("expected")
-        if entry["type"] == "literal_error" and line.endswith(("number", "1e-4")):
-            found[dotted] = f"{line}, or {'auto' if other == str(AUTO) else other}"
-    return list(found.items())
+def describe_errors(error: ValidationError) -> list[Mistake]:
+    """Return a mistake for each setting, unknown settings first."""
+    entries = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
+    alternatives: dict[tuple[str, ...], list[ErrorDetails]] = {}  # pydantic reports each alternative of a union
+    for entry in entries:
+        is_unknown = entry["type"] == "extra_forbidden"
+        path = map(str, entry["loc"]) if is_unknown else _follow(entry["loc"])[0]
+        alternatives.setdefault(tuple(path), []).append(entry)
+    return [_describe(path, *found) for path, found in alternatives.items()]
 
 
-def _format_mistake(found: ErrorDetails, path: list[str], section: type[BaseModel] | None, name: str) -> str:
+def _describe(path: Sequence[str], found: ErrorDetails, *others: ErrorDetails) -> Mistake:
+    if found["type"] == "extra_forbidden":
+        return _unknown_setting(path)
+    name, value, section = ".".join(path), found["input"], section_at(path)
     if not path:
-        return f"{shown(found['input'])!a}: unknown setting; `zerolora config --schema` lists all of them"
-    if found["type"] == "missing" and path == ["dataset"]:
+        return Mistake(ascii(shown(value)), None, "unknown setting", _ALL_LISTED)
+    if found["type"] == "missing" and path == ("dataset",):
         return DATA_WANTED
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
-        return f"{name}: missing; it has no default, write `{path[-1]}: ...`{inner}"
-    if found["input"] is None:
-        return f"{name}: empty; write a value, or remove it"
+        return Mistake(name, None, "missing", f"it has no default, write `{path[-1]}: ...`{inner}")
+    if value is None:
+        return Mistake(name, None, "empty", "write a value, or remove it")
     if found["type"] == "tuple_type" and section:
-        first = next(iter(section.model_fields))
-        return f"{name}={shown(found['input'])}: must be a list of sections, such as [{{{first}: ...}}]"
-    if found["type"] == "string_type" and isinstance(found["input"], (list, dict)):
+        return Mistake(
+            name, value, f"must be a list of sections, such as [{{{next(iter(section.model_fields))}: ...}}]"
+        )
+    if found["type"] == "string_type" and isinstance(value, (list, dict)):
         fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
-        kind = "list" if isinstance(found["input"], list) else "map"
-        return f"{name}={shown(found['input'])}: must be text, not a {kind}; {fix}"
+        return Mistake(name, value, f"must be text, not a {'list' if isinstance(value, list) else 'map'}", fix)
     if found["type"] in ("model_type", "model_attributes_type") and section:
-        return section_wanted_message(name, section, found["input"])
-    above = section_at(path[:-1])
-    meaning = above.model_fields[path[-1]].description if found["input"] is True and above else None
-    hint = f" ({meaning.split('.')[0]})" if meaning else ""  # a switch in other trainers, but a number here
-    return f"{name}={shown(found['input'])}: {describe_problem(found)}{hint}"
+        return section_wanted(name, section, value)
+    problem, above = describe_problem(found), section_at(path[:-1])
+    if value is True and above and (meaning := above.model_fields[path[-1]].description):
+        problem += f" ({meaning.split('.')[0]})"  # a switch in other trainers, but a number here
+    word = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
+    if word and found["type"] in _NO_NUMBER:
+        problem += f", or {'auto' if word == str(AUTO) else word}"
+    return Mistake(name, value, problem)
 
 
-def section_wanted_message(name: str, section: type[BaseModel], value: Any) -> str:
-    """Return the error message for a section that was given a single value."""
+def section_wanted(name: str, section: type[BaseModel], value: Any) -> Mistake:
+    """Return the mistake of a section that was given a single value."""
     first = next(iter(section.model_fields))
-    return f"{name}={shown(value)}: must be a section; write `{name}.{first}=...` or `{first}:` below it"
+    return Mistake(name, value, "must be a section", f"write `{name}.{first}=...` or `{first}:` below it")
 
 
-def unknown_setting_message(path: Sequence[str]) -> str:
-    """Return the error message for an unknown name, with the nearest setting of its section or else of all."""
+def _unknown_setting(path: Sequence[str]) -> Mistake:
+    """Return the mistake of an unknown name; it involves the nearest setting of its section or else of all."""
     dotted, name = ".".join(path), path[-1]
     if dotted in ELSEWHERE:
-        return f"{dotted}: not a setting here; {ELSEWHERE[dotted]}"
-    if name in ALIASES:
-        return f"{dotted}: unknown setting; did you mean {ALIASES[name]}?"
-    if (section := section_at(path[:-1])) and (close := nearest(name, section.model_fields)):
-        return f"{dotted}: unknown setting; did you mean {'.'.join([*path[:-1], close])}?"
+        return Mistake(dotted, None, "not a setting here", ELSEWHERE[dotted])
     everywhere = {key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])} | {
         key: ours for alias, ours in ALIASES.items() for key in (alias, alias.rsplit(".", 1)[-1])
     }
-    close = nearest(dotted, everywhere, 0.8) or nearest(name, everywhere, 0.8)
-    fix = f"did you mean {everywhere[close]}?" if close else "`zerolora config --schema` lists all of them"
-    return f"{dotted}: unknown setting; {fix}"
+    section = section_at(path[:-1])
+    if name in ALIASES:
+        meant = ALIASES[name]
+    elif section and (close := nearest(name, section.model_fields)):
+        meant = ".".join([*path[:-1], close])
+    else:
+        meant = everywhere.get(nearest(dotted, everywhere, 0.8) or nearest(name, everywhere, 0.8) or "", "")
+    return Mistake(dotted, None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
 
 
 def suggest_override(option: str, words: Sequence[str]) -> str | None:

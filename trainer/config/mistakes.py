@@ -1,26 +1,26 @@
 """Collect the mistakes of a configuration, ordered by line of the file, then the command line."""
 
 import copy
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainer.config.checks import find_invalid_combinations
+from trainer.config.errors import Mistake
 from trainer.config.messages import describe_errors, setting_names
-from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_message
+from trainer.config.needs import Unread, find_unread_settings, switch_value, unread_mistake
 from trainer.config.sections import RunConfig
 from trainer.config.zero import gathers_by_layer
 
-_SUGGESTED = re.compile(r"; did you mean ([\w.]+)\?")
 # Values for missing settings without a default, so that the other settings can be checked.
 _PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset": {"path": "x"}}
 
 
 class Mistakes:
-    """Error messages, each with the name as typed and the line of the file or `command line`."""
+    """Mistakes, each with the name as typed and the line of the file or `command line`."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
@@ -28,26 +28,29 @@ class Mistakes:
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
-        self._found: dict[str, tuple[tuple[int, int], str]] = {}
+        self._found: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
 
     def override(self, name: str) -> None:
         """Attribute later mistakes of this setting to the command line."""
         self._overridden.setdefault(name, len(self._overridden))
 
-    def add(self, dotted: str, message: str) -> None:
+    def add(self, mistake: Mistake) -> None:
         """Add a mistake of a setting; only the first of a setting is reported."""
-        typed = self.names.get(dotted, dotted)
-        if typed != dotted and message.startswith(dotted):
-            message = typed + message.removeprefix(dotted)
-        order, place = self._place(dotted)
-        self._found.setdefault(dotted, (order, message + place))
+        order, place = self._place(mistake.setting)
+        name = mistake.name or self.names.get(mistake.setting, "")
+        self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place)))
+
+    def add_error(self, name: str, message: str) -> None:
+        """Add an error message about a setting, which is reported as it is."""
+        order, place = self._place(name)
+        self._found.setdefault(name, (order, message + place))
 
     def add_twice(self, dotted: str, name: str) -> None:
         """Add a setting that is given as `name` after it was given under another name."""
-        message = f"{name}: also given as {self.names[dotted]}, which is the same setting; keep one"
-        line = self._lines.get(name)
-        place = f" ({self._path}:{line})" if line else ""
-        self._found.setdefault(name, ((0, self._positions.get(name, 0)), message + place))
+        problem = f"also given as {self.names[dotted]}, which is the same setting"
+        place = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
+        mistake = Mistake(name, None, problem, "keep one", place=place)
+        self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line(self, line: int, message: str) -> None:
         """Add a mistake whose message names its line of the file."""
@@ -60,28 +63,27 @@ class Mistakes:
 
     def add_values(self, error: ValidationError) -> None:
         """Add pydantic's errors, except settings that are missing only because their name is misspelt."""
-        entries = describe_errors(error, self.names)
-        doubtful = self._doubtful(dict(entries))
-        for dotted, message in entries:
-            if ": missing; " not in message or dotted not in doubtful:
-                self.add(dotted, message)
+        found = describe_errors(error)
+        explained = {*self._found, *(name for mistake in found for name in mistake.involves.split())}
+        for mistake in found:
+            if self._is_given(mistake.setting) or not mistake.concerns(explained):
+                self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:
         """Add invalid combinations, except those that involve an invalid setting.
 
         Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
-        doubtful = self._doubtful({dotted: text for dotted, (_, text) in self._found.items()})
-        names = {name.rpartition(".")[2] for name in doubtful} | doubtful
         unread, left_out = self._unread(config)
-        for message in (*find_invalid_combinations(config), *unread):
-            if not any(re.search(rf"\b{re.escape(name)}\b", message) for name in names):
-                start = re.match(r"\w+(\.\w+)*", message)
-                self.add(start.group() if start else message, message)
+        entries = [(name, found) for name, (_, found) in self._found.items()]
+        doubtful = set().union(*(found.settings if isinstance(found, Mistake) else {name} for name, found in entries))
+        for mistake in (*find_invalid_combinations(config), *unread):
+            if not mistake.concerns(doubtful):
+                self.add(mistake)
         return left_out
 
-    def _unread(self, config: RunConfig) -> tuple[list[str], dict[str, list[Unread]]]:
-        """Return a message for each reason why given settings have no effect, and those without effect on purpose."""
+    def _unread(self, config: RunConfig) -> tuple[list[Mistake], dict[str, list[Unread]]]:
+        """Return a mistake for each reason why given settings have no effect, and those without effect on purpose."""
         mistaken: dict[str, list[Unread]] = {}
         left_out: dict[str, list[Unread]] = {}
         if config.zero.stage == 3 and config.zero.gather == "auto":
@@ -95,7 +97,7 @@ class Mistakes:
                 continue
             on_purpose = is_whole or found.need.replaces or self._is_switched_off(found, config)
             (left_out if on_purpose else mistaken).setdefault(found.need.reason(config), []).append(found)
-        return [unread_message(settings, reason) for reason, settings in mistaken.items()], left_out
+        return [unread_mistake(settings, reason) for reason, settings in mistaken.items()], left_out
 
     def _is_given(self, dotted: str) -> bool:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
@@ -112,16 +114,9 @@ class Mistakes:
         """Return the number of mistakes in the file, excluding the command line."""
         return sum(order[0] < 2 for order, _ in self._found.values())
 
-    def sorted_messages(self) -> list[str]:
-        """Return all messages in order."""
-        return [text for _, text in sorted(self._found.values())]
-
-    @staticmethod
-    def _doubtful(found: Mapping[str, str]) -> set[str]:
-        """Return the settings that have a mistake, and those suggested for unknown names."""
-        meant = {match.group(1) for text in found.values() if (match := _SUGGESTED.search(text))}
-        names = {name for name, text in found.items() if ": missing; " not in text} | meant
-        return names | {name.partition(".")[0] for name in names if "." not in name}
+    def sorted_mistakes(self) -> list[Mistake | str]:
+        """Return all mistakes in order."""
+        return [mistake for _, mistake in sorted(self._found.values(), key=lambda found: (found[0], str(found[1])))]
 
     def _place(self, dotted: str) -> tuple[tuple[int, int], str]:
         """Return the position of a setting among the mistakes, and the text that names it."""
@@ -140,36 +135,23 @@ class Mistakes:
 def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
     """Return the configuration with defaults for invalid settings, or None, so that the others can be checked."""
     valid = copy.deepcopy(dict(tree))
-    for dotted, message in describe_errors(error, {}):
-        if ": missing; " in message:
-            first = dotted.partition(".")[0]
-            valid[first] = _PLACEHOLDERS.get(first)
-        else:
-            remove_setting(valid, dotted.split("."))
-    for name, value in _PLACEHOLDERS.items():
-        valid.setdefault(name, value)
+    for mistake in describe_errors(error):
+        remove_setting(valid, mistake.setting.split("."))
     try:
-        return RunConfig.model_validate(valid)
+        return RunConfig.model_validate(_PLACEHOLDERS | valid)
     except ValidationError:
         return None
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
     """Remove a setting; for an entry of a list of strings, the whole list."""
+    node: Any = tree
     above, name = tree, path[0]
-    for node, key in _steps(tree, path):
-        if not isinstance(node, dict):
-            continue
-        above, name = node, key
-    above.pop(name, None)
-
-
-def _steps(tree: Any, path: list[str]) -> Iterator[tuple[Any, str]]:
     for part in path:
-        yield tree, part
-        if isinstance(tree, dict):
-            tree = tree.get(part)
-        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
-            tree = tree[int(part)]
+        if isinstance(node, dict):
+            above, name, node = node, part, node.get(part)
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
         else:
-            return
+            break
+    above.pop(name, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.errors import shown
+from trainer.config.errors import Mistake, shown
 from trainer.config.types import AUTO
 
 HUB = "a name on the hub"
@@ -80,13 +80,15 @@ def find_unread_settings(config: BaseModel) -> Iterator[Unread]:
     yield from _walk(config, config, "", ())
 
 
-def unread_message(settings: Sequence[Unread], reason: str) -> str:
-    """Return the error message for settings that the same switch turns off."""
+def unread_mistake(settings: Sequence[Unread], reason: str) -> Mistake:
+    """Return the mistake of settings that the same switch turns off."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
     pronoun = "them" if others else "it"
     fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.condition()}"
-    return f"{first.name}={shown(first.value)}: has no effect{also}, because {reason}; {fix}, or remove {pronoun}"
+    involves = " ".join([*(setting.name for setting in settings[1:]), first.need.switch])
+    problem = f"has no effect{also}, because {reason}"
+    return Mistake(first.name, first.value, problem, f"{fix}, or remove {pronoun}", involves)
 
 
 def declared_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:

@@ -7,12 +7,13 @@ far above the target; with `delta`, the default here, S starts at 0. Checkpoints
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from trainer.config.errors import UserError, UserErrors
+from trainer.config.errors import Mistake, UserError, UserErrors
 from trainer.config.files import UnreadableFile, read_json
 from trainer.config.load import LoadedConfig, load_config
 
@@ -253,19 +254,16 @@ def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:
-        raise UserErrors([_name_flags(message, options) for message in errors.messages]) from None
-    except UserError as error:
-        raise UserError(_name_flags(str(error), options)) from None
+        flags = {SETTINGS[flag][0]: flag for flag in reversed(SETTINGS) if flag in options.given}
+        raise UserErrors([_name_flag(mistake, flags) for mistake in errors.mistakes]) from None
 
 
-def _name_flags(message: str, options: argparse.Namespace) -> str:
-    """Replace names of settings by the flags that set them."""
-    overridden = {override.partition("=")[0] for override in options.overrides}
-    for flag in options.given:
-        name = next(iter(SETTINGS.get(flag, ())), None)
-        if name is not None and name not in overridden and (message.startswith(f"{name}=") or "." in name):
-            message = message.replace(name, FLAG_NAMES.get(flag, f"--{flag.replace('_', '-')}"))
-    return message
+def _name_flag(mistake: Mistake | str, flags: Mapping[str, str]) -> Mistake | str:
+    """Replace the name of a setting by the flag that set it, unless `key=value` did."""
+    if isinstance(mistake, str) or mistake.place or mistake.setting not in flags:
+        return mistake
+    flag = flags[mistake.setting]
+    return replace(mistake, name=FLAG_NAMES.get(flag, f"--{flag.replace('_', '-')}"))
 
 
 def open_log(output: Path) -> IO[bytes]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.adapter_settings import read_initial_adapter
-from trainer.config.errors import shown
+from trainer.config.errors import Mistake, shown
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
@@ -49,26 +49,26 @@ REPLACE = (
 )  # fmt: skip
 
 
-def check_extra(extra: dict[str, Any]) -> Iterator[str]:
-    """Yield an error message for each key that has a setting here or is not compatible with our training loop."""
+def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
+    """Yield a mistake for each key that has a setting here or is not compatible with our training loop."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
-        yield f"zero.extra.zero_optimization={shown(partition)}: must be a map; the stage is set with zero.stage"
+        fix = "the stage is set with zero.stage"
+        yield Mistake("zero.extra.zero_optimization", shown(partition), "must be a map", fix)
         return
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
-        name = f"zero.extra.{key}={shown(value)}"
+        name, given = f"zero.extra.{key}", shown(value)
         if key in SETTINGS:
-            yield f"{name}: has a setting here; use {SETTINGS[key]} instead"
+            yield Mistake(name, given, "has a setting here", f"use {SETTINGS[key]} instead")
         if key in FIXED:
-            yield f"{name}: fixed by our optimizer; remove it"
+            yield Mistake(name, given, "fixed by our optimizer", "remove it")
         if key in REPLACE:
-            yield f"{name}: this part of DeepSpeed is not supported; remove it"
+            yield Mistake(name, given, "this part of DeepSpeed is not supported", "remove it")
     if "data_types" in extra:
-        yield (
-            f"zero.extra.data_types={shown(extra['data_types'])}: makes DeepSpeed use an optimizer that checkpoints "
-            "do not support; remove it, or set training.precision: fp32"
-        )
+        problem = "makes DeepSpeed use an optimizer that checkpoints do not support"
+        fix = "remove it, or set training.precision: fp32"
+        yield Mistake("zero.extra.data_types", shown(extra["data_types"]), problem, fix)
 
 
 def gathers_by_layer(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Generic, Literal, TypeVar
 
-from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_no_graphs, why_not_by_layer
+from trainer.config import RunConfig, engine_stage, engine_zero, find_graph_obstacle, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
 from trainer.patches.mamba import has_scan_kernels
@@ -263,8 +263,8 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
         return Decided(False, "training.cuda_graphs: off")
     if not machine.on_gpu:
         return Decided(False, "there is no GPU")
-    if why_not := why_no_graphs(config):
-        return Decided(False, why_not)
+    if obstacle := find_graph_obstacle(config):
+        return Decided(False, obstacle[1])
     return Decided(True, "asked for") if asked == "on" else Decided(None)
 
 
