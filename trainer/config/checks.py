@@ -147,8 +147,12 @@ def _check_data(config: RunConfig) -> Iterator[str]:
         yield f"dataset.batching=tokens: {what}; use samples"
     if data.val_split and data.evaluation:
         yield f"dataset.val_split={data.val_split}: dataset.evaluation is also given; keep one"
-    if set(data.train_on) - {*ROLES, "all"} or not data.train_on:
-        yield f"dataset.train_on={shown(data.train_on)}: choose from assistant, user, system, tool, all"
+    if set(data.train_on) - {*ROLES, "last", "all"} or not data.train_on:
+        yield f"dataset.train_on={shown(data.train_on)}: choose from assistant, last, user, system, tool, all"
+    if "last" in data.train_on and {"assistant", "all"} & set(data.train_on):
+        yield f"dataset.train_on={shown(data.train_on)}: last is one of the assistant turns; keep one"
+    if data.thinking == "empty" and data.chat_template_kwargs.get("enable_thinking"):
+        yield "dataset.thinking=empty: dataset.chat_template_kwargs.enable_thinking is true; remove one"
     if data.streaming and not config.training.max_steps:
         yield "dataset.streaming=true: the length of a stream is unknown; set training.max_steps"
     for name in ("saves_per_epoch", "evals_per_epoch"):
@@ -243,6 +247,9 @@ def _check_scu(config: RunConfig) -> Iterator[str]:
         yield f"scu.target={scu.target}: must be below 1, a fraction of information; use 0.01 to start with"
     if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
         yield "scu.target=auto: published targets are for measure: factors; use a number, or use scu.law: logit"
+    if scu.measure != "kl" and config.training.loss != "nll":
+        loss = f"training.loss={config.training.loss}"
+        yield f"{loss}: scu.measure={scu.measure} needs the loss in bits of data; use nll, or scu.measure: kl"
     if scu.measure == "kl":
         yield from _check_kl(config)
         return  # measured in bits per token, without scu.tokens
@@ -255,6 +262,9 @@ def _check_kl(config: RunConfig) -> Iterator[str]:
         yield "scu.law=published: not with scu.measure: kl, which has its own law; remove it"
     if config.lora.init in ("pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: changes the base, which scu.measure: kl needs; use default"
+    if noise := config.training.neftune_noise_alpha:
+        problem = "scu.measure: kl would measure the noise as divergence from the base; set it to 0"
+        yield f"training.neftune_noise_alpha={noise:g}: {problem}"
     if config.training.offload_activations:
         # The pass over the reference text would overwrite the activations of the previous pass in host memory.
         yield "training.offload_activations=true: not with scu.measure: kl; turn it off"

@@ -43,11 +43,18 @@ class MicroBatch:
     """Bounds of the documents, int32 [D + 1]."""
     max_seqlen: int = 0
     """Length of the longest document if there are `cu_seqlens`."""
+    weights: torch.Tensor | None = None
+    """Weights of the targets in the order of their rows, fp32 [K]; None if all are 1."""
 
     @property
     def target_count(self) -> int:
         """Number of tokens with a loss."""
         return int((self.targets != IGNORED).sum())
+
+    @property
+    def target_weight(self) -> float:
+        """Sum of the targets' weights."""
+        return self.target_count if self.weights is None else float(self.weights.double().sum())
 
 
 class GlobalBatches:
@@ -262,16 +269,19 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
     """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets."""
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
+    found = [_targets(row) for row in rows]
+    weights = _weights(rows, found)
     if flat:
         lengths = [length for row in rows for length in row.document_lengths]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         return MicroBatch(
             torch.tensor([[token for row in rows for token in row.input_ids]]),
-            torch.from_numpy(np.concatenate([_targets(row) for row in rows])[None]),
+            torch.from_numpy(np.concatenate(found)[None]),
             tokens,
             position_ids=torch.from_numpy(_positions(lengths)[None]),
             cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
             max_seqlen=max(lengths),
+            weights=weights,
         )
     longest = max(len(row.input_ids) for row in rows)
     input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
@@ -280,9 +290,9 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
     for index, row in enumerate(rows):
         length = len(row.input_ids)
         input_ids[index, :length] = row.input_ids
-        targets[index, :length] = _targets(row)
+        targets[index, :length] = found[index]
         extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
-    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens)
+    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens, weights=weights)
     places = torch.from_numpy(extra)
     if not packed:
         return replace(batch, attention_mask=places)
@@ -349,10 +359,18 @@ def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
 def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
-    targets[:-1] = np.where(np.asarray(sample.trained[1:], dtype=bool), ids[1:], IGNORED)
+    targets[:-1] = np.where(np.asarray(sample.trained[1:]) > 0, ids[1:], IGNORED)
     # The first token of a document is no target: in a pack, the token before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
+
+
+def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
+    """Return the weights of the targets of all rows, fp32; None if all are 1."""
+    places = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
+    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, places, strict=True)]
+    weights = np.concatenate(parts)
+    return torch.from_numpy(weights) if (weights != 1.0).any() else None
 
 
 def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
