@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2**27
@@ -34,13 +35,72 @@ class TrainedRows:
     values: Tensor
 
 
-def token_loss_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
-) -> Tensor:
-    """Return -sum_k log softmax(factor h_k W^T)[targets_k], nats, fp32, differentiable in `hidden` and `rows.values`.
+EAFT_TOKENS, EAFT_NATS = 20, 3.0
+"""Most probable tokens whose entropy EAFT takes, and its largest value, ln 20, as LLaMA-Factory rounds it."""
 
-    hidden [K, H], weight [V, H] frozen, targets [K]; a row with a negative target does not count. Raises ValueError
-    for shapes that do not fit and for a weight that requires a gradient.
+
+@dataclass(frozen=True)
+class LossKind:
+    """The loss of a token with probability p, where sg stops the gradient and a is the `parameter`.
+
+    nll: -ln p. dft: -sg(p) ln p (arXiv:2508.05629). eaft: -sg((H / 3)^a) ln p, with H the entropy in nats of the 20
+    most probable tokens among themselves (LLaMA-Factory 0.9.5). focal: -(1 - p)^a ln p (arXiv:1708.02002).
+    label_smoothing: (1 - a) times -ln p plus a times the mean of -ln over all tokens (torch's cross_entropy).
+    """
+
+    name: str = "nll"
+    parameter: float = 0.0
+
+    @property
+    def smoothing(self) -> float:
+        """Fraction of the target's weight that is spread over all tokens."""
+        return self.parameter if self.name == "label_smoothing" else 0.0
+
+    def read_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
+        """Return what `weigh` needs of the logits [C]."""
+        if self.name == "eaft":
+            top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
+            return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
+        if self.smoothing:
+            chosen = logits_CV.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).float()
+            return (chosen - logits_CV.mean(1, dtype=torch.float32)).masked_fill_(targets < 0, 0.0)
+        return None
+
+    def weigh(self, nll: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the losses of tokens [C], and the factor that makes the gradient of `nll` theirs."""
+        p = torch.exp(-nll)
+        if self.name == "dft":
+            return p * nll, p
+        if self.name == "eaft" and seen is not None:
+            return seen * nll, seen
+        if self.name == "focal":
+            rest = -torch.expm1(-nll)
+            weight = rest**self.parameter
+            # nll / (1 - p) is 1 in the limit of p = 1, where (1 - p)^(a - 1) may be infinite.
+            return weight * nll, weight * (1 + self.parameter * p * nll / rest.clamp(min=1e-30))
+        return nll if seen is None else nll + self.smoothing * seen, torch.ones_like(nll)
+
+
+NLL = LossKind()
+
+
+def token_loss_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    factor: float = 1.0,
+    rows: TrainedRows | None = None,
+    kind: LossKind = NLL,
+    token_weights: Tensor | None = None,
+) -> Tensor:
+    """Return sum_k w_k loss(p_k), with p_k = softmax(factor h_k W^T)[targets_k].
+
+    It is differentiable in `hidden` and `rows.values`.
+
+    hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); a row with a negative
+    target does not count. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not fit and for a
+    weight that requires a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
     if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
@@ -53,8 +113,24 @@ def token_loss_sum(
     if factor != 1.0:
         hidden = hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
-    loss: Tensor = _TokenLossSum.apply(hidden, weight, targets, indices, values, torch.is_grad_enabled())
+    grad_enabled = torch.is_grad_enabled()
+    loss: Tensor = _TokenLossSum.apply(hidden, weight, targets, indices, values, grad_enabled, kind, token_weights)
     return loss
+
+
+def token_loss_sum_of_logits(
+    logits_KV: Tensor, targets: Tensor, kind: LossKind = NLL, token_weights: Tensor | None = None
+) -> Tensor:
+    """Return `token_loss_sum` from all logits, differentiable in them."""
+    nll = F.cross_entropy(
+        logits_KV.float(), targets.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=kind.smoothing
+    )
+    plain = nll.detach()
+    seen = None if kind.smoothing else kind.read_logits(logits_KV.detach(), targets)
+    losses, slopes = kind.weigh(plain, seen)
+    if token_weights is not None:
+        losses, slopes = losses * token_weights, slopes * token_weights
+    return (losses + slopes * (nll - plain)).sum()
 
 
 def token_losses(
@@ -86,7 +162,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, grad_K: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, indices, values = ctx.saved_tensors
         head = _Head(weight, indices, values, hidden)
-        _compute_losses(head, hidden, targets, grad_K)
+        _compute_losses(head, hidden, targets, row_weights=grad_K)
         assert head.grad_hidden is not None and head.scale is not None
         for grad_CH, weights in zip(head.grad_hidden.split(ROWS_AT_ONCE), grad_K.split(ROWS_AT_ONCE), strict=True):
             grad_CH.copy_(grad_CH.float() * (weights / head.scale)[:, None])
@@ -104,9 +180,11 @@ class _TokenLossSum(torch.autograd.Function):
         indices: Tensor | None,
         values: Tensor | None,
         grad_enabled: bool,
+        kind: LossKind,
+        token_weights: Tensor | None,
     ) -> Tensor:
         head = _Head(weight, indices, values, hidden if grad_enabled and any(ctx.needs_input_grad) else None)
-        losses = _compute_losses(head, hidden, targets)
+        losses = _compute_losses(head, hidden, targets, kind, token_weights)
         ctx.save_for_backward(head.grad_hidden, head.grad_values)
         ctx.scale = head.scale
         return losses.sum()
@@ -114,21 +192,31 @@ class _TokenLossSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad_output)
+        return *_gradients(ctx, grad_output), None, None
 
 
-def _compute_losses(head: "_Head", hidden: Tensor, targets: Tensor, weights_K: Tensor | None = None) -> Tensor:
-    """Return the loss of every token [K], and add the gradients of `head`: of trained rows weighted by `weights_K`."""
+def _compute_losses(
+    head: "_Head",
+    hidden: Tensor,
+    targets: Tensor,
+    kind: LossKind = NLL,
+    token_weights: Tensor | None = None,
+    row_weights: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted loss of every token [K], and add the gradients of `head`.
+
+    `row_weights` [K] weight the tokens in the gradient of the trained rows alone.
+    """
     tokens, vocabulary = hidden.shape[0], head.weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
     storage = hidden.new_empty(size, vocabulary)
-    compute_rows = _rows_on_gpu if hidden.device.type == "cuda" else _rows_in_torch
     for start in range(0, tokens, size):
         chunk = slice(start, min(start + size, tokens))
         logits_CV = head.logits(hidden[chunk], storage)
-        compute_rows(logits_CV, targets[chunk], losses[chunk], head.scale)
-        head.add_gradients(logits_CV, hidden, chunk, weights_K)
+        weights = None if token_weights is None else token_weights[chunk]
+        _compute_rows(kind, logits_CV, targets[chunk], weights, losses[chunk], head.scale)
+        head.add_gradients(logits_CV, hidden, chunk, row_weights)
     return losses
 
 
@@ -150,10 +238,10 @@ class _Head:
             logits_CV.index_copy_(1, self._indices, hidden_CH @ self._values.to(hidden_CH.dtype).t())
         return logits_CV
 
-    def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice, weights_K: Tensor | None = None) -> None:
+    def add_gradients(self, grad_CV: Tensor, hidden: Tensor, chunk: slice, row_weights: Tensor | None = None) -> None:
         """Accumulate the gradients of a chunk; `grad_CV` is the gradient of its logits and is overwritten.
 
-        `weights_K` weights the tokens in the gradient of the trained rows, but not in that of the hidden states.
+        `row_weights` [K] weight the tokens in the gradient of the trained rows, but not in that of the hidden states.
         """
         if self.grad_hidden is None:
             return
@@ -164,8 +252,8 @@ class _Head:
         torch.mm(grad_CV.index_fill_(1, self._indices, 0.0), self.weight, out=self.grad_hidden[chunk])
         self.grad_hidden[chunk].addmm_(grad_CN, self._values.to(grad_CN.dtype))
         hidden_CH = hidden[chunk].float()
-        if weights_K is not None:
-            hidden_CH = hidden_CH * weights_K[chunk, None]
+        if row_weights is not None:
+            hidden_CH = hidden_CH * row_weights[chunk, None]
         self.grad_values.addmm_(grad_CN.float().t(), hidden_CH)
 
 
@@ -243,6 +331,28 @@ def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
     for kept, narrowed in zip(grad_KH.split(rows), result.split(rows), strict=True):
         narrowed.copy_(kept.float() * (grad_output / FP16_SCALE))
     return result
+
+
+def _compute_rows(
+    kind: LossKind, logits_CV: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, scale: float | None
+) -> None:
+    """Write the weighted losses of the rows; unless `scale` is None, overwrite logits by their gradient times it."""
+    seen = kind.read_logits(logits_CV, targets)
+    compute_nll = _rows_on_gpu if logits_CV.device.type == "cuda" else _rows_in_torch
+    compute_nll(logits_CV, targets, losses, scale)
+    if kind == NLL and weights is None:
+        return
+    values, slopes = kind.weigh(losses, seen)
+    if scale is not None and kind.smoothing:
+        # The target is (1 - a) onehot + a / V.
+        spread = kind.smoothing * scale * (targets >= 0)
+        logits_CV.sub_((spread / logits_CV.shape[1])[:, None])
+        logits_CV[torch.arange(len(targets), device=targets.device), targets.clamp(min=0)] += spread.to(logits_CV.dtype)
+    if weights is not None:
+        values, slopes = values * weights, slopes * weights
+    losses.copy_(values)
+    if scale is not None:
+        logits_CV.mul_(slopes[:, None])
 
 
 def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:

@@ -1,5 +1,7 @@
 """The plain way to train the same adapter: PEFT, torch's AdamW, and a loop of a dozen lines. What ours is held to."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 
 from trainer.config import RunConfig
 from trainer.data import Batches
-from trainer.data.batches import collate
+from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample, Samples
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model, match_vocabulary
@@ -17,6 +19,9 @@ from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
+TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+NLL: TokenLosses = partial(F.cross_entropy, reduction="none")
+
 
 def plain_losses(
     config: RunConfig,
@@ -25,13 +30,14 @@ def plain_losses(
     attention: str | None = "sdpa",
     device: torch.device,
     excluded: str | None = None,
+    token_losses: TokenLosses = NLL,
 ) -> list[float]:
-    """Nats per target token at each step of `config`, trained as PEFT's documentation does it.
+    """Loss per target, by its weight, at each step of `config`, trained as PEFT's documentation does it.
 
     The global batches are those that `ranks` ranks of zerolora train on, document by document: packs are taken apart,
     so that each document is a row of its own behind a mask. The adapter stays in 32 bits, as PEFT makes it; in bf16 the
     base is in 16 bits and the products are autocast, as transformers' Trainer does it. `excluded` is PEFT's
-    `exclude_modules`.
+    `exclude_modules`; `token_losses` takes all logits [K, V] and targets [K].
     """
     training = config.training
     dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
@@ -65,7 +71,8 @@ def plain_losses(
     for _ in range(training.max_steps):
         indices = batches.order(epoch)[offset : offset + batches.global_batch_size]
         documents = [document for index in indices.tolist() for document in _documents(prepared.data.train[index])]
-        losses.append(_step(model, documents, training.batch_size, prepared.tokenizer.pad_token_id, device))
+        pad_token_id = prepared.tokenizer.pad_token_id
+        losses.append(_step(model, documents, training.batch_size, pad_token_id, device, token_losses))
         torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -144,20 +151,25 @@ def _documents(sample: Sample) -> list[Sample]:
     return documents
 
 
-def _step(model: Any, documents: list[Sample], rows: int, pad_token_id: int, device: torch.device) -> float:
-    """Forward and backward over a global batch, some rows at a time; the mean over its targets."""
-    parts = [
-        collate(documents[begin : begin + rows], pad_token_id, packed=False, flat=False)
-        for begin in range(0, len(documents), rows)
-    ]
-    targets = sum(part.target_count for part in parts)
+def _step(
+    model: Any, documents: list[Sample], rows: int, pad_token_id: int, device: torch.device, token_losses: TokenLosses
+) -> float:
+    """Forward and backward over a global batch, some rows at a time; the weighted mean over its targets."""
+    parts = [documents[begin : begin + rows] for begin in range(0, len(documents), rows)]
+    weight = sum(sum(document.trained[1:]) for document in documents)
     total = 0.0
     for part in parts:
-        assert part.attention_mask is not None
-        ids, mask, wanted = (tensor.to(device) for tensor in (part.input_ids, part.attention_mask, part.targets))
+        batch = collate(part, pad_token_id, packed=False, flat=False)
+        assert batch.attention_mask is not None
+        ids, mask, wanted = (tensor.to(device) for tensor in (batch.input_ids, batch.attention_mask, batch.targets))
         with torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="sum")
-        (loss / targets).backward()
+        weights = torch.zeros(ids.shape)
+        for row, document in enumerate(part):
+            weights[row, : len(document.trained) - 1] = torch.tensor(document.trained[1:], dtype=torch.float32)
+        counted = (wanted != IGNORED).flatten()
+        losses = token_losses(logits.float().flatten(0, 1)[counted], wanted.flatten()[counted])
+        loss = (losses * weights.flatten().to(device)[counted]).sum()
+        (loss / weight).backward()
         total += loss.item()
-    return total / targets
+    return total / weight

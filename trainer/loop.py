@@ -253,7 +253,7 @@ class Loop:
         if parts.reporter is None:
             return
         values = {
-            "train/loss": result.loss_sum / max(result.target_tokens, 1),
+            "train/loss": result.loss_sum / (result.target_weight or 1.0),
             "train/grad_norm": result.grad_norm,
             f"train/{parts.counted}": float(position.tokens),
             "train/nonfinite_steps": float(position.nonfinite_steps),

@@ -1,9 +1,9 @@
 """An optimizer step: the globally token-weighted loss of its micro-batches, its gradient and the update.
 
-The loss of a step is the sum of the token losses over all ranks and micro-steps divided by the number of target tokens
-over all ranks and micro-steps, so that neither padding nor the split into micro-batches changes the gradient. DeepSpeed
-divides by the accumulation steps and averages over ranks; each micro-step therefore passes
-sum_local * world * accumulation / N to it.
+The loss of a step is the weighted sum of the token losses over all ranks and micro-steps divided by N, the sum of the
+weights over all ranks and micro-steps (the number of target tokens if all are 1), so that neither padding nor the split
+into micro-batches changes the gradient. DeepSpeed divides by the accumulation steps and averages over ranks; each
+micro-step therefore passes sum_local * world * accumulation / N to it.
 """
 
 import math
@@ -32,7 +32,9 @@ class StepResult:
     """The result of an optimizer step: sums over all ranks and micro-steps."""
 
     loss_sum: float
-    """Sum of token losses in nats."""
+    """Weighted sum of token losses in nats."""
+    target_weight: float
+    """Sum of the weights of the tokens with a loss."""
     target_tokens: int
     """Number of tokens with a loss."""
     tokens: int
@@ -59,8 +61,8 @@ class StepInFlight:
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start to copy `numbers`, a vector in fp64 on the device.
 
-        They are: target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum of `_NONFINITE` + rank
-        over ranks with a non-finite loss, the same for this rank.
+        They are: weight of the targets, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum
+        of `_NONFINITE` + rank over ranks with a non-finite loss, the same for this rank.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -80,10 +82,10 @@ class StepInFlight:
         """Wait for the step and return its result."""
         if self._ended is not None:
             self._ended.synchronize()
-        targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()
+        weight, targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()
         count, number = divmod(int(nonfinite), _NONFINITE)
         return StepResult(
-            loss_sum, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0,
+            loss_sum, weight, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0,
             nonfinite_ranks=count, nonfinite_rank=number if count == 1 else None, own_is_nonfinite=own > 0,
         )  # fmt: skip
 
@@ -129,7 +131,7 @@ def train_step(
     device = engine.device
     counts = _global_counts(batches, stop, save, ranks, device)
     # Undoes the engine's division by accumulation steps and ranks; on the device if there are several ranks.
-    scale = (ranks.world_size * len(batches) / counts[0].clamp(min=1)).float()
+    scale = (ranks.world_size * len(batches) / (counts[0] + (counts[0] == 0))).float()
     sums = torch.zeros(3, device=device, dtype=torch.float64)
     plain_norm = None
     skipped_before = engine.skipped_steps
@@ -196,8 +198,10 @@ def _micro_step(
 def _global_counts(
     batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Return target tokens, tokens, stops and saves summed over all ranks, in fp64 [4] on the device."""
-    counts = torch.tensor([count_targets(batches), count_tokens(batches), stop, save], dtype=torch.float64)
+    """Return weight of the targets, targets, tokens, stops, saves summed over all ranks, in fp64 [5] on the device."""
+    weight = sum(batch.target_weight for batch in batches)
+    numbers = [weight, count_targets(batches), count_tokens(batches), stop, save]
+    counts = torch.tensor(numbers, dtype=torch.float64)
     counts = to_device(counts, device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 

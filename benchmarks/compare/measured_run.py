@@ -175,7 +175,7 @@ def _texts(config: RunConfig, tokenizer: Any, path: str | None) -> list[Sample]:
 
 def _target_counts(documents: list[Sample]) -> list[int]:
     # The first token cannot be predicted.
-    return [sum(document.trained[1:]) for document in documents]
+    return [sum(weight > 0 for weight in document.trained[1:]) for document in documents]
 
 
 @torch.no_grad()

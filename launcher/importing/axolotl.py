@@ -11,6 +11,8 @@ DIFFUSION = "diffusion language models are not supported"
 SPARSE, DISTILLATION = "sparse fine-tuning is not supported", "distillation is not supported"
 RL = ("dpo", "ipo", "simpo", "orpo")
 
+EAFT_SCALE = "the entropy is divided by 3, as in LLaMA-Factory, so that losses are smaller by this factor"
+
 KEYS = common.SHARED | make_table(
     """
     copy base_model revision_of_model=model.revision tokenizer_config lora_r lora_alpha lora_dropout:0.0 lora_model_dir
@@ -21,6 +23,7 @@ KEYS = common.SHARED | make_table(
     copy rl_beta=preference.beta orpo_alpha=preference.beta dpo_label_smoothing=preference.label_smoothing
     copy simpo_gamma=preference.gamma
     copy bnb_config_kwargs.bnb_4bit_use_double_quant=quantization.double_quant early_stopping_patience
+    copy eaft_alpha noisy_embedding_alpha=training.neftune_noise_alpha
     flag load_in_4bit load_in_8bit model_quantization_config_kwargs.dequantize streaming skip_prepare_dataset bfloat16
     flag float16 use_wandb
     text model_quantization_config chat_template chat_template_jinja train_on_eos train_on_eot processor_type
@@ -63,7 +66,6 @@ KEYS = common.SHARED | make_table(
         "diffusion": DIFFUSION,
         "llmcompressor": SPARSE,
         "kd_trainer": DISTILLATION,
-        "use_eaft": "the loss of EAFT is not supported",
         "lr_groups": "learning rates of single modules are not supported",
         "peft_layers_to_transform": "adapters on some layers only: list the others in lora.exclude_modules",
     },
@@ -96,6 +98,8 @@ KEYS = common.SHARED | make_table(
             notes={"raise": "records that are too long are left out, and counted"},
         ),
         "train_on_inputs": common.EVERY_TOKEN,
+        "use_eaft": Key(bool, "training.loss", values={"true": "eaft"}, notes={"true": EAFT_SCALE}),
+        "eaft_k": Key(Whole, left_out="the entropy is that of the 20 most probable tokens", unless=(20,)),
         "sample_packing_sequentially": common.FIXED_ORDER,
         "curriculum_sampling": common.FIXED_ORDER,
         "chat_template_kwargs": Key({"*": bool | Whole | Number | Text}),

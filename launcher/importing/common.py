@@ -78,6 +78,8 @@ OPTIMIZER = Key(
     otherwise=ONLY_ADAMW,
     notes=dict.fromkeys(NEAR_EIGHT_BITS, "torchao's optimizer becomes bitsandbytes' AdamW with 8-bit state"),
 )
+DFT = Key(bool, "training.loss", values={"true": "dft"})
+EAFT = Key(bool, "training.loss", values={"true": "eaft"})
 EVERY_TOKEN = Key(bool, "dataset.train_on", values={"true": ["all"]})
 FIXED_ORDER = Key(bool, "dataset.shuffle", values={"true": False})
 # Shared by all three.
@@ -85,6 +87,7 @@ SHARED = make_table(
     """
     copy trust_remote_code gradient_accumulation_steps learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2
     copy adam_epsilon seed save_total_limit loraplus_lr_ratio output_dir max_steps!-1 load_best_model_at_end
+    copy neftune_noise_alpha
     steps warmup_steps save_steps eval_steps
     number warmup_ratio
     flag fp16
@@ -112,8 +115,9 @@ TRANSFORMERS = SHARED | make_table(
     none do_eval overwrite_cache preprocessing_num_workers
     """,
     {},
-    {"neftune_noise_alpha": "noise on embeddings is not supported"},
+    {},
     {
+        "label_smoothing_factor": Key(Number),
         "lr_scheduler_type": Key(Text, "training.lr_scheduler", "linear", values=SCHEDULES, otherwise=ONLY_SCHEDULES),
         "lr_scheduler_kwargs": Key({"min_lr_rate": Number, "min_lr": Number}),
         "optim": OPTIMIZER,
@@ -248,6 +252,9 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
     ratio = given.get("min_lr_rate", given["min_lr"] / peak if "min_lr" in given and peak else None)
     if ratio is not None and t.get_setting("training.lr_scheduler") == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+    if (factor := t.get("label_smoothing_factor")) and t.get_setting("training.loss") in (None, "nll"):
+        t.put("training.loss", "label_smoothing", "label_smoothing_factor")
+        t.put("training.label_smoothing", factor, "label_smoothing_factor")
     set_precision(t, precision)
     set_saves_and_evaluations(t, ("steps", 500), evaluation)
     names = split_names(t.get("report_to"))

@@ -18,6 +18,7 @@ KEYS = common.TRANSFORMERS | make_table(
     copy quantization_type=quantization.quant_type double_quantization=quantization.double_quant lora_target:all
     copy pref_beta=preference.beta simpo_gamma=preference.gamma dpo_label_smoothing=preference.label_smoothing
     number pref_ftx
+    copy eaft_alpha
     copy add_special_tokens new_special_tokens add_tokens
     flag do_train pissa_init packing neat_packing enable_thinking preserve_thinking pure_bf16
     text dataset_dir template
@@ -40,8 +41,7 @@ KEYS = common.TRANSFORMERS | make_table(
         "use_muon": "Muon is not supported; use AdamW",
         "use_llama_pro": "LLaMA Pro is not supported",
         "mixture_of_depths": "mixture of depths is not supported",
-        **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), "the loss here is cross-entropy"),
-        "mask_history": "training on only the last answer is not supported; set `train: false` in your records",
+        "use_asft_loss": "the loss of ASFT is not supported",
         "fp8": "training in 8-bit floats is not supported",
         **dict.fromkeys(("use_mca", "use_megatron_bridge"), "Megatron is not supported"),
         "shift_attn": "shifted sparse attention is not supported",
@@ -57,6 +57,9 @@ KEYS = common.TRANSFORMERS | make_table(
         "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
         "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
         "train_on_prompt": common.EVERY_TOKEN,
+        "mask_history": Key(bool, "dataset.train_on", values={"true": ["last"]}),
+        "use_dft_loss": common.DFT,
+        "use_eaft_loss": common.EAFT,
         "disable_shuffling": common.FIXED_ORDER,
         "disable_gradient_checkpointing": Key(
             bool, "training.gradient_checkpointing", "non_reentrant", values={"true": "none", "false": "non_reentrant"}
@@ -133,6 +136,11 @@ def set_data(t: Translation) -> None:
     elif template and not is_pretraining:
         reasoning_note = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
         t.note("template", f"{template}: {common.OWN_TEMPLATE}{reasoning_note}")
+    if t.get("enable_thinking") is False:
+        t.put("dataset.thinking", "empty", "enable_thinking")
+        t.note(
+            "enable_thinking", "the chat template must have enable_thinking; for another, set dataset.thinking: strip"
+        )
     common.set_thinking(t)
 
 

@@ -73,7 +73,12 @@ KEYS = common.TRANSFORMERS | make_table(
         "assistant_only_loss": ANSWERS,
         "completion_only_loss": ANSWERS,
         "datasets": Key([SOURCE]),
-        "loss_type": Key(Text, values={"nll": "", "chunked_nll": ""}, otherwise="the loss here is cross-entropy"),
+        "loss_type": Key(
+            Text,
+            "training.loss",
+            values={"nll": "nll", "chunked_nll": "nll", "dft": "dft"},
+            otherwise="must be nll, chunked_nll or dft",
+        ),
         "accelerate_config": Key((Text, ACCELERATE)),
     },
 )

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import ops.head
-from ops.head import divergence_sum, token_loss_sum
+from ops.head import LossKind, divergence_sum, token_loss_sum
+from tests.token_losses import PARAMETERS, PUBLISHED
 
 pytestmark = pytest.mark.gpu
 
@@ -91,3 +92,31 @@ def test_token_loss_and_its_gradient(dtype: torch.dtype, vocabulary: int) -> Non
     assert ours.grad is not None and logits.grad is not None
     assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert largest_error(ours.grad, logits.grad @ weight.double()) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_losses_of_tokens_are_the_published_ones(dtype: torch.dtype, vocabulary: int, name: str) -> None:
+    """From launched kernels, and from a replayed CUDA graph."""
+    hidden, _, weight = made(vocabulary, dtype)
+    logits = (hidden @ weight.t()).double().requires_grad_()
+    targets = logits.argmax(1).where(torch.arange(TOKENS, device="cuda") % 2 == 0, 5)
+    targets[3], drawn = -100, torch.rand(TOKENS, device="cuda")
+    counted, kind = targets >= 0, LossKind(name, PARAMETERS[name])
+    wanted = (PUBLISHED[name](logits[counted], targets[counted]) * drawn[counted]).sum()
+    (of_logits,) = torch.autograd.grad(wanted, logits)
+    ours = hidden.clone().requires_grad_()
+
+    def compute() -> tuple[Tensor, Tensor]:
+        loss = token_loss_sum(ours, weight, targets, kind=kind, token_weights=drawn)
+        return loss, torch.autograd.grad(loss, ours)[0]
+
+    found = [compute()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(compute())
+    graph.replay()
+    for loss, gradient in found:
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert largest_error(gradient, of_logits @ weight.double()) < 2 * ALLOWED[dtype]

@@ -208,7 +208,8 @@ CHANGES: dict[str, Any] = {
     "fields": {"text": "body"}, "roles": {"user": ("me",)}, "template": "{a}", "template_without_input": "{b}",
     "text_mode": "file", "weight": 2.0, "max_samples": 3, "mix": ({"path": "b"},), "evaluation": {"path": "b"},
     "val_split": 0.1, "on_bad_record": "skip", "max_length": 32, "too_long": "drop", "packing": True,
-    "train_on": ("all",), "system_prompt": "s", "chat_template": "{{ 'x' }}", "chat_template_kwargs": {"message": 1},
+    "train_on": ("all",), "thinking": "strip", "system_prompt": "s",
+    "chat_template": "{{ 'x' }}", "chat_template_kwargs": {"message": 1},
     "streaming": True,
 }  # fmt: skip
 # These change the order or the speed of training only; a stream's blocks depend on the order, too.

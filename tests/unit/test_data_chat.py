@@ -228,13 +228,13 @@ def test_all_trains_every_token(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_silent_turns_are_read_but_not_trained(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode(tokenizer, CHATML, TALK, silent=frozenset({2}))
+    encoded = encode(tokenizer, CHATML, TALK, weights={2: 0.0})
     assert trained_texts(tokenizer, encoded) == [f"nine 🤗{END}"]
 
 
 def test_system_prompt_only_where_there_is_none(tokenizer: PreTrainedTokenizerBase) -> None:
     with_own = tokenizer.decode(encode(tokenizer, CHATML, TALK, system_prompt="Be kind.").input_ids)
-    without = encode(tokenizer, CHATML, TALK[1:], system_prompt="Be kind.", silent=frozenset({1}))
+    without = encode(tokenizer, CHATML, TALK[1:], system_prompt="Be kind.", weights={1: 0.0})
     assert "Be kind." not in with_own
     assert tokenizer.decode(without.input_ids).startswith(f"<|im_start|>system\nBe kind.{END}\n<|im_start|>user")
     assert trained_texts(tokenizer, without) == [f"nine 🤗{END}"]  # numbers of turns do not move
@@ -317,7 +317,7 @@ def test_offsets_that_lie_are_found_out(tokenizer: PreTrainedTokenizerBase) -> N
             return batch
 
     with pytest.raises(UserError, match=r"record 1: the trained tokens read .* offsets cannot be relied on"):
-        encode_spans(Shifted(), ["red blue nine"], [[(9, 13)]], ["record 1"])
+        encode_spans(Shifted(), ["red blue nine"], [[(9, 13, 1.0)]], ["record 1"])
 
 
 REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = {

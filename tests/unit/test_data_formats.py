@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
     "a turn of weight 0": (
         {"messages": [ASK, {**SAY, "weight": 0}, ASK, {**SAY, "weight": 1}]},
         {},
-        Turns([ASK, SAY, ASK, SAY], silent=frozenset({1})),
+        Turns([ASK, SAY, ASK, SAY], weights={1: 0.0}),
     ),
     "reasoning is kept": (
         {"messages": [ASK, {**SAY, "reasoning_content": "Hm."}]},
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
     "a system prompt under LLaMA-Factory's and other names": (
         {"conversations": [ASK, {**SAY, "weight": 0}], "sys": "S"},
         {"format": "messages", "fields": {"messages": "conversations", "system": "sys"}},
-        Turns([{"role": "system", "content": "S"}, ASK, SAY], silent=frozenset({2})),
+        Turns([{"role": "system", "content": "S"}, ASK, SAY], weights={2: 0.0}),
     ),
     "a system turn takes precedence over the field": (
         {"messages": [{"role": "system", "content": "T"}, ASK, SAY], "system": "S"},
@@ -178,7 +178,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
     "a system prompt of a pair of turns": (
         {"prompt": [ASK], "completion": [SAY], "system": "S"},
         {},
-        Turns([{"role": "system", "content": "S"}, ASK, SAY], silent=frozenset({0, 1})),
+        Turns([{"role": "system", "content": "S"}, ASK, SAY], weights={0: 0.0, 1: 0.0}),
     ),
     "a system prompt of a custom template": (
         {"a": "x", "system": "S", "c": "y"},
@@ -218,7 +218,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
     "prompt and completion as turns": (
         {"prompt": [ASK, SAY, ASK], "completion": [SAY]},
         {},
-        Turns([ASK, SAY, ASK, SAY], silent=frozenset({0, 1, 2})),
+        Turns([ASK, SAY, ASK, SAY], weights={0: 0.0, 1: 0.0, 2: 0.0}),
     ),
     "text": ({"text": "abc"}, {}, Text("", "abc")),
     "text under another name": ({"body": "abc", "id": 3}, {"fields": {"text": "body"}}, Text("", "abc")),
@@ -322,13 +322,13 @@ OFF: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), OFF)
 def test_turns_are_switched_off_by_every_name(name: str, value: Any) -> None:
     off, on, unset = {**SAY, name: value}, {**SAY, name: not value}, {**SAY, name: None}
-    for record, silent in (
+    for record, turns in (
         ({"messages": [ASK, off, ASK, on, ASK, unset]}, {1}),
         ({"prompt": [ASK], "completion": [off, ASK, on]}, {0, 1}),
         ({"prompt": "Why?", "completion": [off, ASK, SAY]}, {0, 1}),
     ):
         example = read(record)
-        assert isinstance(example, Turns) and (example.silent, example.unread) == (silent, ())
+        assert isinstance(example, Turns) and (example.weights, example.unread) == (dict.fromkeys(turns, 0.0), ())
 
 
 def test_reasoning_has_several_names() -> None:
@@ -399,11 +399,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("dataset.format=auto", "tokenised already (input_ids)"),
     ),
     "a system prompt that is no text": ({"messages": [ASK, SAY], "system": 5}, {}, ("system is a number, not text",)),
-    "a weight between 0 and 1": ({"messages": [ASK, {**SAY, "weight": 0.5}]}, {}, ("turn 2", "weight=0.5", "1 or 0")),
+    "a weight above 1": ({"messages": [ASK, {**SAY, "weight": 1.5}]}, {}, ("turn 2", "weight=1.5", "from 0 to 1")),
     "a switch that is text": (
         {"prompt": "Why?", "completion": [{**SAY, "train": "yes"}]},
         {},
-        ("completion turn 1", "train='yes'", "true or false"),
+        ("completion turn 1", "train='yes'", "true, false"),
     ),
     "tools not JSON": ({"messages": [ASK, SAY], "tools": "[{"}, {}, ("record 1", "tools are not JSON")),
     "history of singles": (

@@ -48,6 +48,14 @@ def test_shows_trained_tokens_in_brackets_where_there_are_no_colours(capsys: pyt
     assert not Path("run").exists()
 
 
+def test_shows_weights_below_1_and_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue", "weight": 0.25}]
+    Path("chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    out = shown(capsys, "training.loss=dft", "training.neftune_noise_alpha=5")
+    assert "⟦0.25: blue<|im_end|>⟧" in out and ", 4 trained" in out
+    assert "loss: dft; noise on embeddings: 5" in out
+
+
 def test_shows_them_in_colour_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

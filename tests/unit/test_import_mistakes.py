@@ -246,6 +246,25 @@ def test_system_prompts_in_a_column_are_used(folder: Path) -> None:
     assert dataset.roles == {"tool": ("result",)}
 
 
+def test_losses_of_tokens_are_taken_over() -> None:
+    """By the names of each trainer."""
+    config, text = imported(FACTORY + "use_dft_loss: true\nmask_history: true\nneftune_noise_alpha: 5\n")
+    assert (config.training.loss, config.training.neftune_noise_alpha) == ("dft", 5.0)
+    assert config.dataset.train_on == ("last",)
+    config, text = imported(FACTORY + "use_eaft_loss: true\neaft_alpha: 0.5\nenable_thinking: false\n")
+    assert (config.training.loss, config.training.eaft_alpha) == ("eaft", 0.5)
+    assert config.dataset.thinking == "empty" and "dataset.thinking: strip" in " ".join(text.split())
+    config, text = imported(FACTORY + "label_smoothing_factor: 0.05\n")
+    assert (config.training.loss, config.training.label_smoothing) == ("label_smoothing", 0.05)
+    config, text = imported(AXOLOTL + "use_eaft: true\neaft_alpha: 2\neaft_k: 40\n")
+    assert (config.training.loss, config.training.eaft_alpha) == ("eaft", 2.0)
+    assert "divided by 3" in text and "eaft_k: 40: the entropy is that of the 20" in " ".join(text.split())
+    config, _ = written([*TRL, "--loss_type", "dft", "--neftune_noise_alpha", "5"])
+    assert (config.training.loss, config.training.neftune_noise_alpha) == ("dft", 5.0)
+    config, _ = written([*TRL, "--loss_type", "chunked_nll", "--label_smoothing_factor", "0"])
+    assert config.training.loss == "nll"
+
+
 def test_settings_with_a_counterpart_are_taken_over() -> None:
     config, text = imported(
         FACTORY + "new_special_tokens: <a>,<b>\nenable_thinking: no\ntrain_on_prompt: true\nddp_timeout: 7200\n"

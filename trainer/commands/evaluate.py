@@ -131,7 +131,7 @@ def evaluate(
                     progress.advance(bar, len(part))
             rows.append(np.array([loss for _, loss in sorted(done)]))
     # The first token of a document is not predicted.
-    tokens = np.array([sum(document.trained[1:]) for document in documents], dtype=np.float64)
+    tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)
     scaled_FD = np.stack(rows[1:])
     evaluation = bootstrap(rows[0], cross_validated_losses(scaled_FD), tokens, resamples=resamples, seed=seed)
     return replace(evaluation, scale=factors[best_scale(scaled_FD)])

@@ -1,8 +1,8 @@
 """`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N | --step N]`: show the data as trained on.
 
-For text: examples with trained tokens in colour (in ⟦brackets⟧ without colours), the fraction of trained tokens,
-truncation, packing, and warnings about loss masks that are usually mistakes. For images: captions, and how images are
-resized and cropped. With a step: what all ranks train on in that step.
+For text: examples with trained tokens in colour (in ⟦brackets⟧ without colours), and with their weight if it is below
+1; the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For
+images: captions, and how images are resized and cropped. With a step: what all ranks train on in that step.
 """
 
 import os
@@ -137,15 +137,17 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
             text.append("\n──── next document, masked from the one above ────\n", style="cyan")
         at = 0
         # Decode runs at once: a character may span several tokens.
-        for trained, run in groupby(document.trained):
+        for weight, run in groupby(map(float, document.trained)):
             count = len(list(run))
             part = tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False)
-            text.append(part if colours or not trained else f"⟦{part}⟧", style="bold green" if trained else "dim")
+            style = "bold yellow" if 0 < weight < 1 else "bold green" if weight else "dim"
+            part = f"{weight:g}: {part}" if 0 < weight < 1 else part
+            text.append(part if colours or not weight else f"⟦{part}⟧", style=style)
             at += count
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
         text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
-    tokens, trained_tokens = len(sample.input_ids), sum(sample.trained)
+    tokens, trained_tokens = len(sample.input_ids), sum(weight > 0 for weight in sample.trained)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
     fraction = trained_tokens / tokens if tokens else 0.0
     return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
@@ -158,7 +160,7 @@ def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
         documents=len(documents),
         samples=len(samples),
         tokens=sum(len(document.input_ids) for document in documents),
-        target_tokens=sum(sum(document.trained[1:]) for document in documents),
+        target_tokens=sum(weight > 0 for document in documents for weight in document.trained[1:]),
         max_length=whole.max_length,
         prompt_text=whole.prompt_text,
     )
@@ -193,6 +195,9 @@ def main(argv: list[str] | None = None) -> int:
         config = fit_max_length(config, longest)
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
+        if config.training.loss != "nll" or config.training.neftune_noise_alpha:
+            noise = config.training.neftune_noise_alpha
+            console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))
         if arguments.step:
             show_step(config, data, tokenizer, console, step=arguments.step, ranks=ranks)
         else:

@@ -166,8 +166,13 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
     if data.val_split and data.evaluation:
         problem = "dataset.evaluation is also given"
         yield Mistake("dataset.val_split", data.val_split, problem, "keep one", "dataset.evaluation")
-    if set(data.train_on) - {*ROLES, "all"} or not data.train_on:
-        yield Mistake("dataset.train_on", data.train_on, "choose from assistant, user, system, tool, all")
+    if set(data.train_on) - {*ROLES, "last", "all"} or not data.train_on:
+        yield Mistake("dataset.train_on", data.train_on, "choose from assistant, last, user, system, tool, all")
+    if "last" in data.train_on and {"assistant", "all"} & set(data.train_on):
+        yield Mistake("dataset.train_on", data.train_on, "last is one of the assistant turns", "keep one")
+    if data.thinking == "empty" and data.chat_template_kwargs.get("enable_thinking"):
+        variable = "dataset.chat_template_kwargs.enable_thinking"
+        yield Mistake("dataset.thinking", "empty", f"{variable} is true", "remove one", variable)
     unknown_length = "the length of a stream is unknown"
     if data.streaming and not config.training.max_steps:
         yield Mistake("dataset.streaming", True, unknown_length, "set training.max_steps", "training.max_steps")
@@ -300,6 +305,9 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
     if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
         problem, fix = "published targets are for measure: factors", "use a number, or use scu.law: logit"
         yield Mistake("scu.target", "auto", problem, fix, "scu.measure scu.law")
+    if scu.measure != "kl" and (loss := config.training.loss) != "nll":
+        problem = f"scu.measure={scu.measure} needs the loss in bits of data"
+        yield Mistake("training.loss", loss, problem, "use nll, or scu.measure: kl", "scu.measure scu.enabled")
     if scu.measure == "kl":
         yield from _check_kl(config)
         return  # measured in bits per token, without scu.tokens
@@ -314,6 +322,9 @@ def _check_kl(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("scu.law", "published", "not with scu.measure: kl, which has its own law", "remove it", measure)
     if lora.init in ("pissa", "pissa_niter_16", "olora"):
         yield Mistake("lora.init", lora.init, "changes the base, which scu.measure: kl needs", "use default", measure)
+    if noise := config.training.neftune_noise_alpha:
+        problem = "scu.measure: kl would measure the noise as divergence from the base"
+        yield Mistake("training.neftune_noise_alpha", f"{noise:g}", problem, "set it to 0", measure)
     if config.training.offload_activations:
         # The pass over the reference text would overwrite the activations of the previous pass in host memory.
         yield Mistake("training.offload_activations", True, "not with scu.measure: kl", "turn it off", measure)

@@ -90,7 +90,11 @@ class DatasetSection(SourceSection):
     `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step;
     the global batch stays the same, with little padding."""
     train_on: Annotated[Words, LANGUAGE] = ("assistant",)
-    """Roles that are trained on: assistant, user, system, tool, or `all`."""
+    """Roles that are trained on: assistant, user, system, tool; `last`: only the last assistant turn; or `all` text."""
+    thinking: Annotated[Literal["train", "mask", "strip", "empty"], LANGUAGE] = "train"
+    """Reasoning in assistant turns of conversations. `train` it as the chat template writes it; `mask`: keep it, with
+    its tags, as text that is not trained; `strip`: remove it; `empty`: remove it, and answer after the empty thought of
+    the template's `enable_thinking: false`, in training and generation."""
     system_prompt: Annotated[str | None, LANGUAGE] = None
     """System prompt of records without one: a turn of conversations, the first lines of text prompts. A system turn in
     a record's list of turns takes precedence over its `system` field."""

@@ -13,6 +13,7 @@ INT8: dict[str, Any] = {"adapter": "qlora", "quantization.quant_type": "int8"}
 NOTHING: dict[str, Any] = {}
 PREFERENCES = "KTO, reward models and online methods (PPO, GRPO) are not offered here"
 DPO: dict[str, Any] = {"task": "preference"}
+DFT: dict[str, Any] = {"training.loss": "dft"}
 ANSWERS, EVERY_TOKEN = {"dataset.train_on": ["assistant"]}, {"dataset.train_on": ["all"]}
 
 # Names -> value -> equivalent settings here. ELSEWHERE has the advice for all other values.
@@ -35,6 +36,11 @@ _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "pad_to_sequence_len eval_sample_packing": {True: NOTHING, False: NOTHING},
     "train_on_inputs train_on_prompt": {True: EVERY_TOKEN, False: NOTHING},
     "assistant_only_loss completion_only_loss": {True: ANSWERS},
+    "loss_type": {"nll": NOTHING, "chunked_nll": NOTHING, "dft": DFT},
+    "use_dft_loss": {True: DFT, False: NOTHING},
+    "use_eaft_loss use_eaft": {True: {"training.loss": "eaft"}, False: NOTHING},
+    "label_smoothing_factor": {0: NOTHING},
+    "mask_history": {True: {"dataset.train_on": ["last"]}, False: NOTHING},
     "train_on_eos train_on_eot": {"turn": NOTHING},
 }
 MEANINGS = {name: values for names, values in _MEANINGS.items() for name in names.split()}

@@ -80,6 +80,21 @@ class TrainingSection(Section):
     router_aux_loss: Annotated[NonNegative, LANGUAGE] = 0.0
     """Weight of the load-balancing loss of an MoE model with a trained router (0.001 to 0.02 is usual); not part of
     `train/loss`."""
+    loss: Annotated[Literal["nll", "dft", "eaft", "focal", "label_smoothing"], Needs("task", ("language",))] = "nll"
+    """Loss of a token with probability p. `nll`: -ln p. `dft`: -ln p times p, without its gradient (dynamic
+    fine-tuning). `eaft`: -ln p times (H / 3)^eaft_alpha, with H the entropy in nats of the 20 most probable tokens
+    (entropy-adaptive fine-tuning, as LLaMA-Factory computes it). `focal`: -(1 - p)^focal_gamma ln p.
+    `label_smoothing`: cross-entropy with a fraction of the target spread over all tokens. Held-out loss is always
+    -ln p."""
+    eaft_alpha: Annotated[NonNegative, Needs(".loss", ("eaft",))] = 1.0
+    """Exponent of the entropy in `loss: eaft`."""
+    focal_gamma: Annotated[NonNegative, Needs(".loss", ("focal",))] = 2.0
+    """Exponent of 1 - p in `loss: focal`."""
+    label_smoothing: Annotated[float, Field(gt=0.0, lt=1.0), Needs(".loss", ("label_smoothing",))] = 0.1
+    """Fraction of the target that `loss: label_smoothing` spreads evenly over the vocabulary."""
+    neftune_noise_alpha: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
+    """Add uniform noise of up to this, over the square root of row length x hidden size, to the input embeddings in
+    training (NEFTune; 5 is usual); 0: none."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW of torch, or of bitsandbytes with 8-bit state."""
     adam_beta1: Fraction = 0.9

@@ -43,11 +43,18 @@ class MicroBatch:
     """Bounds of the documents, int32 [D + 1]."""
     max_seqlen: int = 0
     """Length of the longest document if there are `cu_seqlens`."""
+    weights: torch.Tensor | None = None
+    """Weights of the targets in the order of their rows, fp32 [K]; None if all are 1."""
 
     @property
     def target_count(self) -> int:
         """Number of tokens with a loss."""
         return int((self.targets != IGNORED).sum())
+
+    @property
+    def target_weight(self) -> float:
+        """Sum of the targets' weights."""
+        return self.target_count if self.weights is None else float(self.weights.double().sum())
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,11 @@ class PairBatch(MicroBatch):
     def target_count(self) -> int:
         """Number of pairs."""
         return len(self.document_targets) // 2
+
+    @property
+    def target_weight(self) -> float:
+        """Number of pairs, which all count the same."""
+        return self.target_count
 
 
 class GlobalBatches:
@@ -291,21 +303,26 @@ def collate(
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
         batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
-        counts = torch.tensor([sum(document.trained[1:]) for document in documents], dtype=torch.long)
+        counts = torch.tensor(
+            [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
+        )
         known = [value for sample in samples for value in sample.reference]
         return PairBatch(**vars(batch), document_targets=counts, reference=torch.tensor(known) if known else None)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
+    found = [_targets(row) for row in rows]
+    weights = _weights(rows, found)
     if flat:
         lengths = [length for row in rows for length in row.document_lengths]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         return MicroBatch(
             torch.tensor([[token for row in rows for token in row.input_ids]]),
-            torch.from_numpy(np.concatenate([_targets(row) for row in rows])[None]),
+            torch.from_numpy(np.concatenate(found)[None]),
             tokens,
             position_ids=torch.from_numpy(_positions(lengths)[None]),
             cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
             max_seqlen=max(lengths),
+            weights=weights,
         )
     longest = max(len(row.input_ids) for row in rows)
     input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
@@ -314,9 +331,9 @@ def collate(
     for index, row in enumerate(rows):
         length = len(row.input_ids)
         input_ids[index, :length] = row.input_ids
-        targets[index, :length] = _targets(row)
+        targets[index, :length] = found[index]
         extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
-    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens)
+    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens, weights=weights)
     places = torch.from_numpy(extra)
     if not packed:
         return replace(batch, attention_mask=places)
@@ -383,10 +400,18 @@ def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
 def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
-    targets[:-1] = np.where(np.asarray(sample.trained[1:], dtype=bool), ids[1:], IGNORED)
+    targets[:-1] = np.where(np.asarray(sample.trained[1:]) > 0, ids[1:], IGNORED)
     # The first token of a document is no target: in a pack, the token before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
+
+
+def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
+    """Return the weights of the targets of all rows, fp32; None if all are 1."""
+    places = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
+    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, places, strict=True)]
+    weights = np.concatenate(parts)
+    return torch.from_numpy(weights) if (weights != 1.0).any() else None
 
 
 def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Encoding of conversations: token ids and a loss mask, by the tokenizer's chat template."""
+"""Encoding of conversations: token ids and their weights in the loss, by the tokenizer's chat template."""
 
 import json
 import re
@@ -13,10 +13,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate, Message
-from trainer.data.marks import TURN_KEY, Spans, split_reasoning
+from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
 from trainer.data.records import Turns
 from trainer.data.render import RenderError
-from trainer.data.tokens import LOST_END, Encoded, Span, encode_spans
+from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
 
 FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
 # Names in warnings for parts of a record that a template leaves out.
@@ -53,6 +53,11 @@ def find_chat_template(
     raise UserError(f"dataset.chat_template={configured}: {problem}")
 
 
+def template_variables(section: DatasetSection) -> dict[str, Any]:
+    """Return the variables of the chat template, in training and generation."""
+    return section.chat_template_kwargs | ({"enable_thinking": False} if section.thinking == "empty" else {})
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, section: DatasetSection, messages: Sequence[Mapping[str, Any]]
 ) -> str:
@@ -66,7 +71,7 @@ def render_prompt(
         raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
     chat = lead_with_system([dict(message) for message in messages], section.system_prompt)
     try:
-        return ChatTemplate(tokenizer, source, section.chat_template_kwargs).render(chat, add_generation_prompt=True)
+        return ChatTemplate(tokenizer, source, template_variables(section)).render(chat, add_generation_prompt=True)
     except (RenderError, TimeoutError) as error:
         raise UserError(f"the chat template refuses the conversation ({error})") from None
 
@@ -83,7 +88,8 @@ class ChatEncoder:
 
     An assistant turn is trained from the end of the generation prompt, where the model continues at inference, to the
     end-of-turn token, inclusive. For other roles in `train_on`, the text and the end-of-turn token are trained, but not
-    the tags around the text. Raises UserError if a template does not compile.
+    the tags around the text. With `mask_thoughts`, reasoning is not trained. Raises UserError if a template does not
+    compile.
     """
 
     def __init__(
@@ -94,8 +100,10 @@ class ChatEncoder:
         system_prompt: str | None,
         variables: Mapping[str, Any] | None = None,
         tool_template: str | None = None,
+        *,
+        mask_thoughts: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._mask_thoughts = tokenizer, mask_thoughts
         self.train_on = frozenset(train_on)
         self.system_prompt = system_prompt
         sources = (template, tool_template or template)
@@ -122,7 +130,9 @@ class ChatEncoder:
         try:
             rendered = _Rendered(template, messages, conversation.tools, where)
             rendered.check_texts()
-            rendered.find_spans(self.train_on, conversation.silent)
+            rendered.find_spans(self.train_on, conversation.weights)
+            if self._mask_thoughts:
+                rendered.mask_thoughts()
             rendered.check_end()
         except (RenderError, TimeoutError) as error:
             raise UserError(f"{where}: the chat template refuses it ({error})") from None
@@ -133,7 +143,7 @@ class _Rendered:
     """The text of a conversation, its trained `spans`, and the parts of the record that are `lost`."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[WeightedSpan] = []
         self.lost: dict[str, None] = {}
         self.text = template.render(chat, tools)
         self._template, self._chat, self._tools, self._where = template, chat, tools, where
@@ -167,30 +177,42 @@ class _Rendered:
             return not core or turn in marked
         return core in self.text or json.dumps(core, ensure_ascii=False)[1:-1] in self.text
 
-    def find_spans(self, train_on: frozenset[str], silent: frozenset[int]) -> None:
+    def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
         """Find the characters to train. Raises UserError if the template does not reveal them."""
         if "all" in train_on:
-            self.spans = [(0, len(self.text))]
+            self.spans = [(0, len(self.text), 1.0)]
             return
         if self._marks.text != self.text or (train_on - {"assistant"} and not self._texts_are_marked):
             raise UserError(f"{self._where}: turns cannot be distinguished in this tokenizer's chat template; {FIX}")
         for index, message in enumerate(self._chat):
             role, turn = message["role"], message[TURN_KEY]
-            if role not in train_on or turn in silent:
+            weight = weights.get(turn, 1.0)
+            if role not in train_on or not weight:
                 continue
-            blocks = self._blocks(turn)
+            blocks, found = self._blocks(turn), list[Span]()
             if role != "assistant":
                 ends = [self._end_token(start, end) for start, end in blocks]
-                self.spans += _add_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
+                found = _add_white_space([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
             elif blocks:
-                self._add_answer(index, blocks)
+                found = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
                 raise UserError(f"{self._where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
-        self.spans = sorted(span for span in self.spans if span[0] < span[1])
+            self.spans += [(start, end, weight) for start, end in found if start < end]
+        self.spans.sort()
+
+    def mask_thoughts(self) -> None:
+        """Do not train reasoning. Raises UserError if the template does not reveal it."""
+        thinks = any("</think>" in str(each) or "reasoning_content" in each for each in self._chat)
+        if thinks and not self._texts_are_marked:
+            problem = "reasoning cannot be distinguished in this tokenizer's chat template"
+            raise UserError(f"{self._where}: {problem}; {FIX}")
+        for first, last in find_thoughts(self._marks):
+            parts = [((a, min(b, first), weight), (max(a, last), b, weight)) for a, b, weight in self.spans]
+            self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
         """Record whether the last answer lacks an end-of-turn token: the model would not learn to stop."""
-        if self.spans and not self._template.token_at_end(self.text, *self.spans[-1]):
+        if self.spans and not self._template.token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
     def _blocks(self, turn: int) -> list[Span]:
@@ -201,7 +223,7 @@ class _Rendered:
         others = [span for other, spans in self._marks.turns.items() if self._roles[other] != role for span in spans]
         return [(start, end) for start, end in own if not any(first <= start and end <= last for first, last in others)]
 
-    def _add_answer(self, index: int, blocks: list[Span]) -> None:
+    def _find_answer(self, index: int, blocks: list[Span]) -> list[Span]:
         template, text, turn = self._template, self.text, self._chat[index][TURN_KEY]
         if template.has_generation_blocks:
             written = self._answer_start(index, *blocks[0])  # a block may hold the header, which is never trained
@@ -225,7 +247,7 @@ class _Rendered:
             else:
                 inside = [(begin, end), *blocks[1:]]
                 inside[-1] = (inside[-1][0], self._answer_end(index, *inside[-1]))
-        self.spans += inside
+        return inside
 
     def _answer_start(self, index: int, start: int, end: int) -> int:
         """Find the end of the generation prompt, or of the fixed text, at the beginning of an answer."""

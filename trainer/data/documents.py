@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.contract.replacements import replaces
-from trainer.data.conversations import LOST, ChatEncoder, find_chat_template
+from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
 from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import PREFERENCE, Shape, find_shape, listed
+from trainer.data.marks import strip_reasoning
 from trainer.data.pairs import Pair, join_pair, read_pair
 from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
 from trainer.data.source_files import describe_source
@@ -31,12 +32,13 @@ from trainer.data.tokens import Encoded, encode_texts, leading_token
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# One row per record, or several for a text that is split; all but the first are `continued`. `length` and `targets`
-# count what is kept; `first_target` is the number of tokens up to the first target, 0 without targets. `answers` counts
-# answers, `empty` the empty ones; `digest` is equal for equal documents. `control` marks conversations with a special
-# token in a turn's text. `unread` lists unused fields. A skipped record has no tokens, and the reason as its `problem`.
-# The row of a pair has the documents of both answers; `rejected` is the length of the second, 0 otherwise.
-LISTS = {"input_ids": "int32", "trained": "bool", "unread": "string"}
+# One row per record, or several for a text that is split; all but the first are `continued`. `weights` are those of the
+# tokens in the loss, empty if all are 0 or 1. `length` and `targets` count what is kept; `first_target` is the number
+# of tokens up to the first target, 0 without targets. `answers` counts answers, `empty` the empty ones; `digest` is
+# equal for equal documents. `control` marks conversations with a special token in a turn's text. `unread` lists unused
+# fields. A skipped record has no tokens, and the reason as its `problem`. The row of a pair has the documents of both
+# answers; `rejected` is the length of the second, 0 otherwise.
+LISTS = {"input_ids": "int32", "trained": "bool", "weights": "float32", "unread": "string"}
 VALUES = {
     "length": "int32",
     "rejected": "int32",
@@ -81,13 +83,25 @@ class DocumentEncoder:
         self.tokenizer = tokenizer
         self.max_length = section.max_length
         self.too_long = section.too_long
-        self.train_on = frozenset(section.train_on)
+        self.train_on = frozenset("assistant" if role == "last" else role for role in section.train_on)
+        self._only_last = "last" in section.train_on
+        self._strips = section.thinking in ("strip", "empty")
         template = find_chat_template(tokenizer, section.chat_template)
         self.chat = None
         if template:
             for_tools = find_chat_template(tokenizer, section.chat_template, for_tools=True)
-            variables = section.chat_template_kwargs
-            self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt, variables, for_tools)
+            variables, masks = template_variables(section), section.thinking == "mask"
+            if section.thinking == "empty" and "enable_thinking" not in template:
+                raise UserError("dataset.thinking=empty: the chat template has no enable_thinking; use strip")
+            self.chat = ChatEncoder(
+                tokenizer,
+                template,
+                tuple(self.train_on),
+                section.system_prompt,
+                variables,
+                for_tools,
+                mask_thoughts=masks,
+            )
         self.system_prompt = section.system_prompt
         self.skips = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -127,7 +141,7 @@ class DocumentEncoder:
         """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
         read: Callable[..., Turns | Text | Pair] = read_pair if shape.format == PREFERENCE else read_record
         examples = [
-            read(parse_row(record), shape, place, self.system_prompt)
+            self._prepare(read(parse_row(record), shape, place, self.system_prompt))
             for record, place in zip(records, where, strict=True)
         ]
         for example, document, continued in self._split(examples, self.encode(examples, where)):
@@ -137,12 +151,14 @@ class DocumentEncoder:
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length
             rows["input_ids"].append(document.input_ids[: self.max_length])
-            rows["trained"].append(document.trained[: self.max_length])
+            weights = document.trained[: self.max_length]
+            rows["trained"].append([weight > 0 for weight in weights])
+            rows["weights"].append(weights if set(weights) - {0.0, 1.0} else [])
             rows["length"].append(min(len(document.input_ids), self.max_length))
             rows["rejected"].append(document.rejected)
             # Documents without targets are left out, as in streams; an answer of a pair is never cut.
             left_out = too_long and (self.too_long == "drop" or document.rejected > 0)
-            rows["targets"].append(0 if left_out else sum(document.trained[1 : self.max_length]))
+            rows["targets"].append(0 if left_out else sum(rows["trained"][-1][1:]))
             rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(too_long or document.cut)
             rows["answers"].append(len(answers))
@@ -153,6 +169,20 @@ class DocumentEncoder:
             rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
             rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
+
+    def _prepare(self, example: Turns | Text | Pair) -> Any:
+        """Return a conversation without its reasoning, or only its last answer trained, as the settings say."""
+        if isinstance(example, Pair):
+            return replace(example, chosen=self._prepare(example.chosen), rejected=self._prepare(example.rejected))
+        if not isinstance(example, Turns):
+            return example
+        messages, weights = example.messages, dict(example.weights)
+        if self._strips:
+            messages = [strip_reasoning(message) for message in messages]
+        if self._only_last:
+            answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+            weights |= dict.fromkeys(answers[:-1], 0.0)
+        return replace(example, messages=messages, weights=weights)
 
     def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
         """Return a report on a source from its first record and the columns of some or all records."""

@@ -24,6 +24,11 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
 # An answer that begins with reasoning, in the form that models write and templates split.
 _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
+# The tags around reasoning, with the white space between them and it.
+_OPEN_TAG, _CLOSE_TAG = r"[<\[][\w:|]*think[\w:|]*[>\]]", r"[<\[]/[\w:|]*think[\w:|]*[>\]]"
+_OPENED, _CLOSED = re.compile(rf"\s*{_OPEN_TAG}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_CLOSE_TAG}\s*", re.IGNORECASE)
+_EMPTY_THOUGHT = re.compile(rf"(?:(?<!\s)\s*{_OPEN_TAG}\s*)?{_CLOSE_TAG}\s*", re.IGNORECASE)
+LONGEST_TAG = 40
 Spans = dict[int, list[tuple[int, int]]]
 
 
@@ -101,6 +106,23 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
     content: str = message["content"]
     inline = _INLINE_REASONING.fullmatch(content) if message["role"] == "assistant" and "</think>" in content else None
     return (inline[1], inline[2], inline[3], inline[4]) if inline else ("", "", "", content)
+
+
+def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without its reasoning."""
+    *thought, text = split_reasoning(message)
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return kept | ({"content": text.lstrip()} if any(thought) else {})
+
+
+def find_thoughts(marked: Marked) -> list[tuple[int, int]]:
+    """Return the spans of reasoning with its tags, such as `<think>` and `[/THINK]`, and of empty thoughts."""
+    found = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
+    for start, end in (span for spans in marked.reasoning.values() for span in spans):
+        before = _OPENED.search(marked.text[max(0, start - LONGEST_TAG) : start])
+        after = _CLOSED.match(marked.text, end)
+        found.append((start - len(before[0]) if before else start, after.end() if after else end))
+    return found
 
 
 def has_generation_blocks(source: str) -> bool:

@@ -134,6 +134,6 @@ def _cut(document: Encoded, count: int, first: int | None) -> Encoded | None:
     """Return the document without `count` tokens of its prompt, or None if no prompt would be left."""
     ids, trained = document.input_ids, document.trained
     kept = 1 if first is not None and ids[:1] == [first] else 0
-    if True not in trained or trained.index(True) <= kept + count:
+    if next((at for at, weight in enumerate(trained) if weight), 0) <= kept + count:
         return None
     return Encoded([*ids[:kept], *ids[kept + count :]], [*trained[:kept], *trained[kept + count :]])

@@ -47,11 +47,11 @@ PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the form of chat templates; `silent` turns never have a loss."""
+    """A conversation in the form of chat templates; `weights` has those of turns that are not 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    silent: frozenset[int] = frozenset()
+    weights: Mapping[int, float] = field(default_factory=dict)
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Nonempty fields of the record and of its turns that were not used."""
 
@@ -107,7 +107,7 @@ def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
     return [
         bool(message["content"].strip() or message.get("tool_calls"))
         for turn, message in said
-        if message["role"] == "assistant" and turn not in example.silent
+        if message["role"] == "assistant" and example.weights.get(turn, 1.0)
     ]
 
 
@@ -211,9 +211,9 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
         _message(turn, keys, f"{where}, turn {number}", shape.roles) for number, turn in enumerate(turns, start=1)
     ]
     ignored = _lead_with_system(messages, record, shape, where)
-    silent = _silent_turns(turns, f"{where}, turn", len(messages) - len(turns))
+    weights = _turn_weights(turns, f"{where}, turn", len(messages) - len(turns))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, silent, ignored + _list_unread(turns, column))
+    return Turns(messages, tools, weights, ignored + _list_unread(turns, column))
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
@@ -241,10 +241,11 @@ def read_conversational_pair(
         for name, turns in columns.items()
     ]
     ignored = _lead_with_system(lists[0], record, shape, where)
-    silent = _silent_turns(columns["completion"], f"{where}, completion turn", len(lists[0]))
+    weights = dict.fromkeys(range(len(lists[0])), 0.0)
+    weights |= _turn_weights(columns["completion"], f"{where}, completion turn", len(lists[0]))
     ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(lists[0] + lists[1], tools, silent.union(range(len(lists[0]))), ignored)
+    return Turns(lists[0] + lists[1], tools, weights, ignored)
 
 
 def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
@@ -305,20 +306,21 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
     return message | ({REASONING[0]: _content(reasoning, "reasoning", where)} if reasoning else {})
 
 
-def _silent_turns(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> frozenset[int]:
-    """Return the numbers, from `first`, of turns without a loss. Raises UserError for weights other than 0 and 1."""
-    silent = set()
+def _turn_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
+    """Return the weights other than 1 by turn, counted from `first`. Raises UserError for one not between 0 and 1."""
+    weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
             value = turn.get(name)
             if value is None:
                 continue
-            if not isinstance(value, bool | int | float) or value not in (0, 1):
-                problem = f"{name}={value!r}: a turn's loss is on or off; use true or false, 1 or 0"
+            if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+                problem = f"{name}={value!r}: must be true, false or a weight from 0 to 1"
                 raise UserError(f"{where} {index + 1}: {problem}")
-            if bool(value) == (name in INVERSE_SWITCHES):
-                silent.add(first + index)
-    return frozenset(silent)
+            weight = 1.0 - value if name in INVERSE_SWITCHES else float(value)
+            if weight < 1:
+                weights[first + index] = min(weight, weights.get(first + index, 1.0))
+    return weights
 
 
 def _content(content: Any, key: str, where: str) -> str:

@@ -1,6 +1,6 @@
 """Samples of tokenized documents for training, from disk or from a stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,14 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from pyarrow import Array, Table
+from pyarrow.types import is_float32
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: its tokens, which of them are targets, and the lengths of its documents."""
+    """One sequence: its tokens, their weights as targets (0: no target), and the lengths of its documents."""
 
     input_ids: list[int]
-    trained: list[bool]
+    trained: Sequence[float]
     document_lengths: list[int]
     reference: tuple[float, ...] = ()
     """Log-probability of the answer in each document under the reference of preference training, in nats, if cached."""
@@ -56,11 +57,10 @@ class Samples:
         return 2 * int(self._starts[min(index, len(self))])
 
     def _document(self, index: int) -> Sample:
-        columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained"))
-        input_ids, trained = (_numbers(column).tolist() for column in columns)
-        return Sample(
-            input_ids, trained, document_lengths(len(input_ids), self._documents.column("rejected")[index].as_py())
-        )
+        columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained", "weights"))
+        input_ids, trained, weights = (_numbers(column).tolist() for column in columns)
+        rejected = self._documents.column("rejected")[index].as_py()
+        return Sample(input_ids, weights or trained, document_lengths(len(input_ids), rejected))
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
@@ -81,7 +81,8 @@ def _numbers(array: Array) -> NDArray[Any]:
     first, last = array.offset, array.offset + len(array)
     buffer = array.buffers()[1]
     if array.type.bit_width > 1:
-        return np.frombuffer(buffer, str(array.type))[first:last]
+        name = "float32" if is_float32(array.type) else str(array.type)
+        return np.frombuffer(buffer or b"", name)[first:last]
     octets = np.frombuffer(buffer, np.uint8)[first // 8 : -(-last // 8)]
     return np.unpackbits(octets, bitorder="little")[first % 8 :][: len(array)].astype(bool)
 

@@ -179,7 +179,7 @@ class SharedBlocks:
             np.savez(
                 temporary,
                 input_ids=np.array([token for document in documents for token in document.input_ids], dtype=np.int32),
-                trained=np.array([flag for document in documents for flag in document.trained], dtype=bool),
+                trained=np.array([weight for document in documents for weight in document.trained], dtype=np.float32),
                 lengths=np.array([len(document.input_ids) for document in documents], dtype=np.int64),
                 rejected=np.array([sum(document.document_lengths[1:]) for document in documents], dtype=np.int64),
                 skipped=skipped,

@@ -137,7 +137,8 @@ class SourceStream:
 
     def _encode(self, number: int, records: list[dict[str, Any]]) -> Block:
         columns = self._encoder.rows(records, number * BLOCK_ROWS, self._shape, self._place)
-        documents = zip(*(columns[name] for name in ("input_ids", "trained", "rejected", "targets")), strict=True)
+        trained = (weights or flags for weights, flags in zip(columns["weights"], columns["trained"], strict=True))
+        documents = zip(columns["input_ids"], trained, columns["rejected"], columns["targets"], strict=True)
         problems = [problem for problem in columns["problem"] if problem]
         for problem in problems:
             print(f"skipped: {problem}", file=sys.stderr, flush=True)  # into this rank's log

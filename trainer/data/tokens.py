@@ -1,4 +1,4 @@
-"""Encoding of texts with trained spans of characters as token ids with a loss mask, checked by decoding."""
+"""Encoding of texts with trained spans of characters as token ids with weights, checked by decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from trainer.config import UserError
 from trainer.data.records import Text
 
 Span = tuple[int, int]
+WeightedSpan = tuple[int, int, float]
 # Name in warnings.
 LOST_END = "no token that ends the last answer, so that the model does not learn to stop"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document, or the two of a pair: token ids, a loss mask, and the parts of the record that are missing."""
+    """One document, or both of a pair: token ids, their weights in the loss, and the record's missing parts."""
 
     input_ids: list[int]
-    trained: list[bool]
+    trained: list[float]
     lost: tuple[str, ...] = ()
     rejected: int = 0
     """Tokens of the second document, the rejected answer of a pair; 0 for a single document."""
@@ -30,9 +31,12 @@ class Encoded:
 
 
 def encode_spans(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], spans: Sequence[Sequence[Span]], where: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[WeightedSpan]],
+    where: Sequence[str],
 ) -> list[Encoded]:
-    """Tokenize whole texts and train the tokens with characters of the spans.
+    """Tokenize whole texts and train the tokens with characters of the spans, with the spans' weights.
 
     No special tokens are added. Raises UserError if the trained tokens do not decode to the spans' text.
     """
@@ -45,11 +49,11 @@ def encode_spans(
     for index, text in enumerate(texts):
         ids: list[int] = batch["input_ids"][index]
         starts, ends = _extents(batch["offset_mapping"][index])
-        trained = np.zeros(len(ids), dtype=bool)
-        for start, end in spans[index]:
+        trained = np.zeros(len(ids))
+        for start, end, weight in spans[index]:
             inside = (ends > start) & (starts < end)
             _check_span(tokenizer, [ids[at] for at in np.flatnonzero(inside).tolist()], text[start:end], where[index])
-            trained |= inside
+            trained[inside] = np.maximum(trained[inside], weight)
         encoded.append(Encoded(ids, trained.tolist()))
     return encoded
 
@@ -65,7 +69,7 @@ def encode_texts(
     whole = [text.prompt + text.completion for text in texts]
     prompt_too = bool(train_on & {"user", "all"})
     spans = [
-        [(0 if prompt_too else len(text.prompt), len(joined))] if joined else []
+        [(0 if prompt_too else len(text.prompt), len(joined), 1.0)] if joined else []
         for text, joined in zip(texts, whole, strict=True)
     ]
     first = leading_token(tokenizer)
@@ -74,9 +78,9 @@ def encode_texts(
     for text, body in zip(texts, encode_spans(tokenizer, whole, spans, where), strict=True):
         ids, trained = body.input_ids, body.trained
         if ids and first is not None and ids[0] != first:
-            ids, trained = [first, *ids], [False, *trained]
+            ids, trained = [first, *ids], [0.0, *trained]
         if ids and text.completion and isinstance(last, int) and ids[-1] != last:
-            ids, trained = [*ids, last], [*trained, True]
+            ids, trained = [*ids, last], [*trained, 1.0]
         encoded.append(Encoded(ids, trained, () if isinstance(last, int) else (LOST_END,)))
     return encoded
 

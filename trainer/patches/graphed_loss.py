@@ -74,7 +74,7 @@ class GraphedLoss:
         return self._loss.balancing
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Return sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        """Return the sum of the losses of the batch's targets, nats, fp32."""
         return self._run(LossPass(self._loss, batch), model, device)
 
     def with_reference(

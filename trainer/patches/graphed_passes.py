@@ -74,7 +74,7 @@ class LossPass:
         return self._loss(model, self.batch, device)
 
     def shape(self, usual: tuple[int, int]) -> StaticShape | None:
-        return shape_of(self.batch, usual)
+        return shape_of(self.batch, usual) if self.batch.weights is None else None
 
     def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
         return StaticInputs(*self._on_host(shape), device)
@@ -101,7 +101,7 @@ class JointPass:
         )
 
     def shape(self, usual: tuple[int, int]) -> JointShape | None:
-        if self._together.cu_seqlens is None or self._loss.states_dtype is None:
+        if self._together.cu_seqlens is None or self._loss.states_dtype is None or self.batch.weights is not None:
             return None
         return joint_shape_of(self.batch, self._together, usual)
 

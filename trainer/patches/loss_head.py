@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops.head import divergence_sum, token_loss_sum, token_losses
+from ops.head import NLL, LossKind, divergence_sum, token_loss_sum, token_loss_sum_of_logits, token_losses
 from trainer.contract.known_versions import replaced, require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
@@ -22,7 +22,7 @@ from trainer.patches.plain_head import linear_layer, observed_factor, replace_he
 
 
 class TokenLoss:
-    """Sum of -log p of the targets.
+    """Sum of the losses of the targets: -log p, or the weighted losses of a `LossKind` where gradients are computed.
 
     Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
     and the model at most multiplies its output (which is observed, not looked up); otherwise from the logits.
@@ -35,8 +35,9 @@ class TokenLoss:
         fused: bool | None = None,
         say: Callable[[str], None] | None = None,
         balance: float = 0.0,
+        kind: LossKind = NLL,
     ) -> None:
-        """Prepare the loss of a model.
+        """Prepare the loss of a model, `kind` in training and -log p without gradients.
 
         `fused` is the decision of trainer/memory/decisions.py, None to observe it; `say` prints a difference.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
@@ -45,9 +46,9 @@ class TokenLoss:
 
         self._module = module
         self._decided, self._say = fused, say
-        self._balance = balance
+        self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
-        """Load-balancing loss of the latest batch times its number of targets, to be weighted like the loss."""
+        """Load-balancing loss of the latest batch times the weight of its targets, to be weighted like the loss."""
         base: Any = module
         if isinstance(module, PeftModel):
             base = module.get_base_model()
@@ -60,20 +61,20 @@ class TokenLoss:
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        """Return the sum of the losses of the batch's targets, nats, fp32."""
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
+        weights = to_device(batch.weights, device) if torch.is_grad_enabled() else None
 
         def call(inputs: dict[str, Any]) -> Any:
             return self._call_model(model, inputs, batch)
 
-        if self._head is None:
-            return self._loss_from_logits(call, inputs, to_device(targets, device))
         # On the host, where the batch is: nonzero on the device would wait for it.
         flat = targets.flatten()
         places = (flat != IGNORED).nonzero().squeeze(1)
-        places_on_device, chosen = to_device(places, device), to_device(flat[places], device)
-        return self._in_chunks(call, inputs, chosen, places_on_device if len(places) != len(flat) else None)
+        chosen = to_device(flat[places], device)
+        places_on_device = to_device(places, device) if len(places) != len(flat) else None
+        return self._compute(call, inputs, chosen, places_on_device, weights)
 
     def build_host_inputs(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
         """Return model inputs and targets [B, K], K at least `places`, on the host for `compute_from_inputs`."""
@@ -102,9 +103,7 @@ class TokenLoss:
         def call(inputs: dict[str, Any]) -> Any:
             return model(**inputs, use_cache=False)
 
-        if self._head is None:
-            return self._loss_from_logits(call, inputs, targets)
-        return self._in_chunks(call, inputs, targets.flatten(), None)
+        return self._compute(call, inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return no further metrics."""
@@ -115,31 +114,41 @@ class TokenLoss:
         """Whether it has been decided how head and loss are computed."""
         return self._head is None or self._factor is not None
 
-    def _loss_from_logits(
-        self, call: Callable[..., Any], inputs: dict[str, Any], targets: torch.Tensor
+    def _compute(
+        self,
+        call: Callable[..., Any],
+        inputs: dict[str, Any],
+        chosen: torch.Tensor,
+        places: torch.Tensor | None,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        logits = call(inputs).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        """Return the loss of the rows `places` (None: all) with the targets `chosen` and their weights (None: 1)."""
 
-    def _in_chunks(
-        self, call: Callable[..., Any], inputs: dict[str, Any], chosen: torch.Tensor, places: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the loss of the rows `places` (None: all) with the targets `chosen`."""
+        def select(rows: torch.Tensor) -> torch.Tensor:
+            flat = rows.flatten(0, 1)
+            return flat if places is None else flat.index_select(0, places)
 
         def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-            states = hidden.flatten(0, 1)
-            if places is not None:
-                states = states.index_select(0, places)
-            return self._token_loss_sum(states, chosen).view(1, 1, 1)
+            return self._token_loss_sum(select(hidden), chosen, weights).view(1, 1, 1)
 
+        if self._head is None:
+            return token_loss_sum_of_logits(select(call(inputs).logits), chosen, self._kind_now, weights)
         with replace_head(self._head, loss_of):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
-    def _token_loss_sum(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    @property
+    def _kind_now(self) -> LossKind:
+        return self._kind if torch.is_grad_enabled() else NLL
+
+    def _token_loss_sum(
+        self, states: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         weight = linear_layer(self._head).weight
-        rows, factor = trained_rows(self._head), self._factor or 1.0
-        return token_loss_sum(states.to(weight.dtype), weight, targets, factor=factor, rows=rows)
+        rows, factor, states = trained_rows(self._head), self._factor or 1.0, states.to(weight.dtype)
+        return token_loss_sum(
+            states, weight, targets, factor=factor, rows=rows, kind=self._kind_now, token_weights=weights
+        )
 
     def by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return -log p of every target of the batch, row by row, nats, fp32 [K], differentiable."""
@@ -181,7 +190,7 @@ class TokenLoss:
             mask = to_device(mask, inputs["input_ids"].device)
         with mask_balancing_loss(mask, self._base):
             result = model(**inputs, use_cache=False, output_router_logits=True)
-        self.balancing = self._balance * result.aux_loss * batch.target_count
+        self.balancing = self._balance * result.aux_loss * batch.target_weight
         return result
 
     def with_reference(
@@ -204,20 +213,28 @@ class TokenLoss:
         def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return rows.flatten(0, 1).index_select(0, places).split(counts)
 
+        weights = to_device(own.weights, device)
         if self._head is not None:
-            loss, divergence = self._both_in_chunks(model, inputs, split, chosen, base_states).unbind()
+            loss, divergence = self._both_in_chunks(model, inputs, split, chosen, weights, base_states).unbind()
             return loss, divergence
         ours, others = split(model(**inputs, use_cache=False).logits)
-        return F.cross_entropy(ours.float(), chosen, reduction="sum"), _divergence(others.float(), base_states)
+        loss = token_loss_sum_of_logits(ours, chosen, self._kind_now, weights)
+        return loss, _divergence(others.float(), base_states)
 
     def _both_in_chunks(
-        self, model: Any, inputs: dict[str, Any], split: Callable[..., Any], chosen: torch.Tensor, base: torch.Tensor
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        split: Callable[..., Any],
+        chosen: torch.Tensor,
+        weights: torch.Tensor | None,
+        base: torch.Tensor,
     ) -> torch.Tensor:
         """Return [loss, divergence]; `split` divides the head's input into training and reference tokens."""
 
         def both(hidden: torch.Tensor) -> torch.Tensor:
             ours, others = split(hidden)
-            loss, divergence = self._token_loss_sum(ours, chosen), self._divergence_sum(others, base)
+            loss, divergence = self._token_loss_sum(ours, chosen, weights), self._divergence_sum(others, base)
             return torch.stack([loss, divergence]).view(1, 1, 2)
 
         with replace_head(self._head, both):
@@ -256,7 +273,7 @@ class TokenLoss:
             return ours, others.masked_fill(~counted[:, None], 0.0)  # compared with 0: no divergence
 
         taken = {name: value for name, value in inputs.items() if name != "others"}
-        return self._both_in_chunks(model, taken, split, targets, base_states)
+        return self._both_in_chunks(model, taken, split, targets, None, base_states)
 
     @property
     def states_dtype(self) -> torch.dtype | None:

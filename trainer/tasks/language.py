@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from rich.markup import escape
 
+from ops.head import LossKind
 from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import format_prompt
 from trainer.model.answers import answer_prompt, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
+from trainer.model.embedding_noise import add_embedding_noise
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
@@ -26,6 +28,8 @@ from trainer.patches.packed_attention import choose_attention
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
 
 Say = Callable[[str], None]
+LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
+"""Losses of `training.loss` -> the setting of their parameter."""
 
 
 class LanguageTask:
@@ -79,7 +83,11 @@ class LanguageTask:
         return model(input_ids=few, use_cache=False)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
-        return TokenLoss(model, fused=fused_head, say=self._say, balance=self._config.training.router_aux_loss)
+        training = self._config.training
+        add_embedding_noise(model, training.neftune_noise_alpha)
+        parameter = LOSS_PARAMETERS.get(training.loss)
+        kind = LossKind(training.loss, getattr(training, parameter) if parameter else 0.0)
+        return TokenLoss(model, fused=fused_head, say=self._say, balance=training.router_aux_loss, kind=kind)
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token sees a later one, and no document of a packed sequence another."""

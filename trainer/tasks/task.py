@@ -23,7 +23,12 @@ class Batch(Protocol):
 
     @property
     def target_count(self) -> int:
-        """Divisor of the summed loss."""
+        """Number of targets, by which the held-out loss is divided."""
+        ...
+
+    @property
+    def target_weight(self) -> float:
+        """Divisor of the summed loss of a step: the sum of the targets' weights."""
         ...
 
 

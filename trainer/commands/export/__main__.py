@@ -28,6 +28,7 @@ from trainer.commands.generate import find_prompt_form
 from trainer.commands.image_adapter import export_images, is_image_run
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
 from trainer.config import CommandParser, UserError
+from trainer.data.conversations import template_variables
 from trainer.model.base import load_model_config
 
 GGUF_NAME = "model.gguf"
@@ -48,7 +49,7 @@ def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path
     """Write a folder with the GGUF file and a Modelfile; return what to print."""
     source = MergedModel.load(run, output, converter)
     system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
-    variables = run.config.dataset.chat_template_kwargs
+    variables = template_variables(run.config.dataset)
     text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form, variables=variables)
     with temporary_output(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)

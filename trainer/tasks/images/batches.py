@@ -48,6 +48,11 @@ class ImageBatch:
     target_count: int
     """Number of images that the loss is divided by; class images do not count."""
 
+    @property
+    def target_weight(self) -> float:
+        """The divisor of the loss."""
+        return self.target_count
+
 
 @dataclass(frozen=True)
 class Drawing:
