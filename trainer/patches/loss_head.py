@@ -18,6 +18,7 @@ from trainer.data.static_shapes import JointShape
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
+from trainer.patches.per_document import document_inputs
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
 
@@ -313,7 +314,8 @@ class TokenLoss:
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
         inputs, targets = self.build_host_inputs(batch)
-        return {name: to_device(value, device) for name, value in inputs.items()}, targets
+        on_device = {name: to_device(value, device) for name, value in inputs.items()}
+        return on_device | document_inputs(self._base, batch.position_ids, device), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         """Warn if the loaded model differs from the empty one that the memory estimate used."""

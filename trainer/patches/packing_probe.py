@@ -6,6 +6,7 @@ on the wrong texts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, disable_varlen
+from trainer.patches.per_document import PerDocument, compute_per_document, find_tensors, is_mask
 
 LENGTHS = (5, 4)
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
@@ -49,50 +51,112 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
     """Return whether packs must be laid out flat; every rank must call it.
 
-    A model that ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises
-    UserError if a document still sees another, or a token those that follow it.
+    Layers that carry state from one document to the next compute each document alone from now on. A model that ignores
+    the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a document
+    still sees another, or a token those that follow it.
     """
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    flat = base.config._attn_implementation in FLAT_ATTENTION
-    seen = _find_attention_fault(token_loss, model, pad_token_id, device, flat=flat)
-    if seen and base.config._attn_implementation == VARLEN:
-        disable_varlen(base)
-        flat = False
-        seen = _find_attention_fault(token_loss, model, pad_token_id, device, flat=flat)
-    if seen:
-        raise UserError(f"dataset.packing=true: in {type(base).__name__} {seen}; set dataset.packing: false")
-    return flat
+    fault = None
+    for attention in dict.fromkeys((base.config._attn_implementation, "sdpa")):
+        if attention != base.config._attn_implementation:
+            if base.config._attn_implementation != VARLEN:
+                break
+            disable_varlen(base)
+        probe = _Probe(token_loss, model, base, pad_token_id, device)
+        found = probe.find_fault()
+        fault = fault or found
+        if not found or (probe.separate_documents() and not probe.find_fault()):
+            return probe.flat
+    raise UserError(f"dataset.packing=true: in {type(base).__name__} {fault}; set dataset.packing: false")
 
 
-@torch.no_grad()
-def _find_attention_fault(
-    token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, *, flat: bool
-) -> str | None:
-    """Return what is wrong with the attention over a pack of two documents; None if it is correct."""
-    length = sum(LENGTHS)
-    tokens = _distant_tokens(model, length)
+class _Probe:
+    """Passes over a pack of two documents."""
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
+    def __init__(self, token_loss: TokenLoss, model: Any, base: Any, pad_token_id: int, device: torch.device) -> None:
+        self.flat = base.config._attn_implementation in FLAT_ATTENTION
+        self._loss, self._model, self._base, self._device = token_loss, model, base, device
+        self._pad_token_id = pad_token_id
+        self._tokens = _distant_tokens(model, sum(LENGTHS))
+        self._other_first = self._tokens.clone()
+        self._other_first[: LENGTHS[0]] += 1
+
+    @torch.no_grad()
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits [length - 2, V] at all tokens but the last of each document."""
+        length = sum(LENGTHS)
         sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
-        batch = collate([sample], pad_token_id, packed=True, flat=flat)
-        found = token_loss.logits(model, batch, device)[0][0].float()
-        return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, device)]
+        batch = collate([sample], self._pad_token_id, packed=True, flat=self.flat)
+        with _evaluating(self._model):
+            found = self._loss.logits(self._model, batch, self._device)[0][0].float()
+        return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, self._device)]
 
-    other_first, other_last = tokens.clone(), tokens.clone()
-    other_first[: LENGTHS[0]] += 1
-    other_last[-2] += 1
-    with _evaluating(model):
-        before = logits(tokens)
-        by_first, by_last = (logits(ids) - before for ids in (other_first, other_last))
-    allowed, first = _allowed(model), LENGTHS[0] - 1
-    if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
-        return "tokens attend to later tokens"
-    if _size(by_first[first:]) > allowed * _size(by_first[:first]):
-        return "documents of a pack attend to each other"
-    return None
+    def find_fault(self) -> str | None:
+        """Return what is wrong with the layers over a pack; None if they are correct."""
+        other_last = self._tokens.clone()
+        other_last[-2] += 1
+        before = self._logits(self._tokens)
+        by_first, by_last = (self._logits(ids) - before for ids in (self._other_first, other_last))
+        allowed, first = _allowed(self._model), LENGTHS[0] - 1
+        if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
+            return "tokens attend to later tokens"
+        if _size(by_first[first:]) > allowed * _size(by_first[:first]):
+            return "documents of a pack attend to each other"
+        return None
+
+    def separate_documents(self) -> bool:
+        """Let layers that carry state between documents compute each alone, by kernels if these do; False for none."""
+        separate: dict[type, list[PerDocument]] = {}
+        while kinds := self._find_leaking():
+            by_kernels = [each for kind in kinds for each in separate.get(kind, ()) if each.by_kernels]
+            for each in by_kernels:
+                each.by_kernels = False
+            new = kinds - separate.keys()
+            for kind in new:
+                separate[kind] = compute_per_document(self._base, kind)
+            if not by_kernels and not new:
+                break
+        return bool(separate)
+
+    def _find_leaking(self) -> set[type]:
+        """Return the classes of the innermost layers, except attention, that mix documents which entered them apart.
+
+        Attention gets bounds or a mask. Other layers may only get tensors with a row for each token, and masks.
+        """
+        shape, whole = (1, sum(LENGTHS)), {""}
+        seen: list[dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
+
+        def observe(path: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+            given, results = (find_tensors(value) for value in ((args, kwargs), output))
+            if given and results and given[0].shape[:2] == results[0].shape[:2] == shape:
+                # Copies: some models add to a result in place.
+                before, after = ([tensor.to(torch.float32, copy=True) for tensor in each] for each in (given, results))
+                seen[-1][path] = before[:1], [tensor for tensor in after if tensor.shape[:2] == shape]
+                if any(tensor.shape[:2] != shape and not is_mask(tensor, shape) for tensor in given):
+                    whole.add(path)
+
+        modules = dict(self._base.named_modules())
+        hooks = [m.register_forward_hook(partial(observe, path), with_kwargs=True) for path, m in modules.items()]
+        for ids in (self._tokens, self._other_first):
+            seen.append({})
+            self._logits(ids)
+        for hook in hooks:
+            hook.remove()
+        leaking = [path for path in seen[0].keys() & seen[1].keys() if self._leaks(seen[0][path], seen[1][path])]
+        inner = [path for path in leaking if not any(other.startswith(f"{path}.") for other in leaking)]
+        return {type(modules[path]) for path in inner if path not in whole and not hasattr(modules[path], "is_causal")}
+
+    def _leaks(self, before: tuple[list[torch.Tensor], ...], after: tuple[list[torch.Tensor], ...]) -> bool:
+        """Return whether another first document changes results at the second one, but not what is given there."""
+
+        def seen(old: torch.Tensor, new: torch.Tensor) -> bool:
+            first, second = (new - old)[0].split(LENGTHS)
+            return _size(second) > _allowed(self._model) * _size(first)
+
+        given, results = (any(map(seen, *each)) for each in zip(before, after, strict=True))
+        return results and not given
 
 
 def _distant_tokens(model: Any, length: int) -> torch.Tensor:
