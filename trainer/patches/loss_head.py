@@ -18,7 +18,7 @@ from trainer.data.static_shapes import JointShape
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
-from trainer.patches.per_document import document_inputs
+from trainer.patches.per_document import document_inputs, has_separate_documents
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
 
@@ -106,6 +106,11 @@ class TokenLoss:
         if self._head is None:
             return self._loss_from_logits(call, inputs, targets)
         return self._in_chunks(call, inputs, targets.flatten(), None)
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether layers of the model compute each document of a pack alone."""
+        return has_separate_documents(self._base)
 
     @property
     def observed(self) -> bool:

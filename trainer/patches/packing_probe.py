@@ -65,10 +65,10 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
                 break
             disable_varlen(base)
         probe = _Probe(token_loss, model, base, pad_token_id, device)
-        found = probe.find_fault()
-        fault = fault or found
-        if not found or (probe.separate_documents() and not probe.find_fault()):
+        found = probe.separate_documents()
+        if not found:
             return probe.flat
+        fault = fault or found
     raise UserError(f"dataset.packing=true: in {type(base).__name__} {fault}; set dataset.packing: false")
 
 
@@ -80,8 +80,37 @@ class _Probe:
         self._loss, self._model, self._base, self._device = token_loss, model, base, device
         self._pad_token_id = pad_token_id
         self._tokens = _distant_tokens(model, sum(LENGTHS))
-        self._other_first = self._tokens.clone()
-        self._other_first[: LENGTHS[0]] += 1
+
+    def separate_documents(self) -> str | None:
+        """Let layers that carry state between documents compute each alone; return what remains wrong, if anything.
+
+        These layers use their kernels if that keeps documents apart.
+        """
+        other_first, other_last = self._tokens.clone(), self._tokens.clone()
+        other_first[: LENGTHS[0]] += 1
+        other_last[-2] += 1
+        allowed, first = _allowed(self._model), LENGTHS[0] - 1
+        separate: dict[type, list[PerDocument]] = {}
+        fault, leaks = None, True
+        while leaks:
+            observer = _Observer(self._base, allowed)
+            with observer.watch():
+                before = self._logits(self._tokens)
+            with observer.watch():
+                by_first = self._logits(other_first) - before
+            if _size(by_first[first:]) > allowed * _size(by_first[:first]):
+                fault = fault or "documents of a pack attend to each other"
+            kinds = observer.leaking()
+            by_kernels = [each for kind in kinds for each in separate.get(kind, ()) if each.by_kernels]
+            for each in by_kernels:
+                each.by_kernels = False
+            new = kinds - separate.keys()
+            separate |= {kind: compute_per_document(self._base, kind) for kind in new}
+            leaks = bool(by_kernels or new)
+        by_last = self._logits(other_last) - before
+        if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
+            return fault or "tokens attend to later tokens"
+        return fault if _size(by_first[first:]) > allowed * _size(by_first[:first]) else None
 
     @torch.no_grad()
     def _logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -93,70 +122,60 @@ class _Probe:
             found = self._loss.logits(self._model, batch, self._device)[0][0].float()
         return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, self._device)]
 
-    def find_fault(self) -> str | None:
-        """Return what is wrong with the layers over a pack; None if they are correct."""
-        other_last = self._tokens.clone()
-        other_last[-2] += 1
-        before = self._logits(self._tokens)
-        by_first, by_last = (self._logits(ids) - before for ids in (self._other_first, other_last))
-        allowed, first = _allowed(self._model), LENGTHS[0] - 1
-        if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
-            return "tokens attend to later tokens"
-        if _size(by_first[first:]) > allowed * _size(by_first[:first]):
-            return "documents of a pack attend to each other"
-        return None
 
-    def separate_documents(self) -> bool:
-        """Let layers that carry state between documents compute each alone, by kernels if these do; False for none."""
-        separate: dict[type, list[PerDocument]] = {}
-        while kinds := self._find_leaking():
-            by_kernels = [each for kind in kinds for each in separate.get(kind, ()) if each.by_kernels]
-            for each in by_kernels:
-                each.by_kernels = False
-            new = kinds - separate.keys()
-            for kind in new:
-                separate[kind] = compute_per_document(self._base, kind)
-            if not by_kernels and not new:
-                break
-        return bool(separate)
+class _Observer:
+    """Finds the innermost layers that mix documents, from two passes with different first documents."""
 
-    def _find_leaking(self) -> set[type]:
-        """Return the classes of the innermost layers, except attention, that mix documents which entered them apart.
+    def __init__(self, base: torch.nn.Module, allowed: float) -> None:
+        self._modules, self._allowed = dict(base.named_modules()), allowed
+        self._before: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._leaking: set[str] = set()
+        self._whole = {""}
+        """Modules that cannot compute a document alone: they get tensors that belong to no token."""
 
-        Attention gets bounds or a mask. Other layers may only get tensors with a row for each token, and masks.
-        """
-        shape, whole = (1, sum(LENGTHS)), {""}
-        seen: list[dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]] = []
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe one pass."""
+        is_second = bool(self._before)
+        hooks = [
+            module.register_forward_hook(partial(self._observe, path, is_second), with_kwargs=True)
+            for path, module in self._modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-        def observe(path: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
-            given, results = (find_tensors(value) for value in ((args, kwargs), output))
-            if given and results and given[0].shape[:2] == results[0].shape[:2] == shape:
-                # Copies: some models add to a result in place.
-                before, after = ([tensor.to(torch.float32, copy=True) for tensor in each] for each in (given, results))
-                seen[-1][path] = before[:1], [tensor for tensor in after if tensor.shape[:2] == shape]
-                if any(tensor.shape[:2] != shape and not is_mask(tensor, shape) for tensor in given):
-                    whole.add(path)
+    def _observe(self, path: str, is_second: bool, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        shape = (1, sum(LENGTHS))
+        given, results = find_tensors((args, kwargs)), find_tensors(output)
+        if not given or not results or not given[0].shape[:2] == results[0].shape[:2] == shape:
+            return
+        results = [tensor for tensor in results if tensor.shape[:2] == shape]
+        if not is_second:  # copies: some models add to a result in place
+            self._before[path] = given[0].clone(), [tensor.clone() for tensor in results]
+            if any(tensor.shape[:2] != shape and not is_mask(tensor, shape) for tensor in given):
+                self._whole.add(path)
+        elif path in self._before:
+            old_given, old_results = self._before[path]
+            seen_before = _seen(old_given, given[0])
+            has_experts = any("experts" in name for name, _ in self._modules[path].named_modules(prefix=path))
+            limit = self._allowed if seen_before or has_experts else 0.0 if given[0].dtype == torch.float32 else SEEN
+            if seen_before <= self._allowed and max(map(_seen, old_results, results)) > limit:
+                self._leaking.add(path)
 
-        modules = dict(self._base.named_modules())
-        hooks = [m.register_forward_hook(partial(observe, path), with_kwargs=True) for path, m in modules.items()]
-        for ids in (self._tokens, self._other_first):
-            seen.append({})
-            self._logits(ids)
-        for hook in hooks:
-            hook.remove()
-        leaking = [path for path in seen[0].keys() & seen[1].keys() if self._leaks(seen[0][path], seen[1][path])]
-        inner = [path for path in leaking if not any(other.startswith(f"{path}.") for other in leaking)]
-        return {type(modules[path]) for path in inner if path not in whole and not hasattr(modules[path], "is_causal")}
+    def leaking(self) -> set[type]:
+        """Return the classes of the layers, except attention, which gets bounds or a mask."""
+        inner = [at for at in self._leaking if not any(other.startswith(f"{at}.") for other in self._leaking)]
+        modules = [self._modules[path] for path in inner if path not in self._whole]
+        return {type(module) for module in modules if not hasattr(module, "is_causal")}
 
-    def _leaks(self, before: tuple[list[torch.Tensor], ...], after: tuple[list[torch.Tensor], ...]) -> bool:
-        """Return whether another first document changes results at the second one, but not what is given there."""
 
-        def seen(old: torch.Tensor, new: torch.Tensor) -> bool:
-            first, second = (new - old)[0].split(LENGTHS)
-            return _size(second) > _allowed(self._model) * _size(first)
-
-        given, results = (any(map(seen, *each)) for each in zip(before, after, strict=True))
-        return results and not given
+def _seen(old: torch.Tensor, new: torch.Tensor) -> float:
+    """Return the change at the second document as a fraction of that at the first one."""
+    first, second = (new - old)[0].float().split(LENGTHS)
+    return _size(second) / max(_size(first), torch.finfo(torch.float32).tiny)
 
 
 def _distant_tokens(model: Any, length: int) -> torch.Tensor:
