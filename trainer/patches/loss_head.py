@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -319,8 +320,9 @@ class TokenLoss:
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
         inputs, targets = self.build_host_inputs(batch)
-        on_device = {name: to_device(value, device) for name, value in inputs.items()}
-        return on_device | document_inputs(self._base, batch.position_ids, device), targets
+        move = partial(to_device, device=device)
+        on_device = {name: move(value) for name, value in inputs.items()}
+        return on_device | document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         """Warn if the loaded model differs from the empty one that the memory estimate used."""

@@ -109,7 +109,8 @@ class _Probe:
             leaks = bool(by_kernels or new)
         by_last = self._logits(other_last) - before
         if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
-            return fault or "tokens attend to later tokens"
+            # A separated layer that turned out to need its mask: the documents were the fault.
+            return fault if fault and separate else "tokens attend to later tokens"
         return fault if _size(by_first[first:]) > allowed * _size(by_first[:first]) else None
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ restores it for the recomputation.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from functools import partial, wraps
@@ -29,10 +30,10 @@ _MARK = "_zerolora_one_call"
 
 
 class Documents:
-    """Where the documents of a micro-batch [B, L] are, on the device."""
+    """Where the documents of a micro-batch [B, L] are."""
 
-    def __init__(self, position_ids: Tensor, device: torch.device, *, one_call: bool) -> None:
-        """Find the documents in positions that restart, on the host.
+    def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
+        """Find the documents in positions that restart, on the host, and `move` what layers need to the device.
 
         Documents of similar length are computed together, at most half of their tokens padding. `one_call` computes
         all of them together: every rank must call a layer equally often if each call gathers its weights.
@@ -52,14 +53,11 @@ class Documents:
             index = begins + within.minimum(sizes - 1)
             places[index[within < sizes]] = offset + (within < sizes).flatten().nonzero().squeeze(1)
             offset += index.numel()
-            self.groups.append(index.to(device))
-        self.places = places.to(device)
+            self.groups.append(move(index))
+        self.places = move(places)
         """Where the tokens of the micro-batch are in the concatenated groups [B L]."""
-        self.row = torch.arange(len(is_first), device=device)[None]
-        self.bounds = {
-            "cu_seq_lens_q": bounds.int().to(device),
-            "seq_idx": (is_first.cumsum(0) - 1).int()[None].to(device),
-        }
+        numbers = (is_first.cumsum(0) - 1).int()[None]
+        self.bounds = {"cu_seq_lens_q": move(bounds.int()), "seq_idx": move(numbers)}
         """Arguments by which transformers' kernels keep the documents of one row apart."""
 
 
@@ -90,21 +88,32 @@ class PerDocument:
             _DOCUMENTS.reset(token)
 
     def _in_one_row(self, documents: Documents, args: Any, kwargs: Any) -> Any:
-        args, kwargs = _select((args, kwargs), documents, documents.row)
-        return _join([self._forward(*args, **kwargs, **documents.bounds)], [documents.row], documents.shape)
+        shape = documents.shape
+        args, kwargs = _select((args, kwargs), shape, None)
+        return _join([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
 
     def _in_batches(self, documents: Documents, args: Any, kwargs: Any) -> Any:
         found = []
         for index in documents.groups:
-            some_args, some_kwargs = _select((args, kwargs), documents, index)
+            some_args, some_kwargs = _select((args, kwargs), documents.shape, index)
             found.append(self._forward(*some_args, **some_kwargs))
-        return _join(found, documents.groups, documents.shape, documents.places)
+        return _join(found, [index.shape for index in documents.groups], documents.shape, documents.places)
 
 
-def _select(value: Any, documents: Documents, index: Tensor) -> Any:
-    """Return tensors [B, L, ...] at these tokens, [n, l, ...], and None for masks: a document alone needs none."""
-    shape = documents.shape
-    return _map(lambda tensor: None if is_mask(tensor, shape) else tensor.flatten(0, 1)[index], value)
+def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
+    """Return tensors [B, L, ...] at tokens [n, l, ...], by default all [1, B L, ...].
+
+    Masks become None: a document alone needs none.
+    """
+
+    def select(tensor: Tensor) -> Tensor | None:
+        if is_mask(tensor, shape):
+            return None
+        rows = tensor.flatten(0, 1)
+        # Not by brackets, whose derivative sorts the indices.
+        return rows[None] if index is None else rows.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    return _map(select, value)
 
 
 def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
@@ -112,16 +121,14 @@ def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
     return tensor.dim() == 4 and tensor.shape[-2:] == (shape[1], shape[1])
 
 
-def _join(parts: Sequence[Any], indices: Sequence[Tensor], shape: torch.Size, places: Tensor | None = None) -> Any:
+def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, places: Tensor | None = None) -> Any:
     """Return results for each token as [B, L, ...]; of others, which are states, those of one part."""
     if isinstance(parts[0], tuple | list):
-        return tuple(_join(items, indices, shape, places) for items in zip(*parts, strict=True))
-    if not all(
-        isinstance(part, Tensor) and part.shape[:2] == at.shape for part, at in zip(parts, indices, strict=True)
-    ):
+        return tuple(_join(items, shapes, shape, places) for items in zip(*parts, strict=True))
+    if not all(isinstance(part, Tensor) and part.shape[:2] == own for part, own in zip(parts, shapes, strict=True)):
         return parts[0]
     rows = torch.cat([part.flatten(0, 1) for part in parts])
-    return (rows if places is None else rows[places]).unflatten(0, shape)
+    return (rows if places is None else rows.index_select(0, places)).unflatten(0, shape)
 
 
 def _map(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -197,11 +204,21 @@ def has_separate_documents(base: nn.Module) -> bool:
     return _MARK in vars(base)
 
 
-def document_inputs(base: nn.Module, position_ids: Tensor | None, device: torch.device) -> dict[str, Documents]:
+def describe_separate_documents(model: nn.Module) -> list[str]:
+    """Return a line for the console on each kind of layer that computes documents alone."""
+    forwards = {module: vars(module).get("forward") for module in model.modules()}
+    kinds = Counter((type(at).__name__, how.by_kernels) for at, how in forwards.items() if isinstance(how, PerDocument))
+    ways = {True: "by bounds in their kernels", False: "in batches of documents of similar length"}
+    return [f"packed documents: {count} {name} layers, {ways[how]}" for (name, how), count in kinds.items()]
+
+
+def document_inputs(
+    base: nn.Module, position_ids: Tensor | None, move: Callable[[Tensor], Tensor]
+) -> dict[str, Documents]:
     """Return the argument by which the model's layers get the documents of a pack, if they need it."""
     if position_ids is None or not has_separate_documents(base):
         return {}
-    return {"documents": Documents(position_ids, device, one_call=vars(base)[_MARK])}
+    return {"documents": Documents(position_ids, move, one_call=vars(base)[_MARK])}
 
 
 def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
