@@ -14,7 +14,6 @@ from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml
 from trainer.model.expert_layers import experts_per_token
 from trainer.model.published_shapes import PREFIX, find_shape, load_shapes
 from trainer.model.random_weights import ROUTER, SKEWED, random_config
-from trainer.setup.preflight import check_packing
 
 # Settings of a typical configuration, with every feature on that costs time.
 DEFAULTS: dict[str, Any] = {
@@ -41,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8-recompute-offload": {"adapter": "qlora", "quantization.quant_type": "fp8", **_OFFLOAD},
     "int8": {"adapter": "qlora", "quantization.quant_type": "int8"},
 }
-# Packed documents would see each other, and in plain torch a layer saves ten times as much as an attention layer.
-OF_RECURRENT = ("dataset.packing=false", "training.gradient_checkpointing=non_reentrant")
+# In plain torch a recurrent layer saves ten times as much as an attention layer.
+OF_RECURRENT = ("training.gradient_checkpointing=non_reentrant",)
 MOST_SEQUENCES = 64  # of a micro-batch, while `auto` is undecided
 IN_REACH = 1e-6  # an S that any adapter exceeds in its first steps
 PROFILED = 4  # steps under the profiler; the first is left out
@@ -88,12 +87,10 @@ def resolve(
 
 
 def is_recurrent(base_model: str) -> bool:
-    """Return whether layers of a shape carry a state along the sequence, so that it cannot be packed."""
-    try:
-        check_packing(random_config(base_model))
-    except UserError:
-        return True
-    return False
+    """Return whether layers of a shape carry a state along the sequence."""
+    config = random_config(base_model).get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    return any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)
 
 
 def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, steps: int, profile: bool) -> Path:

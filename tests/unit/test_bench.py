@@ -112,12 +112,13 @@ def test_a_mistake_is_one_line_before_anything_runs(
     assert captured.out == ""
 
 
-def test_recurrent_shapes_are_not_packed_unless_that_is_asked_for(tmp_path: Path) -> None:
+def test_recurrent_shapes_are_recomputed_unless_that_is_turned_off(tmp_path: Path) -> None:
     run, _ = resolve(None, AS_CONFIGURED, "granite-4.0-h-1b,num_hidden_layers=2,layer_types=null", [], tmp_path)
-    assert not run.dataset.packing and run.training.gradient_checkpointing == "non_reentrant"
+    assert run.dataset.packing and run.training.gradient_checkpointing == "non_reentrant"
     again, _ = resolve(None, "nf4", "granite-4.0-h-1b", ["training.gradient_checkpointing=none"], tmp_path)
     assert (again.adapter, again.training.gradient_checkpointing) == ("qlora", "none")
-    assert resolve(None, AS_CONFIGURED, "tiny", [], tmp_path)[0].dataset.packing
+    usual, _ = resolve(None, AS_CONFIGURED, "tiny", [], tmp_path)
+    assert usual.training.gradient_checkpointing == "auto"
 
 
 def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) -> None:

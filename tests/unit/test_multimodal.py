@@ -134,17 +134,11 @@ def test_text_trains_as_in_plain_peft_and_the_adapter_loads_onto_the_whole_model
             assert float((loaded(input_ids=ids).logits - expected).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name in MULTIMODAL if name != "qwen3_5"])
+@pytest.mark.parametrize("name", MULTIMODAL)
 def test_packed_documents_stay_apart(name: str, root: Path) -> None:
     config = run_config(root, name, packing=True)
     expected = plain_losses(config, ranks=1, attention=None, device=CPU, excluded=TOWERS[name])
     assert train(config)[2] == pytest.approx(expected, rel=RELATIVE)
-
-
-def test_packing_is_refused_for_linear_attention(root: Path) -> None:
-    """transformers' own code for it drops the bounds of documents."""
-    with pytest.raises(UserError, match=r"dataset.packing=true: .*linear_attention"):
-        prepare(run_config(root, "qwen3_5", packing=True))
 
 
 def test_excludes_and_lists_of_targets_work_beside_what_is_left_out(root: Path) -> None:

@@ -36,7 +36,7 @@ from trainer.memory.planner import Lengths, Planner
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_bits, capacity_warning, information_bits
 from trainer.model.base import context_length, empty_model, load_model_config
 from trainer.model.expert_layers import expert_modules, expert_width, experts_per_token
-from trainer.setup.preflight import check_packing, prepare
+from trainer.setup.preflight import prepare
 
 LONGEST_READ = 16_384
 UNCUT_FRACTION = 0.995
@@ -75,7 +75,6 @@ class Profile:
     tokens: Any
     targets: Any
     context: int | None
-    packable: bool
     parameters: int
     per_rank: int
     """Parameters per unit of rank, without experts."""
@@ -145,13 +144,8 @@ def _build_profile(prepared: Prepared, context: int | None) -> Profile:
     per_expert_rank = sum(layer.parameters for layer in adapted if "." in layer.name)
     per_rank = sum(layer.parameters for layer in adapted) - per_expert_rank
     widths = [expert_width(module) for module in expert_modules(model).values()] if per_expert_rank else []
-    try:
-        check_packing(prepared.model_config)
-        packable = True
-    except UserError:
-        packable = False
     return Profile(
-        tokens, targets, context, packable, size, per_rank,
+        tokens, targets, context, size, per_rank,
         widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
         per_expert_rank=per_expert_rank,
         visited=experts_per_token(prepared.model_config) if widths else 1,
@@ -164,7 +158,7 @@ def _data_lines(request: Request, profile: Profile) -> list[Line]:
     needed = int(np.quantile(profile.tokens, UNCUT_FRACTION, method="higher"))
     length = min(-(-needed // 64) * 64, profile.context or needed * 2)
     pack = min(max(length, PACK_LENGTH), profile.context or PACK_LENGTH)
-    short = bool(profile.packable and documents > 1 and profile.tokens.mean() < 0.5 * pack)
+    short = bool(documents > 1 and profile.tokens.mean() < 0.5 * pack)
     steps = _usual_epochs(documents) * total // (pack * request.gpus)
     packs = short and steps >= ENOUGH_STEPS
     cut = int((profile.tokens > (pack if packs else length)).sum())
@@ -180,11 +174,7 @@ def _data_lines(request: Request, profile: Profile) -> list[Line]:
         ),
     ]
     full = profile.tokens.mean() / pack
-    why_not = (
-        f"packed, the run would have {steps} steps" if short
-        else "documents fill their sequences" if profile.packable
-        else "this model's layers leak one document into the next"
-    )  # fmt: skip
+    why_not = f"packed, the run would have {steps} steps" if short else "documents fill their sequences"
     reason = f"a single document would fill {full:.0%} of a sequence" if packs else why_not
     lines.append(Line("dataset.packing", packs, reason))
     if held_out:

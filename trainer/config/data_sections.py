@@ -84,7 +84,7 @@ class DatasetSection(SourceSection):
     """Treatment of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
     to texts without a prompt and trains every token once; all other documents are then cut."""
     packing: Annotated[bool, LANGUAGE] = False
-    """Pack several documents into one sequence; attention and positions are separate for each document."""
+    """Pack several documents into one sequence; attention, recurrent states and positions are separate for each."""
     batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"
     """Batching of sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
     `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step;

@@ -64,6 +64,9 @@ class GraphedLoss:
         if others:
             say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
             return None
+        if loss.separates_documents:
+            say("CUDA graphs: off: recurrent layers compute every batch's documents apart")
+            return None
         if has_experts:
             say("CUDA graphs: off: every batch uses different experts")
             return None

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from trainer.data.static_shapes import JointShape
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
+from trainer.patches.per_document import document_inputs, has_separate_documents
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
 
@@ -108,6 +110,11 @@ class TokenLoss:
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return no further metrics."""
         return {}
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether layers of the model compute each document of a pack alone."""
+        return has_separate_documents(self._base)
 
     @property
     def observed(self) -> bool:
@@ -358,7 +365,9 @@ class TokenLoss:
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         # Padding is on the right, where no token attends to it: no mask, which would need a slower kernel.
         inputs, targets = self.build_host_inputs(batch)
-        return {name: to_device(value, device) for name, value in inputs.items()}, targets
+        move = partial(to_device, device=device)
+        on_device = {name: move(value) for name, value in inputs.items()}
+        return on_device | document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         """Warn if the loaded model differs from the empty one that the memory estimate used."""

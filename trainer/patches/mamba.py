@@ -121,10 +121,10 @@ def call_projections_of_mamba(model: Any) -> list[str]:
             replace(_modeling_file(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
-    if why_not := _why_not_used(*SCAN):
+    if why_not := why_not_used(*SCAN):
         return [f"mamba: {len(mixers)} layers in plain torch; {why_not}"]
     lines = [f"mamba: out_proj of {len(changed)} layers outside mamba-ssm's kernel, which would bypass its adapter"]
-    if why_not := _why_not_used(*CONVOLUTION):
+    if why_not := why_not_used(*CONVOLUTION):
         lines.append(f"mamba: convolutions in plain torch; {why_not}")
     return lines
 
@@ -134,7 +134,7 @@ def has_scan_kernels() -> bool:
     return not _why_not_loaded(*SCAN)
 
 
-def _why_not_used(package: str, library: str) -> str:
+def why_not_used(package: str, library: str) -> str:
     """Return why transformers, which has tried the import by now, does not use the kernels; empty if it does."""
     return _why_not_loaded(package, library) or _why_not_imported(package, package)
 

@@ -6,6 +6,7 @@ on the wrong texts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, disable_varlen
+from trainer.patches.per_document import PerDocument, compute_per_document, find_tensors, is_mask
 
 LENGTHS = (5, 4)
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
@@ -49,50 +51,132 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
     """Return whether packs must be laid out flat; every rank must call it.
 
-    A model that ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises
-    UserError if a document still sees another, or a token those that follow it.
+    Layers that carry state from one document to the next compute each document alone from now on. A model that ignores
+    the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a document
+    still sees another, or a token those that follow it.
     """
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    flat = base.config._attn_implementation in FLAT_ATTENTION
-    seen = _find_attention_fault(token_loss, model, pad_token_id, device, flat=flat)
-    if seen and base.config._attn_implementation == VARLEN:
-        disable_varlen(base)
-        flat = False
-        seen = _find_attention_fault(token_loss, model, pad_token_id, device, flat=flat)
-    if seen:
-        raise UserError(f"dataset.packing=true: in {type(base).__name__} {seen}; set dataset.packing: false")
-    return flat
+    fault = None
+    for attention in dict.fromkeys((base.config._attn_implementation, "sdpa")):
+        if attention != base.config._attn_implementation:
+            if base.config._attn_implementation != VARLEN:
+                break
+            disable_varlen(base)
+        probe = _Probe(token_loss, model, base, pad_token_id, device)
+        found = probe.separate_documents()
+        if not found:
+            return probe.flat
+        fault = fault or found
+    raise UserError(f"dataset.packing=true: in {type(base).__name__} {fault}; set dataset.packing: false")
 
 
-@torch.no_grad()
-def _find_attention_fault(
-    token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, *, flat: bool
-) -> str | None:
-    """Return what is wrong with the attention over a pack of two documents; None if it is correct."""
-    length = sum(LENGTHS)
-    tokens = _distant_tokens(model, length)
+class _Probe:
+    """Passes over a pack of two documents."""
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
+    def __init__(self, token_loss: TokenLoss, model: Any, base: Any, pad_token_id: int, device: torch.device) -> None:
+        self.flat = base.config._attn_implementation in FLAT_ATTENTION
+        self._loss, self._model, self._base, self._device = token_loss, model, base, device
+        self._pad_token_id = pad_token_id
+        self._tokens = _distant_tokens(model, sum(LENGTHS))
+
+    def separate_documents(self) -> str | None:
+        """Let layers that carry state between documents compute each alone; return what remains wrong, if anything.
+
+        These layers use their kernels if that keeps documents apart.
+        """
+        other_first, other_last = self._tokens.clone(), self._tokens.clone()
+        other_first[: LENGTHS[0]] += 1
+        other_last[-2] += 1
+        allowed, first = _allowed(self._model), LENGTHS[0] - 1
+        separate: dict[type, list[PerDocument]] = {}
+        fault, leaks = None, True
+        while leaks:
+            observer = _Observer(self._base, allowed)
+            with observer.watch():
+                before = self._logits(self._tokens)
+            with observer.watch():
+                by_first = self._logits(other_first) - before
+            if _size(by_first[first:]) > allowed * _size(by_first[:first]):
+                fault = fault or "documents of a pack attend to each other"
+            kinds = observer.leaking()
+            by_kernels = [each for kind in kinds for each in separate.get(kind, ()) if each.by_kernels]
+            for each in by_kernels:
+                each.by_kernels = False
+            new = kinds - separate.keys()
+            separate |= {kind: compute_per_document(self._base, kind) for kind in new}
+            leaks = bool(by_kernels or new)
+        by_last = self._logits(other_last) - before
+        if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
+            # A separated layer that turned out to need its mask: the documents were the fault.
+            return fault if fault and separate else "tokens attend to later tokens"
+        return fault if _size(by_first[first:]) > allowed * _size(by_first[:first]) else None
+
+    @torch.no_grad()
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits [length - 2, V] at all tokens but the last of each document."""
+        length = sum(LENGTHS)
         sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
-        batch = collate([sample], pad_token_id, packed=True, flat=flat)
-        found = token_loss.logits(model, batch, device)[0][0].float()
-        return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, device)]
+        batch = collate([sample], self._pad_token_id, packed=True, flat=self.flat)
+        with _evaluating(self._model):
+            found = self._loss.logits(self._model, batch, self._device)[0][0].float()
+        return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, self._device)]
 
-    other_first, other_last = tokens.clone(), tokens.clone()
-    other_first[: LENGTHS[0]] += 1
-    other_last[-2] += 1
-    with _evaluating(model):
-        before = logits(tokens)
-        by_first, by_last = (logits(ids) - before for ids in (other_first, other_last))
-    allowed, first = _allowed(model), LENGTHS[0] - 1
-    if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
-        return "tokens attend to later tokens"
-    if _size(by_first[first:]) > allowed * _size(by_first[:first]):
-        return "documents of a pack attend to each other"
-    return None
+
+class _Observer:
+    """Finds the innermost layers that mix documents, from two passes with different first documents."""
+
+    def __init__(self, base: torch.nn.Module, allowed: float) -> None:
+        self._modules, self._allowed = dict(base.named_modules()), allowed
+        self._before: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._leaking: set[str] = set()
+        self._whole = {""}
+        """Modules that cannot compute a document alone: they get tensors that belong to no token."""
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe one pass."""
+        is_second = bool(self._before)
+        hooks = [
+            module.register_forward_hook(partial(self._observe, path, is_second), with_kwargs=True)
+            for path, module in self._modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _observe(self, path: str, is_second: bool, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        shape = (1, sum(LENGTHS))
+        given, results = find_tensors((args, kwargs)), find_tensors(output)
+        if not given or not results or not given[0].shape[:2] == results[0].shape[:2] == shape:
+            return
+        results = [tensor for tensor in results if tensor.shape[:2] == shape]
+        if not is_second:  # copies: some models add to a result in place
+            self._before[path] = given[0].clone(), [tensor.clone() for tensor in results]
+            if any(tensor.shape[:2] != shape and not is_mask(tensor, shape) for tensor in given):
+                self._whole.add(path)
+        elif path in self._before:
+            old_given, old_results = self._before[path]
+            seen_before = _seen(old_given, given[0])
+            has_experts = any("experts" in name for name, _ in self._modules[path].named_modules(prefix=path))
+            limit = self._allowed if seen_before or has_experts else 0.0 if given[0].dtype == torch.float32 else SEEN
+            if seen_before <= self._allowed and max(map(_seen, old_results, results)) > limit:
+                self._leaking.add(path)
+
+    def leaking(self) -> set[type]:
+        """Return the classes of the layers, except attention, which gets bounds or a mask."""
+        inner = [at for at in self._leaking if not any(other.startswith(f"{at}.") for other in self._leaking)]
+        modules = [self._modules[path] for path in inner if path not in self._whole]
+        return {type(module) for module in modules if not hasattr(module, "is_causal")}
+
+
+def _seen(old: torch.Tensor, new: torch.Tensor) -> float:
+    """Return the change at the second document as a fraction of that at the first one."""
+    first, second = (new - old)[0].float().split(LENGTHS)
+    return _size(second) / max(_size(first), torch.finfo(torch.float32).tiny)
 
 
 def _distant_tokens(model: Any, length: int) -> torch.Tensor:

@@ -181,8 +181,6 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-    if config.dataset.packing:
-        check_packing(model_config)
     return ModelFiles(tokenizer, model_config, longest, tuple(notes))
 
 
@@ -244,21 +242,6 @@ def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
 
 def _uses_operators(config: RunConfig) -> bool:
     return config.ops.backend in ("auto", "cuda") and config.adapter != "none" and torch.cuda.is_available()
-
-
-def check_packing(model_config: Any) -> None:
-    """Raise UserError for recurrent layers: their state would leak between the documents of a packed sequence."""
-    text_config = model_config.get_text_config()
-    layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
-    layer_types |= {str(kind) for kind in getattr(text_config, "layers_block_type", None) or ()}
-    recurrent = sorted(kind for kind in layer_types if not kind.endswith("attention") or kind == "linear_attention")
-    state_space = [name for name in ("ssm_state_size", "mamba_d_state", "state_size") if hasattr(text_config, name)]
-    if recurrent or state_space:
-        what = ", ".join(recurrent or state_space)
-        raise UserError(
-            f"dataset.packing=true: recurrent layers of this model ({what}) would carry state between documents; "
-            "set dataset.packing: false"
-        )
 
 
 def _check_adapter_folder(config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import choose_attention
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
+from trainer.patches.per_document import describe_separate_documents
 
 Say = Callable[[str], None]
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
@@ -94,6 +95,8 @@ class LanguageTask:
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
         self.flat_packs = config.dataset.packing and keep_documents_apart(loss, engine.module, self._any_token, device)
+        for line in describe_separate_documents(engine.module):
+            self._say(line)
         if varlen and not self.flat_packs:
             self._say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
 

@@ -1,0 +1,238 @@
+"""Packed documents in recurrent layers: every document starts from an empty state.
+
+transformers isolates packed documents in attention. State-space layers, linear attention and short convolutions carry
+their state across the bounds, unless their kernels get these (flash-linear-attention, mamba-ssm, causal-conv1d). Where
+they do not, a layer computes its documents as rows of a batch, padded on the right, which a causal layer never reads.
+The bounds reach the layers by a context variable, because many models do not pass on arguments; gradient checkpointing
+restores it for the recomputation.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
+from functools import partial, wraps
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.contract.replacements import replaces
+from trainer.parallel.engine.partitioned import is_partitioned
+from trainer.patches.mamba import CONVOLUTION, why_not_used
+from trainer.patches.replace import replace
+
+CONVOLUTION_NAME = "causal_conv1d_fn"
+"""Name, in transformers' modeling files, of the short convolution before a recurrent layer."""
+_MARK = "_zerolora_one_call"
+
+
+class Documents:
+    """Where the documents of a micro-batch [B, L] are."""
+
+    def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
+        """Find the documents in positions that restart, on the host, and `move` what layers need to the device.
+
+        Documents of similar length are computed together, at most half of their tokens padding. `one_call` computes
+        all of them together: every rank must call a layer equally often if each call gathers its weights.
+        """
+        self.shape = position_ids.shape
+        is_first = position_ids.flatten() == 0
+        starts = is_first.nonzero().squeeze(1)
+        bounds = torch.cat([starts, starts.new_tensor([len(is_first)])])
+        lengths = bounds.diff()
+        classes = torch.zeros_like(lengths) if one_call else lengths.double().log2().ceil().long()
+        self.groups: list[Tensor] = []
+        """Indices of the tokens of each batch of documents [n, l], with the last one repeated as padding."""
+        places, offset = torch.empty_like(is_first, dtype=torch.long), 0
+        for kind in classes.unique():
+            begins, sizes = starts[classes == kind, None], lengths[classes == kind, None]
+            within = torch.arange(int(sizes.max()))
+            index = begins + within.minimum(sizes - 1)
+            places[index[within < sizes]] = offset + (within < sizes).flatten().nonzero().squeeze(1)
+            offset += index.numel()
+            self.groups.append(move(index))
+        self.places = move(places)
+        """Where the tokens of the micro-batch are in the concatenated groups [B L]."""
+        numbers = (is_first.cumsum(0) - 1).int()[None]
+        self.bounds = {"cu_seq_lens_q": move(bounds.int()), "seq_idx": move(numbers)}
+        """Arguments by which transformers' kernels keep the documents of one row apart."""
+
+
+_DOCUMENTS: ContextVar[Documents | None] = ContextVar("documents", default=None)
+
+
+class PerDocument:
+    """A layer's forward that computes each document alone: `by_kernels` in one row, else as rows of a batch."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        kinds = [parameter.kind for parameter in signature(forward).parameters.values()]
+        self.by_kernels = Parameter.VAR_KEYWORD in kinds
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        documents = _DOCUMENTS.get()
+        if documents is None:
+            return self._forward(*args, **kwargs)
+        token = _DOCUMENTS.set(None)  # for layers within this one
+        try:
+            if self.by_kernels:
+                try:
+                    return self._in_one_row(documents, args, kwargs)
+                except ValueError:  # by which transformers refuses bounds without the kernels' packages
+                    self.by_kernels = False
+            return self._in_batches(documents, args, kwargs)
+        finally:
+            _DOCUMENTS.reset(token)
+
+    def _in_one_row(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+        shape = documents.shape
+        args, kwargs = _select((args, kwargs), shape, None)
+        return _join([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
+
+    def _in_batches(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+        found = []
+        for index in documents.groups:
+            some_args, some_kwargs = _select((args, kwargs), documents.shape, index)
+            found.append(self._forward(*some_args, **some_kwargs))
+        return _join(found, [index.shape for index in documents.groups], documents.shape, documents.places)
+
+
+def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
+    """Return tensors [B, L, ...] at tokens [n, l, ...], by default all [1, B L, ...].
+
+    Masks become None: a document alone needs none.
+    """
+
+    def select(tensor: Tensor) -> Tensor | None:
+        if is_mask(tensor, shape):
+            return None
+        rows = tensor.flatten(0, 1)
+        # Not by brackets, whose derivative sorts the indices.
+        return rows[None] if index is None else rows.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    return _map(select, value)
+
+
+def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether this is a mask [..., L, L] for tokens [B, L]."""
+    return tensor.dim() == 4 and tensor.shape[-2:] == (shape[1], shape[1])
+
+
+def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, places: Tensor | None = None) -> Any:
+    """Return results for each token as [B, L, ...]; of others, which are states, those of one part."""
+    if isinstance(parts[0], tuple | list):
+        return tuple(_join(items, shapes, shape, places) for items in zip(*parts, strict=True))
+    if not all(isinstance(part, Tensor) and part.shape[:2] == own for part, own in zip(parts, shapes, strict=True)):
+        return parts[0]
+    rows = torch.cat([part.flatten(0, 1) for part in parts])
+    return (rows if places is None else rows.index_select(0, places)).unflatten(0, shape)
+
+
+def _map(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Change all tensors in nested arguments or results."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return tuple(_map(change, item) for item in value)
+    return {name: _map(change, item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    """Return all tensors in nested arguments or results."""
+    found: list[Tensor] = []
+    _map(found.append, value)
+    return found
+
+
+@replaces(
+    "forward of recurrent layers over packed documents",
+    library="transformers",
+    read_in="5.23.0",
+    why="without the kernels' packages it refuses documents' bounds, and many layers do not get or use them",
+    active="dataset.packing, for layers that a probe sees carry state between documents",
+    test="tests/unit/test_per_document.py",
+)
+def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
+    """Let the layers of this class compute each document alone; return their new forwards."""
+    if _MARK not in vars(base):
+        replace(base, _MARK, any(map(is_partitioned, base.parameters())))
+        replace(base, "forward", _receive_documents(base.forward))
+        for layer in base.modules():
+            if hasattr(layer, "_gradient_checkpointing_func"):
+                run = partial(_keep_documents, layer._gradient_checkpointing_func)
+                replace(layer, "_gradient_checkpointing_func", run)
+    file = sys.modules[kind.__module__]
+    if hasattr(file, CONVOLUTION_NAME) and why_not_used(*CONVOLUTION):
+        replace(file, CONVOLUTION_NAME, partial(_convolve, getattr(file, CONVOLUTION_NAME)))
+    layers = [module for module in base.modules() if type(module) is kind]
+    forwards = [PerDocument(layer.forward) for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        replace(layer, "forward", forward)
+    return forwards
+
+
+def _convolve(
+    usual: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Convolve along documents [B, C, L] with `weight` [C, K], each from zeros: as causal-conv1d does."""
+    from transformers.activations import ACT2FN
+
+    if seq_idx is None:
+        return usual(hidden, weight, bias, activation=activation, **kwargs)
+    before, length = weight.shape[-1] - 1, hidden.shape[-1]
+    padded, numbers = F.pad(hidden, (before, 0)), F.pad(seq_idx, (before, 0), value=-1)
+    result = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    for tap, factor in enumerate(weight.to(result.dtype).unbind(1)):
+        same = (numbers[:, tap : tap + length] == seq_idx)[:, None]
+        result = result + padded[..., tap : tap + length] * same * factor[:, None]
+    if bias is not None:
+        result = result + bias[:, None]
+    return (ACT2FN[activation](result) if activation else result).to(hidden.dtype)
+
+
+def has_separate_documents(base: nn.Module) -> bool:
+    """Return whether layers of the model compute each document alone."""
+    return _MARK in vars(base)
+
+
+def describe_separate_documents(model: nn.Module) -> list[str]:
+    """Return a line for the console on each kind of layer that computes documents alone."""
+    forwards = {module: vars(module).get("forward") for module in model.modules()}
+    kinds = Counter((type(at).__name__, how.by_kernels) for at, how in forwards.items() if isinstance(how, PerDocument))
+    ways = {True: "by bounds in their kernels", False: "in batches of documents of similar length"}
+    return [f"packed documents: {count} {name} layers, {ways[how]}" for (name, how), count in kinds.items()]
+
+
+def document_inputs(
+    base: nn.Module, position_ids: Tensor | None, move: Callable[[Tensor], Tensor]
+) -> dict[str, Documents]:
+    """Return the argument by which the model's layers get the documents of a pack, if they need it."""
+    if position_ids is None or not has_separate_documents(base):
+        return {}
+    return {"documents": Documents(position_ids, move, one_call=vars(base)[_MARK])}
+
+
+def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def receiving(*args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+        token = _DOCUMENTS.set(documents)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _DOCUMENTS.reset(token)
+
+    return receiving
+
+
+def _keep_documents(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Run a checkpoint whose recomputation has the documents of its forward pass."""
+    return run(partial(copy_context().run, function), *args)
