@@ -88,11 +88,11 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
     needs += [larger * (layer.peak - layer.boundary) - behind for layer in plain[:count]]
     if selective:
-        blocks = [after.kept - before.kept for before, after in zip(layers, plain, strict=True)]
+        blocks = [float(after.kept - before.kept) for before, after in zip(layers, plain, strict=True)]
     else:
         blocks = [larger * (layer.kept - layer.boundary) - behind for layer in plain[:count]]
     every = sum(layer.kept for layer in plain)
-    return Seen(kept, int(max(needs, default=0)), int(max([0, *blocks])), every)
+    return Seen(kept, int(max(needs, default=0)), max(0, int(max(blocks, default=0))), every)
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:

@@ -116,7 +116,7 @@ def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, el
         denoiser.enable_gradient_checkpointing(gradient_checkpointing_func=counter.block)
     with flash_attention(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
         model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
-    return Seen(counter.kept, counter.largest_block + GRADIENTS * counter.largest)
+    return Seen(counter.kept, counter.largest_block + GRADIENTS * counter.largest, counter.largest_block)
 
 
 def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
