@@ -248,6 +248,8 @@ def test_a_recurrent_layer_is_near() -> None:
     saved = bytes_saved(adapted(MAMBA, torch.float32, fused=True))
     predicted = seen(shapes_of(MAMBA), work()).kept + rest(256, 4)
     assert 0.97 * saved < predicted < most * saved
+    by_kernel = seen(shapes_of(MAMBA), work(scan_by_kernel=True)).kept
+    assert by_kernel < 0.8 * seen(shapes_of(MAMBA), work()).kept
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

@@ -32,7 +32,7 @@ from trainer.patches.replace import replace
 DEQUANTISED_AT_ONCE = 64 << 20
 """Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
 FLASH = "zerolora_observed"
-SCAN = "mamba_chunk_scan_combined"
+SCAN = "mamba2_chunk_scan"
 """Name, in transformers' modeling files, of mamba-ssm's scan."""
 
 
