@@ -109,10 +109,10 @@ def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[Non
 
     `recompute()` must return the same values, in any shape of as many elements, from tensors that are saved anyway.
     """
-    address, elements, dtype = result.data_ptr(), result.numel(), result.dtype
+    address, elements, dtype = result.untyped_storage()._cdata, result.numel(), result.dtype
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.data_ptr() == address and tensor.numel() == elements and tensor.dtype == dtype:
+        if tensor.untyped_storage()._cdata == address and tensor.numel() == elements and tensor.dtype == dtype:
             if tensor.is_contiguous():
                 return tensor.shape, recompute
         return tensor

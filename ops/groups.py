@@ -46,7 +46,12 @@ def record_calls(model: nn.Module, modules: Mapping[str, nn.Module], forward: Ca
                 calls.append(_Call(name, ("called with more than one input", len(calls))))
                 return
             kept.append(x)
-            calls.append(_Call(name, (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x._version)))
+            calls.append(
+                _Call(
+                    name,
+                    (x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version),
+                )
+            )
 
         return record
 

@@ -34,8 +34,8 @@ SAME_THING = {
 # Files with imports of our own within functions, by what these wait for.
 LATE = {
     "bitsandbytes, which PEFT's layers bring: seconds, and a notice on a CPU": "trainer/tasks/images/model.py "
-    "trainer/model/adapter.py trainer/model/base.py trainer/model/expert_forward.py trainer/model/saved_adapter.py "
-    "trainer/patches/installation.py trainer/patches/mamba.py",
+    "trainer/memory/observed.py trainer/model/adapter.py trainer/model/base.py trainer/model/expert_forward.py "
+    "trainer/model/saved_adapter.py trainer/patches/installation.py trainer/patches/mamba.py",
     "torch and transformers, where a mistake in the arguments is reported without them": "trainer/commands/validate.py "
     "examples/demo.py trainer/commands/doctor/probe.py benchmarks/tiers/machine.py",
     "the operators, registered where they are used": "trainer/setup/preflight.py trainer/memory/preflight.py",

@@ -118,7 +118,7 @@ def test_a_pass_of_its_own_goes_back_by_itself() -> None:
     packed, apart = (config_of(**kl, **{"dataset.packing": packing}) for packing in (True, False))
     together, alone = (llama.work(config, llama.decisions(config)) for config in (packed, apart))
     assert together.rows == alone.rows == packed.training.batch_size + 1
-    assert together.larger_pass.rows == together.rows and alone.larger_pass.rows == packed.training.batch_size
+    assert together.larger_pass == together.rows and alone.larger_pass == packed.training.batch_size
     term = "backward of a layer"
     ratio = llama.estimate(apart).terms[term] / llama.estimate(packed).terms[term]
     assert ratio == pytest.approx(packed.training.batch_size / together.rows)

@@ -9,9 +9,8 @@ from torch import nn
 
 from tests.eight_bits import store_in_fp8
 from tests.mixtures import make_mixture, store_in_mxfp4
-from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, work
+from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, seen, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.memory.activations import total_activation_bytes
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes, dequantized_expert_bytes, gathered
 from trainer.memory.widths import Shapes
@@ -78,8 +77,8 @@ def test_packed_experts_keep_what_they_are_called_with(kind: str, tmp_path: Path
     how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "attention": "eager"}
     model: nn.Module = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
     saved = bytes_saved(apply_adapter(model, ATTENTION, torch.float32).train())
-    settings = work(packed_weights=quantization is not None, eager=True, copied_heads=True)
-    predicted = total_activation_bytes(shapes_of(folder), settings) + rest(256, 4)
+    settings = work(packed=quantization is not None, packed_experts=True, attention="eager", fused=False)
+    predicted = seen(shapes_of(folder), settings).kept + rest(256, 4)
     assert predicted == pytest.approx(saved, rel=0.1)
     rows = ROWS * LENGTH * 2
     assert saved < predicted + 2 * rows * 384 * 4, "gate and up of all rows were not kept"

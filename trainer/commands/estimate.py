@@ -33,7 +33,7 @@ from trainer.memory.preflight import recomputation_line
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
-from trainer.patches.mamba import has_scan_kernels
+from trainer.patches.mamba import has_scan_kernels, is_mamba_2
 from trainer.setup.preflight import load_reference
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 
@@ -280,7 +280,7 @@ def build_planner(config: RunConfig, world_size: int) -> tuple[Planner, list[str
     )
     planner = Planner(shapes, lengths, machine)
     scan = ""
-    if any(mixer.kind == "recurrent" for layer in shapes.layers for mixer in layer.mixers):
+    if any(is_mamba_2(module) for module in shapes.model.modules()):
         plain = "in plain torch; the kernels of the extra `mamba` keep less memory"
         scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
     return planner, [line for line in (note, where, scan) if line]

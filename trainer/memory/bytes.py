@@ -7,15 +7,8 @@ that torch's allocator has reserved without using it.
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.memory.activations import (
-    FP32,
-    Work,
-    layer_backward_bytes,
-    loss_head,
-    recomputed_layer,
-    total_activation_bytes,
-)
-from trainer.memory.process import PROCESS, process_peak
+from trainer.memory.activations import FP32, Seen, Work, loss_head
+from trainer.memory.process import process_peak
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
@@ -69,26 +62,8 @@ class Estimate:
         return int(self.peak * FRAGMENTATION)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Bytes of activations observed on an empty model, instead of the sum over its layers."""
-
-    kept: int
-    """Kept from the forward pass for the backward pass."""
-    block: int
-    """Kept while the largest block is recomputed."""
-    backward: int
-    """Peak of the gradients of activations."""
-
-    def times(self, rows: int) -> "Seen":
-        """Scale to a number of rows."""
-        return Seen(self.kept * rows, self.block * rows, self.backward * rows)
-
-
-def estimate(
-    shapes: Shapes, work: Work, placement: Placement, *, checkpoints: int, seen: Seen | None = None
-) -> Estimate:
-    """Estimate the memory of one rank. `checkpoints` is the number kept on disk."""
+def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, *, checkpoints: int) -> Estimate:
+    """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk."""
     resident = {
         "base model": base_weight_bytes(shapes, placement) - quantization_state_bytes(shapes, placement),
         "quantisation state": quantization_state_bytes(shapes, placement),
@@ -101,22 +76,16 @@ def estimate(
         "rounded weight": rounded_weight_bytes(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
-    if seen is None:
-        kept, head = total_activation_bytes(shapes, work), loss_head(shapes, work)
-        going_back = work.larger_pass
-        block, of_layer = recomputed_layer(shapes, going_back), layer_backward_bytes(shapes, going_back)
-    else:
-        kept, head, block, of_layer = seen.kept, 0, seen.block, seen.backward
     layers, outside = gathered(shapes, placement)
     moments: dict[str, dict[str, int]] = {
         "loss": {
-            "activations": kept,
-            "logits and loss": head,
+            "activations": seen.kept,
+            "logits and loss": 0 if work is None else loss_head(shapes, work),
             "gathered weights": layers // GATHERED_LAYERS + outside,
         },
         "backward": {
-            "activations": kept + block,
-            "backward of a layer": of_layer,
+            "activations": seen.kept,
+            "backward of a layer": seen.backward,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
         "gradients": {"reduction": reduction(shapes, placement)},
@@ -127,7 +96,7 @@ def estimate(
     process = None
     if not placement.on_gpu:
         on_host = sum(resident.values()) + offloaded(shapes, work, placement)
-        process = process_peak(shapes, work, on_host) if seen is None else PROCESS + on_host + kept + block + of_layer
+        process = process_peak(shapes, work, on_host, seen)
     host = host_memory(shapes, work, placement)
     return Estimate(terms, moment, host, disk(shapes, placement, checkpoints), process)
 
@@ -201,7 +170,7 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
     return shapes.trained * placement.element + 2 * copies
 
 
-def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
+def host_memory(shapes: Shapes, work: Work | None, placement: Placement) -> int:
     """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
     stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
     streamed = placement.packed or stored or placement.stage == 3
@@ -210,7 +179,7 @@ def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
     return max(offloaded(shapes, work, placement), loading * placement.element)
 
 
-def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
+def offloaded(shapes: Shapes, work: Work | None, placement: Placement) -> int:
     """Return the bytes that are offloaded to the host."""
     total = placement.base_states
     if placement.offload_optimizer:
@@ -218,8 +187,8 @@ def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
         total += shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
-    if work.offload_activations and work.recompute != "none":
-        total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers[: work.recomputed_layers])
+    if work is not None and work.offload_activations and work.recompute != "none":
+        total += len(shapes.layers[: work.recomputed_layers]) * work.tokens * shapes.hidden * work.element
     return total
 
 

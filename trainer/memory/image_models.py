@@ -4,29 +4,27 @@ The twin runs once on torch's meta device, and every tensor that autograd saves 
 weights. Attention counts as flash attention, which keeps no scores.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import LoraSection, RunConfig
-from trainer.contract.replacements import replaces
-from trainer.memory.bytes import Estimate, Seen, estimate
+from trainer.memory.activations import Seen
+from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
+from trainer.memory.observed import flash_attention
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, apply_changes
-from trainer.memory.widths import Layer, NormBytes, Shapes
+from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
 
-NO_NORMS = NormBytes(0, 0, 0)
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Tokens of an encoded caption, by family."""
 Text = Mapping[str, Sequence[int]]
@@ -45,7 +43,7 @@ class ImagePlanner(Planner):
     def estimate(self, config: RunConfig) -> Estimate:
         """Return the estimate of a configuration without `auto`."""
         decided = self.decisions(config)
-        work, placement = self.work(config, decided), self._placement(config, decided)
+        placement = self._placement(config, decided)
         training = config.training
         recompute, rows = training.gradient_checkpointing != "none", training.batch_size
         seen = self._seen(config.image.resolution, config.lora.model_dump_json(), self._element, recompute=recompute)
@@ -53,7 +51,7 @@ class ImagePlanner(Planner):
             seen = replace(seen, kept=0)
         kept = (training.save_total_limit or 1) + int(training.best_checkpoint)
         rows *= 2 if config.image.prior is not None else 1
-        return estimate(self.shapes, work, placement, checkpoints=kept, seen=seen.times(rows))
+        return estimate(self.shapes, None, placement, seen.times(rows), checkpoints=kept)
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         """Resolve `auto` as for language models; either all blocks are recomputed or none."""
@@ -86,11 +84,10 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         hidden=1,
         vocabulary=1,
         tied=False,
-        norm=NO_NORMS,
         weights=tuple(read_weights(model, blocks, None, in_mxfp4=False)),
-        layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
+        layers=(0,) * len(blocks),
         facts=ModelProperties(True, False, False, False, "an image model", False, {}),
-        softcap=False,
+        model=None,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in base.denoiser.buffers()),
     )
 
@@ -117,9 +114,9 @@ def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, el
     counter = SavedTensorCounter(model)
     if recompute:
         denoiser.enable_gradient_checkpointing(gradient_checkpointing_func=counter.block)
-    with _flash_attention(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
+    with flash_attention(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
         model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
-    return Seen(counter.kept, counter.largest_block, GRADIENTS * counter.largest)
+    return Seen(counter.kept, counter.largest_block + GRADIENTS * counter.largest, counter.largest_block)
 
 
 def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -179,35 +176,6 @@ class SavedTensorCounter:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-class _Flash(torch.autograd.Function):
-    """Stand-in for flash attention that saves the same tensors: q, k, v, the output and the log-sum-exp in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        result = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return result
-
-
-@replaces(
-    "`scaled_dot_product_attention`",
-    library="torch",
-    read_in="2.13.0",
-    why="on the meta device it is computed in parts and keeps its scores, unlike flash attention on a GPU",
-    active="the memory estimate of image models, which runs an empty denoiser once",
-    test="tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
-)
-@contextmanager
-def _flash_attention() -> Iterator[None]:
-    """Replace attention, which torch decomposes on the meta device so that scores would be saved."""
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Flash.apply(query, key, value)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
 
 
 def build_image_planner(

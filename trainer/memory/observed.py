@@ -1,112 +1,345 @@
-"""Activations kept by norms, activation functions and experts, observed by running their code on small inputs."""
+"""Activation memory of language models, observed by running their layers without weights on torch's meta device.
 
-import copy
+One layer of each kind runs forward and backward, with the patches of the real run, while a meter counts the bytes of
+live tensors. Where a GPU's kernels keep other tensors than the meta device's, functions that keep the same take their
+place: flash attention and mamba-ssm's scan.
+"""
+
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from ops.experts import padded_rank
-from trainer.memory.widths import Mixer
-from trainer.model.expert_forward import detect_activation
-from trainer.model.expert_layers import DOWN, expert_names, expert_shape, expert_width, takes_all_tokens
-from trainer.patches.norm_mlp_rope import ROTARY
+from trainer.config import TrainingSection
+from trainer.contract.replacements import replaces
+from trainer.memory.widths import Shapes
+from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
+from trainer.model.expert_layers import expert_modules, takes_all_tokens
+from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, recompute_inputs, replace_elementwise
+from trainer.patches.recompute import disable_recomputation, enable_recomputation
+from trainer.patches.replace import replace
 
-FP32 = 4
-_FEW = 5
-USUAL = 2.0  # SiLU and GELU keep their input, and the next operation keeps their result
-_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+DEQUANTISED_AT_ONCE = 64 << 20
+"""Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
+FLASH = "zerolora_observed"
+SCAN = "mamba2_chunk_scan"
+"""Name, in transformers' modeling files, of mamba-ssm's scan."""
 
 
-def observe_saved_bytes(
-    function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype = torch.float32
-) -> tuple[float, bool] | None:
-    """Return the bytes that a function keeps per row of `width`, and whether these include its result.
+@dataclass(frozen=True)
+class Kernels:
+    """What decides which tensors a layer keeps, next to the number of rows."""
 
-    Weights, and tensors derived only from weights, are not counted. Returns None if it is not a function of one tensor.
+    length: int
+    """Tokens of the longest row, padding included."""
+    dtype: torch.dtype
+    attention: str
+    """`flash` (variable-length kernels, no mask), `sdpa` or `eager`."""
+    masked: bool
+    """Whether documents of a packed sequence are separated by a mask."""
+    copied_heads: bool
+    """Whether keys and values are copied for every head: on a GPU without flash attention."""
+    elementwise: bool
+    """Whether norms, SwiGLU and rotary embedding are ours where they can be."""
+    frozen_norms: bool
+    recomputed: str
+    """What our kernels recompute in the backward pass: `none`, SwiGLU's `activations`, or `norms` as well."""
+    fused: bool
+    """Whether our operator computes adapted layers."""
+    separate: str | None
+    """Why shared-input projections are not computed together; None if they are."""
+    selective: bool
+    """Whether feed-forward parts are recomputed."""
+    on_gpu: bool
+    packed: bool
+    """Whether the base is quantized to 4 or 8 bits."""
+    packed_experts: bool
+    eight_bit: bool
+    """Whether products take 8-bit inputs."""
+    scan_by_kernel: bool
+    """Whether mamba-ssm rather than plain torch computes the scans of recurrent layers."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer."""
+
+    kept: int
+    """Kept for the backward pass, its input included."""
+    peak: int
+    """Peak while the layer runs forward and backward, its input and the gradient of its output included."""
+    boundary: int
+    """Hidden state that the layer returns."""
+
+    def times(self, factor: float) -> "Layer":
+        return Layer(int(self.kept * factor), int(self.peak * factor), int(self.boundary * factor))
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of live tensors other than the model's own, and their peak, while operators run."""
+
+    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels, self.measuring = kernels, False
+        self.now = self.peak = self.inside = 0
+        self._sizes = {_storage(each): 0 for each in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return not self._kernels.masked  # transformers asks whether every row is one document
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        self.peak, self.inside = max(self.peak, self.now), max(self.inside, self._inside(func, args))
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = int(storage._cdata), storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = size
+            self.now += size
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def _inside(self, func: Any, args: Sequence[Any]) -> int:
+        """Return the bytes that our operators allocate within: dequantized weights, or 8-bit gradients and weights."""
+        backward = func is torch.ops.zerolora.lora_backward.default
+        if not self._kernels.packed or not (backward or func is torch.ops.zerolora.lora_forward.default):
+            return 0
+        weights = args[2] if backward else args[1]
+        if self._kernels.eight_bit:
+            return sum(each.numel() for each in (*weights, *args[0])) if backward else 0
+        sizes = [each.nbytes for each in weights]
+        return sum(sizes) if backward and sum(sizes) <= DEQUANTISED_AT_ONCE else max(sizes)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Complete(Exception):
+    """Ends a pass once a layer of each kind has run."""
+
+
+def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
+    """Return what a layer of each kind takes with `rows` rows.
+
+    More rows than it takes for our kernels to recompute are scaled.
     """
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.shape[0] == _FEW:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that its address is not reused
-        return tensor
-
-    x = torch.linspace(-1.0, 1.0, _FEW * width).view(_FEW, width).to(dtype).requires_grad_()
+    row = kernels.length * shapes.hidden * kernels.dtype.itemsize
+    enough = 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
+    run = min(rows, enough)
+    model = shapes.model.to("meta", kernels.dtype).train()
+    found: dict[int, Layer] = {}
+    meter = Meter(model, kernels)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = function(x)
-    except _FAILURES:
-        return None
-    if not isinstance(y, Tensor) or not y.requires_grad:
-        return None
-    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / _FEW
-    return size, y.untyped_storage().data_ptr() in kept
+        with flash_attention(copied=kernels.copied_heads), meter:
+            watch = _watch(shapes, meter, found)
+            _install(model, kernels)
+            watch.clear()
+            meter.measuring = True
+            _forward(model, run, kernels.length)
+    except _Complete:
+        pass
+    finally:
+        disable_recomputation(model)
+        model.zero_grad()
+    return {kind: layer.times(rows / run) for kind, layer in found.items()}
 
 
-def observe_norm(norm: nn.Module, width: int) -> dict[int, int]:
-    """Return the bytes per token that a frozen norm's own code keeps, by bytes of an element (2, 4)."""
-    kept = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        twin = copy.deepcopy(norm).to_empty(device="cpu").to(dtype).requires_grad_(False)
-        found = observe_saved_bytes(twin, width, dtype)
-        kept[dtype.itemsize] = FP32 * (width + 1) if found is None else int(found[0])
-    return kept
+def _forward(model: Any, rows: int, length: int) -> Any:
+    return model(input_ids=torch.zeros(rows, length, dtype=torch.long, device="meta"), use_cache=False)
 
 
-def leaves_layout(module: nn.Module, rotated: int, head: int) -> bool:
-    """Return whether the model's rotary embedding preserves the memory layout of heads.
+def _install(model: Any, kernels: Kernels) -> None:
+    """Replace the model's code as a run does (trainer/patches/installation.py)."""
+    from trainer.patches.fused_lora import group_layers  # imports bitsandbytes
 
-    The output of attention has the layout of its queries; if it changed, the output is copied for the next projection.
-    """
-    rotate = getattr(sys.modules[type(module).__module__], ROTARY, None)
-    tokens = torch.zeros(1, 3, 2, head).transpose(1, 2)
-    angles = torch.zeros(1, 3, rotated)
+    _choose_attention(model, kernels)
+    if kernels.elementwise:
+        recomputed = {"recompute": kernels.recomputed != "none", "recompute_norms": kernels.recomputed == "norms"}
+        replace_elementwise(model, frozen_norms=kernels.frozen_norms, **recomputed)
+    _replace_experts(model, kernels)
+    for module in model.modules() if kernels.scan_by_kernel else ():
+        if hasattr(file := sys.modules[type(module).__module__], SCAN) and getattr(file, SCAN) is not _scan:
+            replace(file, SCAN, _scan)
+    if kernels.fused:
+        for group in group_layers(model, partial(_forward, model, 1, 8), kernels.separate)[1]:
+            group.install()
+    if kernels.recomputed != "none":
+        recompute_inputs(model)
+    if kernels.selective:
+        enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
+
+
+def _choose_attention(model: Any, kernels: Kernels) -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(FLASH, _attend)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wanted = FLASH if kernels.attention == "flash" else kernels.attention
+    if base.config._attn_implementation != wanted:
+        base.set_attn_implementation(wanted)
+
+
+def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _Flash.apply(query, key, value, None).transpose(1, 2), None
+
+
+def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
+    """Let experts without an adapter run on the meta device, where transformers' code cannot."""
+    from trainer.model.expert_adapter import ParamWrapper
+
+    wrapped = {id(each.get_base_layer()) for each in model.modules() if isinstance(each, ParamWrapper)}
+    for experts in expert_modules(model).values():
+        if id(experts) in wrapped or takes_all_tokens(experts):
+            continue
+        by_operator = kernels.on_gpu and kernels.fused and detect_activation(experts) is not None
+        compute: Callable[..., Any] = partial(adapted_forward if by_operator else run_in_torch, experts, {})
+        if kernels.packed_experts and not by_operator:
+            compute = partial(checkpoint, compute, use_reentrant=False)
+        replace(experts, "forward", compute)
+
+
+def _watch(shapes: Shapes, meter: Meter, found: dict[int, Layer]) -> dict[int, Any]:
+    """Let a layer of each kind run, and be measured, and the others return what that one returned, by kind."""
+    results: dict[int, Any] = {}
+
+    def run(kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kind not in results and not meter.measuring:
+            results[kind] = forward(*args, **kwargs)
+        if kind not in results:
+            results[kind], found[kind] = _measure(meter, forward, args, kwargs)
+            if len(found) == len(set(shapes.layers)):
+                raise _Complete
+        return results[kind]
+
+    for kind, block in zip(shapes.layers, decoder_layers(shapes.model), strict=True):
+        replace(block, "forward", partial(run, kind, block.forward))
+    return results
+
+
+def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, Layer]:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    before = meter.now
+    meter.peak, meter.inside = before, 0
+    leaf = torch.empty((), dtype=hidden.dtype, device="meta", requires_grad=True)
+    given = [hidden.detach() + leaf]  # not a leaf, which autograd would keep
+    others = args[1:] if args else ()
+    kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    with torch.enable_grad():
+        result = forward(given.pop(), *others, **kwargs)
+    output = result[0] if isinstance(result, tuple) else result
+    boundary = output.untyped_storage().nbytes()
+    kept = meter.now - before - boundary
+    torch.autograd.backward(output, torch.empty_like(output))
+    return result, Layer(kept, meter.peak - before - boundary + meter.inside, boundary)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the ModuleList with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(parameter.numel() for parameter in blocks.parameters()) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Remove the contents of every layer that equals an earlier one, and return the kind of each layer."""
+    kinds: dict[Any, int] = {}
+    found = []
+    for block in blocks:
+        known = len(kinds)
+        found.append(kinds.setdefault(_describe(block), known))
+        if found[-1] < known:
+            block._modules.clear()
+            block._parameters.clear()
+    return tuple(found)
+
+
+def _describe(block: nn.Module) -> Any:
+    """Return what layers of one kind share: their modules, settings, and shapes of weights."""
+    numbers = [
+        (name, value)
+        for module in block.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and "idx" not in name
+    ]
+    weights = [(tuple(each.shape), each.requires_grad) for each in block.parameters()]
+    return repr(block), tuple(numbers), tuple(weights)
+
+
+class _Flash(torch.autograd.Function):
+    """Stand-in for flash attention that saves the same tensors: q, k, v, the output and the log-sum-exp in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, length, _ = query.shape
+        by_token = query.transpose(1, 2).is_contiguous()  # the result has the layout of the queries
+        first, second = (length, heads) if by_token else (heads, length)
+        result = query.new_empty(batch, first, second, value.shape[-1])
+        result = result.transpose(1, 2) if by_token else result
+        of_type = None if mask is None else query.new_empty(mask.shape)
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, log_sums, of_type)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None
+
+
+class _Scan(torch.autograd.Function):
+    """Stand-in for mamba-ssm's scan, which saves its inputs and its output."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        result = torch.empty_like(inputs[0])
+        ctx.save_for_backward(*inputs, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:-1])
+
+
+def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
+    result = _Scan.apply(*(each for each in inputs if isinstance(each, Tensor)))
+    return (result, None) if return_final_states else result
+
+
+@replaces(
+    "`scaled_dot_product_attention`",
+    library="torch",
+    read_in="2.13.0",
+    why="on the meta device it is computed in parts and keeps its scores, unlike flash attention on a GPU",
+    active="the memory estimate, which runs layers of an empty model once",
+    test="tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
+)
+@contextmanager
+def flash_attention(*, copied: bool = False) -> Iterator[None]:
+    """Replace attention, which torch decomposes on the meta device so that scores would be saved."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
+        if copied and key.shape[1] != query.shape[1]:
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        return _Flash.apply(query, key, value, attn_mask)
+
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attend
     try:
-        queries = rotate(tokens, tokens, angles, angles)[0]  # type: ignore[misc]
-    except _FAILURES:
-        return True
-    return bool(queries.transpose(1, 2).is_contiguous())
-
-
-def observe_activation(module: nn.Module) -> float:
-    """Return what the activation function of a feed-forward layer keeps, in units of its input."""
-    width = 8
-    for child in module.children():
-        if not list(child.parameters()) and not isinstance(child, nn.Dropout | nn.Identity):
-            found = observe_saved_bytes(child, width)
-            if found is not None:
-                return found[0] / (FP32 * width) + (not found[1])
-    return USUAL
-
-
-def read_experts(block: nn.Module, module: Any, hidden: int) -> Mixer:
-    """Return the experts of a layer as a mixer with the widths of one expert."""
-    from peft.tuners.lora.layer import ParamWrapper
-
-    shapes = {name: expert_shape(module, name) for name in expert_names(module)}
-    wrappers: list[Any] = [each for each in block.modules() if isinstance(each, ParamWrapper)]
-    adapters = [each for each in wrappers if each.get_base_layer() is module]
-    inner = expert_width(module)
-    projected = sum(shape[1] * shape[2] // hidden for shape in shapes.values()) - inner
-    chosen = [k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)]
-    choices = shapes[DOWN][0] if takes_all_tokens(module) or not chosen else chosen[0]
-    found = observe_saved_bytes(module._apply_gate, projected) if hasattr(module, "_apply_gate") else None
-    ranks = [rank for each in adapters for rank in each.r.values()]
-    return Mixer(
-        kind="experts",
-        width_in=hidden,
-        width_projected=projected,
-        width_inner=inner,
-        heads=0,
-        trained_in=len(adapters) < len(wrappers),
-        trained_out=bool(adapters),
-        ranks=choices * sum(map(padded_rank, ranks)),
-        largest_weight=max(torch.Size(shape).numel() for shape in shapes.values()),
-        activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
-        choices=choices,
-        by_operator=bool(adapters) and detect_activation(module) is not None,
-        known_gate=detect_activation(module) is not None,
-    )
+        yield
+    finally:
+        F.scaled_dot_product_attention = own

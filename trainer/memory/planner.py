@@ -1,18 +1,21 @@
 """Memory estimates of configurations, and the stage, micro-batch and recomputation that fit an amount of memory."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
+
+import torch
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
-from trainer.memory.activations import Work
+from trainer.memory.activations import Seen, Work, add_layers
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
+from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
 from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
@@ -78,7 +81,7 @@ class Planner:
         best = int(config.training.best_checkpoint)
         decided = self.decisions(config)
         work, placement = self.work(config, decided), self._placement(config, decided)
-        return estimate(self.shapes, work, placement, checkpoints=checkpoints + best)
+        return estimate(self.shapes, work, placement, self.seen(work), checkpoints=checkpoints + best)
 
     def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
         """Return the estimate after some changes, or why they cannot be combined."""
@@ -190,40 +193,61 @@ class Planner:
     def work(self, config: RunConfig, decided: Decisions) -> Work:
         """Return the sizes and kernels of one micro-step."""
         training = config.training
-        length = min(self.lengths.longest, config.dataset.max_length)
-        attention = decided.attention.value
-        # Attention sinks without flash attention: the model's own code, as if the pack were one document.
-        eager = attention == "eager" or (attention == VARLEN and not self.machine.flash)
-        masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
-        masked |= attention == "sdpa" and self.shapes.facts.masked
-        without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
-        fused = bool(decided.fused_head.value)  # if only the device can decide, all logits count
+        kernels, fused = self._kernels(config, decided), bool(decided.fused_head.value)
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
             rows_apart=reference if decided.reference.value == "apart" else 0,
-            length=length,
-            # Without the fused loss, a position with a target in one row has logits in every row.
-            targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused else length,
-            element=self._element,
-            norms=decided.norms.value,
-            swiglu=decided.swiglu.value,
-            rotary=decided.rotary.value,
-            recomputed_results=decided.recomputed_results.value,
+            # Without the fused loss, a position with a target in one row has logits in every row. If only the device
+            # can decide, all logits count.
+            targets=self.lengths.targets if training.batch_size == 1 or fused else kernels.length,
+            kernels=kernels,
+            own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             recompute=decided.recomputes.value,
             recomputed_layers=training.gradient_checkpointing_layers,
             offload_activations=training.offload_activations,
-            masked=masked,
-            copied_heads=masked or eager or without_flash,
-            eager=eager,
-            softcap=self.shapes.softcap,
             capped_logits=self.shapes.facts.caps,
-            packed_weights=config.adapter == "qlora" or self.shapes.fp8 != "",
-            eight_bit=config.adapter == "qlora" and config.quantization.eight_bit and self.shapes.fp8 != "blocks",
-            scan_by_kernel=self.machine.on_gpu and self.machine.scan_kernels,
-            frozen_by_operator=self.machine.on_gpu and config.adapter != "none",
         )
+
+    def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
+        """Return what decides which tensors a layer keeps."""
+        attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
+        flat = attention == VARLEN or attention.startswith("flash_attention")
+        if attention == VARLEN and not self.machine.flash:
+            # Attention sinks without flash attention: the model's own code, as if the pack were one document.
+            attention = "eager"
+        separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
+        return Kernels(
+            length=min(self.lengths.longest, config.dataset.max_length),
+            dtype=torch.float32 if self._element == 4 else torch.bfloat16,
+            attention="flash" if flat and attention != "eager" else attention,
+            masked=config.dataset.packing and not flat,
+            copied_heads=on_gpu and not self.machine.flash and attention == "sdpa",
+            elementwise=decided.own_elementwise.value,
+            frozen_norms=config.adapter != "none",
+            recomputed=decided.recomputed_results.value,
+            fused=decided.adapters.value in ("cuda", "reference"),
+            separate=decided.siblings.reason or "asked for" if separate else None,
+            selective=decided.recomputes.value == "selective",
+            on_gpu=on_gpu,
+            packed=packed or self.shapes.fp8 != "",
+            packed_experts=packed or self.shapes.fp8 != "" or any(weight.mxfp4 for weight in self.shapes.weights),
+            eight_bit=packed and config.quantization.eight_bit and self.shapes.fp8 != "blocks",
+            scan_by_kernel=on_gpu and self.machine.scan_kernels,
+        )
+
+    def seen(self, work: Work) -> Seen:
+        """Return the activations of a micro-step."""
+        plain = replace(work.kernels, recomputed="none", selective=False)
+        of_kind, of_plain = (self._observed(kernels, work.rows) for kernels in (work.kernels, plain))
+        layers = self.shapes.layers
+        larger = work.larger_pass / work.rows
+        return add_layers([of_kind[kind] for kind in layers], [of_plain[kind] for kind in layers], larger, work)
+
+    @cached_property
+    def _observed(self) -> Callable[[Kernels, int], dict[int, Layer]]:
+        return cache(partial(observe_layers, self.shapes))
 
     def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
         zero, training = config.zero, config.training

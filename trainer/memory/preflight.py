@@ -75,6 +75,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = _planner(machine, config, prepared)
+        planner.estimate(planner.resolve(config, None))  # which runs layers of the model
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model that the estimate cannot handle still trains, if no setting depends on the estimate.
         reason = f"{type(error).__name__}: {error}"

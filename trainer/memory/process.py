@@ -5,14 +5,7 @@ from pathlib import Path
 import psutil
 
 from ops.head import LOGITS_AT_ONCE
-from trainer.memory.activations import (
-    FP32,
-    Work,
-    layer_activation_bytes,
-    loss_head,
-    recomputed_layer,
-    total_activation_bytes,
-)
+from trainer.memory.activations import FP32, Seen, Work, loss_head
 from trainer.memory.widths import Shapes
 
 PROCESS = 550 * 2**20
@@ -23,18 +16,18 @@ between live tensors is returned. Measured 0.4 to 0.9 in fp32 and bf16, 256 to 7
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def process_peak(shapes: Shapes, work: Work, resident: int) -> int:
+def process_peak(shapes: Shapes, work: Work | None, resident: int, seen: Seen) -> int:
     """Return the peak resident memory of a process with `resident` bytes of weights, optimizer state and buffers."""
-    kept = total_activation_bytes(shapes, work) + recomputed_layer(shapes, work.larger_pass)
-    in_gaps = int(LEFT_IN_HEAP * sum(layer_activation_bytes(layer, work) for layer in shapes.layers))
-    return PROCESS + resident + kept + in_gaps + _loss(shapes, work)
+    if work is None:
+        return PROCESS + resident + seen.kept + seen.backward
+    return PROCESS + resident + seen.kept + seen.block + int(LEFT_IN_HEAP * seen.whole) + _loss(shapes, work)
 
 
 def _loss(shapes: Shapes, work: Work) -> int:
     """Return the bytes of the loss: without a GPU kernel, logits of a chunk, their 32-bit log-probabilities, a copy."""
     if not work.fused_loss:
         return loss_head(shapes, work)
-    chunk = min(work.rows * min(work.targets, work.length) * shapes.vocabulary, LOGITS_AT_ONCE)
+    chunk = min(work.rows * min(work.targets, work.kernels.length) * shapes.vocabulary, LOGITS_AT_ONCE)
     return loss_head(shapes, work) + chunk * (FP32 if work.element == FP32 else 2 * FP32)
 
 

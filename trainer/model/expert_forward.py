@@ -45,7 +45,7 @@ def adapted_forward(
         operands = _build_weight_operands(experts, hidden)
         if operands is not None:
             return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _build_adapter_operand(adapters))
-        compute, tensors = _run_plain, (hidden, index, weights)
+        compute, tensors = run_in_torch, (hidden, index, weights)
     if any(packed_experts_layout(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
         # Do not keep dequantised or gathered weights until the backward pass; it recomputes them.
         result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
@@ -163,13 +163,15 @@ def _try_activations(experts: Any) -> Gate | None:
     return None
 
 
-def _run_plain(
+def run_in_torch(
     experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
+    """Compute experts one by one in plain torch."""
     first = GATE_UP if getattr(experts, "has_gate", True) else UP
     activation = experts._apply_gate if first == GATE_UP else experts.act_fn
     expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
-    counts = torch.bincount(expert_S, minlength=experts.num_experts).tolist()
+    # Without values, as in the memory estimate, one expert computes all rows.
+    counts = [len(expert_S)] if expert_S.is_meta else torch.bincount(expert_S, minlength=experts.num_experts).tolist()
     token_S = order_S // index_TK.shape[-1]
     into, out_of = (_Products(experts, name, adapters.get(name)) for name in (first, DOWN))
     results = []

@@ -84,15 +84,26 @@ def fuse(
     group none; `tokens` of a micro-batch select the kernels that the self-test tries. Raises ValueError if `cuda` is
     requested but not available, or if the operators fail their self-test.
     """
+    chosen = ops.load(backend)
+    report, installed = group_layers(model, forward, no_groups, backend=f"{chosen.name}: {chosen.reason}")
+    check_operators(installed, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    for layers_together in installed:
+        layers_together.install()
+    return report
+
+
+def group_layers(
+    model: nn.Module, forward: Callable[[], object] | None, no_groups: str | None, *, backend: str = ""
+) -> tuple[FusionReport, list["_Group"]]:
+    """Return the groups of adapted layers that `fuse` computes together, not yet installed, and the report."""
     from peft.tuners.lora import LoraLayer
 
-    chosen = ops.load(backend)
     layers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)  # experts: fused_experts.py
     }
-    report = FusionReport(len(layers), f"{chosen.name}: {chosen.reason}")
+    report = FusionReport(len(layers), backend)
     members: dict[str, _Member] = {}
     for name, layer in layers.items():
         reason = why_not(layer)
@@ -113,11 +124,7 @@ def fuse(
             else:
                 report.groups += [(name,) for name in group.names]
                 report.alone += [(name, "layers with this input differ in base or dropout") for name in group.names]
-    installed = [_Group([members[name] for name in names]) for names in report.groups]
-    check_operators(installed, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
-    for layers_together in installed:
-        layers_together.install()
-    return report
+    return report, [_Group([members[name] for name in names]) for names in report.groups]
 
 
 def why_not(layer: Any) -> str | None:

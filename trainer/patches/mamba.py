@@ -90,7 +90,7 @@ def _last_name(path: str) -> str:
     return names[-1]
 
 
-def _is_mamba_2(module: nn.Module) -> bool:
+def is_mamba_2(module: nn.Module) -> bool:
     """Return whether this is one of transformers' Mamba-2 mixers: Mamba-1 has no chunks, other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
@@ -112,7 +112,7 @@ def call_projections_of_mamba(model: Any) -> list[str]:
     get no gradient. If that kernel returns None, transformers uses mamba-ssm's separate kernels for the convolution and
     the scan.
     """
-    mixers = [module for module in model.modules() if _is_mamba_2(module)]
+    mixers = [module for module in model.modules() if is_mamba_2(module)]
     for module in mixers:
         require(_modeling_file(module), WHOLE_LAYER_KERNEL, "transformers")
     changed = [module for module in mixers if type(module.out_proj) is not nn.Linear]
