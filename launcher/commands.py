@@ -171,6 +171,10 @@ def _add_module_command(name: str, group: str) -> None:
         for word in context.args[:1]:
             if word.endswith((".yaml", ".yml")) and not Path(word).exists():
                 load_config(Path(word))  # raises its error before the module imports torch
+        if group in (DATA, RESULT):
+            from trainer.setup.early_checks import check_words  # imports numpy, which other commands do not need
+
+            check_words(name, context.args)
         become_module(module, context.args)
 
     app.command(name, help=text, rich_help_panel=group, add_help_option=False, context_settings=PASS_THROUGH)(

@@ -71,11 +71,13 @@ def init(
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
     typed = shlex.quote(str(output))
-    typer.echo(f"{output}: {_first_step(data)}\n  zerolora validate {typed}\n  zerolora train {typed}")
+    typer.echo(f"{output}: {_first_step(model, data)}\n  zerolora validate {typed}\n  zerolora train {typed}")
 
 
-def _first_step(data: str | None) -> str:
-    """Return what to do before training: nothing if the data is on this machine, or may be on the hub."""
+def _first_step(model: str | None, data: str | None) -> str:
+    """Return what to do before training: nothing if model and data are on this machine, or may be on the hub."""
+    if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        return f"{shown(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():

@@ -226,4 +226,4 @@ def _total_steps(run: Path, last: Record) -> int | None:
 
 def _print(lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
-        typer.echo(printable(f"{name:8} {value}"))
+        typer.echo(printable(f"{name:8} {value}").replace("\n", " "))

@@ -1,6 +1,7 @@
 """`zerolora submit`: fill in slurm/train.sbatch for a run, and submit it with sbatch."""
 
 import itertools
+import json
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +32,8 @@ MOST_GRACE_S = 65535
 EARLIER_S = 60
 SHORTEST_S = 30
 MOST_RUNS = 1000
+RESUME = "training.resume_from_checkpoint"
+_TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,21 @@ def parse_time_limit(time: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def parse_task_ranges(tasks: str) -> list[range]:
+    """Parse `0,3-5,8-12:2` as sbatch does, into lazy ranges because their ends may be far apart."""
+    numbers = []
+    for part in tasks.split(","):
+        found = _TASKS.fullmatch(part)
+        if found is None or int(found[1]) > int(found[2] or found[1]):
+            raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
+        first, last, every = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        numbers.append(range(first, last + 1, max(every, 1)))
+    return numbers
+
+
 def _check_array(array: str | None, lines: list[str]) -> None:
+    if array is not None:
+        parse_task_ranges(array.partition("%")[0])
     if array is not None and not lines and not array.endswith("%1"):
         raise UserError(
             f"--array {array}: its tasks would train in one folder at the same time; give each its settings with "
@@ -260,6 +277,8 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
         name = resolve_alias(key.strip())[0]
         if name == "output_dir":
             raise UserError(f"{text}: a sweep needs a single output_dir, in which each run gets its own folder")
+        if name == RESUME:
+            raise UserError(f"{text}: each run of a sweep resumes from its own folder; remove it")
         if name in given:
             raise UserError(f"{text}: {name} is also set by {given[name]}; list all its values once, {key}=A,B")
         given[name] = text
@@ -273,15 +292,30 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
 
 
 def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
-    """Return the configuration of each run of a sweep. Raises UserError for an invalid run and for two equal ones."""
+    """Return the configuration of each run of a sweep.
+
+    Raises UserError for an invalid run, for two equal ones, and for two in one folder.
+    """
     loaded: dict[str, RunConfig] = {}
+    folders: dict[str, RunConfig] = {}
     for line in lines:
         run = load_config(config, [*fixed, *shlex.split(line)]).config
-        same = loaded.setdefault(run.model_dump_json(exclude={"output_dir"}), run)
+        settings = resolve_file_names(run.model_dump(mode="json", exclude={"output_dir"}))
+        same, name = loaded.setdefault(json.dumps(settings), run), Path(run.output_dir).name
         if same is not run:
-            names = Path(same.output_dir).name, Path(run.output_dir).name
-            raise UserError(f"{names[1]}: is the same run as {names[0]}; list each value once")
+            raise UserError(f"{name}: is the same run as {Path(same.output_dir).name}; list each value once")
+        if folders.setdefault(run.output_dir, run) is not run:
+            raise UserError(f"{name}: the folder of two runs, since / in a value becomes _; rename one of the values")
     return list(loaded.values())
+
+
+def resolve_file_names(value: Any) -> Any:
+    """Replace names of existing files and folders in nested settings by their real paths, to compare settings."""
+    if isinstance(value, dict):
+        return {key: resolve_file_names(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [resolve_file_names(inner) for inner in value]
+    return os.path.realpath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
 def _folder_name(settings: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import IO, Annotated
 import typer
 
 from launcher.module import become_module
-from launcher.submit import expand_sweep, load_runs
+from launcher.submit import RESUME, expand_sweep, load_runs, parse_task_ranges
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
@@ -29,7 +28,6 @@ from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
 from trainer.contract.launcher_process import tie_children_to_this_process
 
 POLL_S = 0.5
-_TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 @dataclass
@@ -71,7 +69,10 @@ def sweep(
     first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     submit_options = words[first:]
     axes, fixed = split_axes(words[:first])
-    folder = Path(load_config(config, fixed).config.output_dir).absolute()
+    loaded = load_config(config, fixed).config
+    folder = Path(loaded.output_dir).absolute()
+    if (resumes := loaded.training.resume_from_checkpoint) not in (None, "auto", "latest"):
+        raise UserError(f"{RESUME}={resumes}: each run of a sweep resumes from its own folder; remove it")
     if not axes and not table:
         raise UserError("zerolora sweep: nothing to try; write training.learning_rate=1e-4,2e-4")
     if table:
@@ -148,7 +149,7 @@ def find_unfinished_tasks(runs: Sequence[Run], submit_options: Sequence[str]) ->
     _report_finished(runs)
     selected, rest = _parse_array_option(submit_options)
     tasks, _, at_once = selected.partition("%")
-    wanted = _parse_task_ranges(tasks) if selected else []
+    wanted = parse_task_ranges(tasks) if selected else []
     left = [task for task in left if not selected or any(task in numbers for numbers in wanted)]
     return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
 
@@ -159,18 +160,6 @@ def _parse_array_option(submit_options: Sequence[str]) -> tuple[str, list[str]]:
     parser.add_argument("--array", default="")
     found, rest = parser.parse_known_args(submit_options)
     return found.array, rest
-
-
-def _parse_task_ranges(tasks: str) -> list[range]:
-    """Parse `0,3-5,8-12:2` as sbatch does, into lazy ranges because their ends may be far apart."""
-    numbers = []
-    for part in tasks.split(","):
-        found = _TASKS.fullmatch(part)
-        if found is None:
-            raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
-        first, last, every = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-        numbers.append(range(first, last + 1, max(every, 1)))
-    return numbers
 
 
 def _report_finished(runs: Sequence[Run]) -> None:
@@ -189,7 +178,7 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
 
 def command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
     """Return the command of one run, which resumes if it was stopped before."""
-    resume = ["training.resume_from_checkpoint=auto"]
+    resume = [f"{RESUME}=auto"]
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
     return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
 

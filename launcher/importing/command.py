@@ -52,8 +52,10 @@ def import_(
     if target is None:
         typer.echo(text, nl=False)
         return
-    if target in (Path(os.path.realpath(file)) for file in translation.foreign.files):
-        raise UserError(f"--output {output}: is a file that is imported; use another file")
+    sources = [{"path": translation.get_setting("dataset.path")}, *(translation.get_setting("dataset.mix") or [])]
+    read = [*translation.foreign.files, *(source["path"] for source in sources if source.get("path"))]
+    if target in (Path(os.path.realpath(file)) for file in read):
+        raise UserError(f"--output {output}: is a file that is imported, or its data; use another file")
     write_whole(target, text)
     kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
     say(f"{output}: {kept} settings; {other} remarks at its top. Next: zerolora validate {output}")

@@ -1,5 +1,6 @@
 """Answers: the model's own words through the chat template, ended where training ended them, base and adapter apart."""
 
+import contextlib
 import io
 import json
 import shutil
@@ -15,7 +16,7 @@ from tests.tiny import record_base
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import chat, generate
-from trainer.commands.generate import Sampling, generate_answers, show
+from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
 from trainer.data.records import PLAIN_TEXT
 from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
@@ -125,6 +126,21 @@ def test_one_answer_is_printed_as_it_is() -> None:
     console = Console(file=io.StringIO(), width=20)
     show({"adapter": "[bold]a list[0] of words that is longer than the line[/bold]"}, console)
     assert console.file.getvalue() == "[bold]a list[0] of words that is longer than the line[/bold]\n"  # type: ignore[attr-defined]
+
+
+def test_a_terminal_gets_no_escape_sequences_of_prompts_and_answers(trained: tuple[Any, Any]) -> None:
+    text, console = "red\x1b]0;title\x07 cat\x9b2J", Console(file=io.StringIO(), force_terminal=True)
+    show({"adapter": text}, console)
+    show({"base": text, "adapter": text}, console)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written.count("red cat") == 3 and "title" not in written and "\x9b" not in written
+    streamer = AnswerStreamer(trained[1])
+    with contextlib.redirect_stdout(io.StringIO()) as streamed:
+        streamer.on_finalized_text(text, stream_end=True)
+    assert streamed.getvalue() == "red cat\n"
+    plain = Console(file=io.StringIO())
+    show({"adapter": text}, plain)
+    assert plain.file.getvalue() == text + "\n"  # type: ignore[attr-defined]
 
 
 def test_prompts_come_from_the_command_line_or_line_by_line(

@@ -37,7 +37,10 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     ),
     "setting twice": (GOOD + "lora:\n  r: 8\n  r: 9\n", ("r: duplicate (line 6, first in line 5)", "keep one")),
     "two names of one setting": (GOOD + "lora_r: 8\nlora: {r: 9}\n", ("lora.r: also given as lora_r", "keep one")),
-    "list as a name": ("? [a, b]\n: 1\n" + GOOD, ("line 1: a list or map as a key",)),
+    "list as a name": (
+        "? [a, b]\n: 1\n" + GOOD,
+        ("config.yaml: not valid YAML at line 1, column 3: a list or map as a key",),
+    ),
     "no model": ("output_dir: x\ndataset: {path: d}\n", ("base_model: missing", "write `base_model: ...`")),
     "no data": (
         "base_model: m\noutput_dir: x\n",

@@ -56,6 +56,14 @@ def test_shows_weights_below_1_and_the_loss(capsys: pytest.CaptureFixture[str]) 
     assert "loss: dft; noise on embeddings: 5" in out
 
 
+def test_shows_no_escape_sequences_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [("user", "red \x1b]0;title\x07cat"), ("assistant", "blue \x1b[2Jdog\x9d0;x\x07")]
+    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    Path("chats.jsonl").write_text((json.dumps(record) + "\n") * 8)
+    for out in (shown(capsys), shown(capsys, "--step", "1", "--ranks", "1")):
+        assert "red cat" in out and "blue dog" in out and not set(out) & {"\x1b", "\x07", "\x9d"}
+
+
 def test_shows_them_in_colour_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config import UserError
+from trainer.config.files import UnreadableFile
 from trainer.contract import folder_lock as module
 from trainer.contract.folder_lock import FolderLock, FolderLost, describe_live_holder, refuse_if_held
-from trainer.contract.lock_file import JOB_VARIABLES, Holder
+from trainer.contract.lock_file import JOB_VARIABLES, Holder, lock_path
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -143,6 +144,14 @@ def test_a_run_of_another_machine_that_gives_signs_of_life_is_refused(
 def test_a_lock_that_was_never_written_to_the_end_is_watched_too(tmp_path: Path) -> None:
     leave(tmp_path).write_text('{"token": "t7", "hold')
     take(tmp_path).release()
+
+
+def test_a_pipe_in_the_locks_place_is_one_message(tmp_path: Path) -> None:
+    """Opening it would wait for a writer."""
+    leave(tmp_path).unlink()
+    os.mkfifo(lock_path(tmp_path))
+    with pytest.raises(UnreadableFile, match="is a pipe or device; move it away"):
+        describe_live_holder(tmp_path)
 
 
 def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`zerolora import` of files with mistakes: one line for each, with their name and line, and nothing is lost."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -208,10 +209,26 @@ def test_what_is_imported_is_never_replaced(
         assert run(monkeypatch, source, "--force", "-o", output) == 2
         assert f"--output {output}: is a file that is imported" in capsys.readouterr().err
     assert Path("x.yml").read_text() == AXOLOTL and json.loads(Path("info.json").read_text()) == {"talks": TALKS}
+    Path("talks.jsonl").write_text("mine")
+    Path("d.yml").write_text(AXOLOTL.replace("path: org/tales", "path: talks.jsonl"))
+    assert run(monkeypatch, "d.yml", "--force", "-o", "talks.jsonl") == 2
+    assert "or its data; use another file" in capsys.readouterr().err and Path("talks.jsonl").read_text() == "mine"
     Path("real.yaml").write_text("seed: 1\n")
     Path("mine.yaml").symlink_to("real.yaml")
     assert run(monkeypatch, "x.yml", "--force", "-o", "mine.yaml") == 0
     assert Path("mine.yaml").is_symlink() and load_config("real.yaml").config.base_model == "org/small"
+
+
+def test_a_pipe_or_device_is_not_replaced_by_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("x.yml").write_text(AXOLOTL)
+    os.mkfifo("pipe")
+    Path("out").symlink_to("pipe")
+    for output in ("pipe", "out"):
+        assert run(monkeypatch, "x.yml", "--force", "-o", output) == 2
+        assert f"--output {output}: is a device or a pipe; use a file" in capsys.readouterr().err
+    assert Path("pipe").is_fifo()
 
 
 def test_a_configuration_of_accelerate_must_exist_or_say_what_it_is() -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from launcher.commands import CLUSTER, DATA, DEVELOP, GROUPS, MODULES, RESULT, TRAIN
+from trainer.setup.early_checks import OF_RUN
 
 CHECKOUT = Path(__file__).parents[2]
 DASHES = "settings are written without dashes"
@@ -115,6 +116,24 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
     assert result.stderr.startswith(complaint) and result.stderr.count("\n") == 1
     assert result.stdout == ""
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        *(([command, "none"], "error: none: no such folder") for command in OF_RUN),
+        (["eval", "."], "error: .: not the folder of a run: it has no training_config.json"),
+        (["inspect", "c.yaml", "--examples", "2"], "error: dataset.path=data.jsonl: no such file or folder"),
+        (["inspect", "c.yaml", "base_model=./none"], "error: base_model=./none: no such folder"),
+        (["prepare", "c.yaml", "output_dir=/"], "error: output_dir=/: "),
+    ],
+)
+def test_missing_files_are_found_before_torch_is_imported(folder: Path, words: list[str], complaint: str) -> None:
+    result = zerolora(*words, cwd=folder, variables={"PYTHONPROFILEIMPORTTIME": "1"})
+    imported = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    assert result.returncode == 2 and imported
+    assert not [line for line in imported if line.endswith((" torch", " transformers"))]
+    assert result.stderr.splitlines()[-1].startswith(complaint)
 
 
 def test_every_subcommand_is_in_one_group_of_the_help() -> None:

@@ -53,7 +53,10 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
     )
     assert result.returncode == 0 and result.stderr == ""
     first, *commands = result.stdout.splitlines()
-    assert "my data #1.jsonl does not exist yet" in first
+    assert "./my models/Qwen2.5-3B does not exist; correct base_model" in first
+    (tmp_path / "my models" / "Qwen2.5-3B").mkdir(parents=True)
+    there = init("--model", "./my models/Qwen2.5-3B", "--data", "my data #1.jsonl", "--output", "b.yaml", cwd=tmp_path)
+    assert "my data #1.jsonl does not exist yet" in there.stdout
     assert commands == ["  zerolora validate 'my run.yaml'", "  zerolora train 'my run.yaml'"]
     loaded = load_config(tmp_path / "my run.yaml")
     assert loaded.notes == ()

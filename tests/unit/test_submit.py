@@ -159,6 +159,12 @@ def test_tasks_that_would_share_a_folder_must_follow_each_other(config: Path) ->
     assert "--array=0-3%1" in options_of(dry_run(config, "--array", "0-3%1"))
 
 
+@pytest.mark.parametrize("array", ["", "a", "3-1", "-1", "1,2,", "1-2:x%1"])
+def test_tasks_that_are_no_numbers_are_refused_as_such(config: Path, array: str) -> None:
+    done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", f"--array={array}"])
+    assert isinstance(done.exception, UserError) and "must read 0-7, 0,3,5 or 0-12:2" in str(done.exception)
+
+
 def test_a_comparison_is_an_array_over_seeds(config: Path, tmp_path: Path) -> None:
     script = dry_run(config, "seed=7", "--compare-seeds", "3")
     assert "--array=0-2" in options_of(script)
@@ -258,6 +264,18 @@ def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": 100}}))
     shown = dict(describe_run(tmp_path))
     assert shown["state"] == "ended with 1, rank 0 at step 41, phase backward" and "left" not in shown
+
+
+def test_no_text_of_a_heartbeat_looks_like_another_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    beat = {"rank": 0, "host": "n1", "pid": 1, "step": 4, "phase": "x\nloss     0.1\x1b[2J\u009d0;a\u0007", "time": 1.0}
+    beat |= {name: None for name in ("collective", "place", "collectives_begun")}
+    beat |= {"idle_s": 0.0, "stuck": False, "free_memory_gib": 1.0, "free_shm_gib": 1.0}
+    (tmp_path / "logs" / "heartbeat-0.json").write_text(json.dumps(beat) + "\n")
+    shown = CliRunner().invoke(app, ["status", str(tmp_path)]).output
+    lines = shown.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "state", "step"]
+    assert "x loss" in lines[1] and "\x1b" not in shown and "\x9d" not in shown
 
 
 def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out(tmp_path: Path) -> None:

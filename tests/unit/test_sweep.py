@@ -75,6 +75,12 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
         (["lr=1e-4,0.0001"], "lr=0.0001: is the same run as lr=1e-4"),
         (["load_in_4bit=true,false", "adapter=lora,qlora"], "is the same run as load_in_4bit=true,adapter=lora"),
         ([f"seed={','.join(map(str, range(500)))}"] * 9, "also set by"),
+        (["dataset.path=c.yaml,./c.yaml"], "path=._c.yaml: is the same run as path=c.yaml"),
+        (["dataset.path=a/b.jsonl,a_b.jsonl"], "path=a_b.jsonl: the folder of two runs"),
+        (
+            ["seed=1,2", "training.resume_from_checkpoint=latest,auto"],
+            "each run of a sweep resumes from its own folder",
+        ),
     ],
 )
 def test_runs_that_would_be_the_same_are_refused(
@@ -86,6 +92,15 @@ def test_runs_that_would_be_the_same_are_refused(
     options = [word for axis in axes for word in ("--sweep", axis)]
     assert run(monkeypatch, "submit", "c.yaml", *fixed, *options, "--dry-run") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpoint", ["other/checkpoint-2", "checkpoint-2"])
+def test_a_checkpoint_that_no_run_would_resume_from_is_refused(
+    checkpoint: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = f"training.resume_from_checkpoint={checkpoint}"
+    assert run(monkeypatch, "sweep", "c.yaml", "seed=1,2", resume, "--dry-run") == 2
+    assert f"{resume}: each run of a sweep resumes from its own folder" in capsys.readouterr().err
 
 
 def test_too_many_combinations_are_counted_not_made(config: Path) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from trainer.checkpoint.adapter_files import find_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
-from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, read_record
+from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
 from trainer.config.files import check_shape
@@ -28,7 +27,6 @@ from trainer.parallel.ranks.group import set_seed
 from trainer.patches.fake_quantised_lora import compute_rounded
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 
-CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
 """Settings, in any section, that may name a file or folder the run reads."""
@@ -62,11 +60,7 @@ def find_run(
     Raises UserError if the folder is not a run's, holds no adapter, its configuration cannot be read, the folder of
     the base model is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; pass the output_dir of a run, or a checkpoint-N in it")
-    run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
-    if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; pass the output_dir of a run")
+    run_dir = find_run_dir(folder)
     config = _read_config(run_dir / CONFIG)
     if (started_in := _find_start_folder(run_dir)) is not None:
         config = _resolve_paths(config, started_in)

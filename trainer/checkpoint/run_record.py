@@ -39,8 +39,19 @@ RUN_FILES = (
 )
 # Prefix of checkpoints that were set aside; the rest of the name is listed.
 ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
+CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 # Names in folders that count as empty: logs of an attempt that never trained, and files of the file system or git.
 IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
+
+
+def find_run_dir(folder: Path) -> Path:
+    """Return the output folder of a run, or that of a checkpoint in it. Raises UserError if it is neither."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; pass the output_dir of a run, or a checkpoint-N in it")
+    run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
+    if not (run_dir / CONFIG).is_file():
+        raise UserError(f"{folder}: not the folder of a run: it has no {CONFIG}; pass the output_dir of a run")
+    return run_dir
 
 
 def write_run_record(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TextStreamer
 
 from trainer.checkpoint.finished_run import (
     BASE_MODEL_HELP,
@@ -20,6 +19,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.commands.generate import (
+    AnswerStreamer,
     Sampling,
     add_answer_options,
     find_prompt_form,
@@ -55,7 +55,7 @@ class Conversation:
         """Answer a turn, streaming the answer. Raises UserError if the turn alone does not fit into the context."""
         turns = [*self.turns, {"role": "user", "content": question}]
         row = self._encode_fitting_turns(turns)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = AnswerStreamer(self.tokenizer)
         [answer] = generate_answers(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 

@@ -32,13 +32,23 @@ from trainer.checkpoint.finished_run import (
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
 from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.answers import prompt_ids, stop_tokens
 from trainer.model.base import context_length
 from trainer.patches.fused_lora import fuse
+
+
+class AnswerStreamer(TextStreamer):
+    """Print an answer while it is generated, without what a terminal would obey."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
 
 
 @dataclass(frozen=True)
@@ -151,14 +161,15 @@ def prompt_settings(run: FinishedRun, system: str | None) -> DatasetSection:
 def show(answers: dict[str, str], console: Console) -> None:
     """Print one answer as plain text, two in columns."""
     if len(answers) == 1:
+        answer = next(iter(answers.values()))
         # Bypass rich, which would wrap lines and interpret [brackets] as markup.
-        console.file.write(next(iter(answers.values())) + "\n")
+        console.file.write((printable(answer) if console.is_terminal else answer) + "\n")
         console.file.flush()
         return
     table = Table(expand=True)
     for name in answers:
         table.add_column(name, ratio=1, overflow="fold")
-    table.add_row(*(Text(text) for text in answers.values()))
+    table.add_row(*(Text(printable(text)) for text in answers.values()))
     console.print(table)
 
 
@@ -246,11 +257,11 @@ def _run(arguments: argparse.Namespace) -> None:
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
     streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+    streamer = AnswerStreamer(tokenizer) if streams else None
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
     while batch := list(islice(rows, arguments.batch_size)):
         if len(given) > 1 and streams:
-            console.print(Text(f"> {format_prompt(batch[0][0])}", style="bold"), soft_wrap=True)
+            console.print(Text(f"> {printable(format_prompt(batch[0][0]))}", style="bold"), soft_wrap=True)
         try:
             answers = {
                 name: generate_answers(
@@ -264,7 +275,7 @@ def _run(arguments: argparse.Namespace) -> None:
             continue
         for index, (prompt, _) in enumerate(batch):
             if len(given) > 1:
-                console.print(Text(f"> {format_prompt(prompt)}", style="bold"), soft_wrap=True)
+                console.print(Text(f"> {printable(format_prompt(prompt))}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         raise UserError(f"{len(failed)} prompts were not answered; see above")

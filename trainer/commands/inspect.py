@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
 from trainer.config.command_line import positive_int
+from trainer.config.errors import printable
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
@@ -82,7 +83,7 @@ def show_step(
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             place = f"sample {index}" + (f", document {number + 1}" if number else "")
             console.print(
-                f"{place} ({len(document.input_ids)} tokens): {text[:SHOWN_CHARACTERS]}",
+                f"{place} ({len(document.input_ids)} tokens): {printable(text)[:SHOWN_CHARACTERS]}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 
@@ -139,7 +140,7 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
         # Decode runs at once: a character may span several tokens.
         for weight, run in groupby(map(float, document.trained)):
             count = len(list(run))
-            part = tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False)
+            part = printable(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
             style = "bold yellow" if 0 < weight < 1 else "bold green" if weight else "dim"
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colours or not weight else f"⟦{part}⟧", style=style)

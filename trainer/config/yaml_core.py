@@ -62,7 +62,8 @@ class Yaml11Loader(yaml.SafeLoader):
                 continue
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise UserError(f"line {line}: a list or map as a key; names of settings are words")
+                problem = "a list or map as a key; names of settings are words"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 self.mistakes.append((line, f"{key}: duplicate (line {line}, first in line {seen[key]}); keep one"))

@@ -102,16 +102,17 @@ def create_lock(path: Path, lock: Lock) -> bool:
 def read_lock(path: Path) -> tuple[Lock, int] | None:
     """Return the lock and the time of its last heartbeat; None if there is none.
 
-    An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder, OSError for file system errors.
+    An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder or pipe, OSError for errors of the
+    file system.
     """
+    if path.exists() and not path.is_file():
+        raise UnreadableFile(path, f"is a {'folder' if path.is_dir() else 'pipe or device'}", "move it away")
     try:
         # Opened every time, because this makes network file systems ask their server.
         with path.open("rb") as file:
             content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        raise UnreadableFile(path, "is a folder", "move it away") from None
     try:
         return parse_json(content, path, Lock), beat
     except UnreadableFile:

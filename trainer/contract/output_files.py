@@ -22,6 +22,8 @@ def check_output_file(path: Path, named: str) -> None:
     try:
         if path.is_dir():
             raise UserError(f"{named}: is a folder; use a file in it, such as {path / 'result'}{path.suffix}")
+        if path.exists() and not path.is_file():  # it would be replaced: a rename does not write into it
+            raise UserError(f"{named}: is a device or a pipe; use a file")
         if not folder.is_dir():
             raise UserError(f"{named}: its folder does not exist; create it first")
         allowed = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
