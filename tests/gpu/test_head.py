@@ -106,9 +106,9 @@ def test_losses_of_tokens_are_the_published_ones(dtype: torch.dtype, vocabulary:
     counted, kind = targets >= 0, LossKind(name, PARAMETERS[name])
     wanted = (PUBLISHED[name](logits[counted], targets[counted]) * drawn[counted]).sum()
     (of_logits,) = torch.autograd.grad(wanted, logits)
-    ours = hidden.clone().requires_grad_()
 
     def compute() -> tuple[Tensor, Tensor]:
+        ours = hidden.clone().requires_grad_()  # on the stream that captures
         loss = token_loss_sum(ours, weight, targets, kind=kind, token_weights=drawn)
         return loss, torch.autograd.grad(loss, ours)[0]
 

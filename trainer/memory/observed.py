@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection
+from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.memory.widths import Shapes
 from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
@@ -146,7 +147,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
     found: dict[int, Layer] = {}
     meter = Meter(model, kernels)
     try:
-        with flash_attention(copied=kernels.copied_heads), meter:
+        with flash_attention(copied=kernels.copied_heads), without_triton(), meter:
             watch = _watch(shapes, meter, found)
             _install(model, kernels)
             watch.clear()
@@ -158,6 +159,30 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
         disable_recomputation(model)
         model.zero_grad()
     return {kind: layer.times(rows / run) for kind, layer in found.items()}
+
+
+@replaces(
+    "Triton's `JITFunction.run`",
+    library="torch",
+    read_in="2.13.0",
+    why="a kernel that gets tensors of the meta device reads address 0, which ends every later use of the GPU",
+    active="the memory estimate, for layers with Triton kernels, such as those of flash-linear-attention",
+    test="tests/gpu/test_recurrent_packs.py",
+)
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Raise RuntimeError within the block where a layer would launch a Triton kernel."""
+
+    def run(*_: Any, **__: Any) -> None:
+        raise RuntimeError("its layers launch Triton kernels")
+
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:  # torch's CPU builds come without it
+        yield
+        return
+    with replaced(JITFunction, "run", run, "triton"):
+        yield
 
 
 def _forward(model: Any, rows: int, length: int) -> Any:
