@@ -118,7 +118,7 @@ def test_recurrent_shapes_are_recomputed_unless_that_is_turned_off(tmp_path: Pat
     again, _ = resolve(None, "nf4", "granite-4.0-h-1b", ["training.gradient_checkpointing=none"], tmp_path)
     assert (again.adapter, again.training.gradient_checkpointing) == ("qlora", "none")
     usual, _ = resolve(None, AS_CONFIGURED, "tiny", [], tmp_path)
-    assert usual.training.gradient_checkpointing == "auto"
+    assert usual.training.gradient_checkpointing == "none"
 
 
 def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) -> None:

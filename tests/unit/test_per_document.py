@@ -22,10 +22,14 @@ PACKS = ([37, 3, 40], [5, 46, 1, 20])
 FEW = ("lfm2", "qwen3_5_text", "zaya")
 """A convolution with bounds, a delta rule without, and a layer of several results."""
 RECURRENT = (
-    "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 "
-    "minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
+    "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba lfm2_moe mamba mamba2 minimax "
+    "nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
 ).split()
-KINDS = [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RECURRENT)]
+KINDS = [
+    *FEW,
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in RECURRENT),
+    pytest.param("kimi_linear", marks=pytest.mark.nightly),  # its plain code takes minutes for the backward pass
+]
 
 
 def adapted(kind: str, recomputed: str = "none") -> Any:
