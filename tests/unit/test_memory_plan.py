@@ -22,6 +22,7 @@ from trainer.memory.advice import Advice, _together, describe_misfit, smaller_ba
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.observed import observe_layers
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, gib
 from trainer.memory.preflight import plan_for_machine
 from trainer.memory.widths import Shapes
@@ -93,6 +94,15 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
     assert found["fits"] and found["largest_batch_size"] == config.training.batch_size
     if found["recommended"]["zero.stage"] == config.zero.stage:
         assert found["recommended"]["training.batch_size"] == config.training.batch_size
+
+
+def test_what_does_not_grow_with_the_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
+    """A dequantized weight: 8 rows, which are extended from fewer, as if they had been observed."""
+    changed = apply_changes(config, {"adapter": "qlora", "training.batch_size": 8})
+    work = planner.work(changed, planner.decisions(changed))
+    assert planner._layers(work.kernels, 8)[0].peak == pytest.approx(
+        observe_layers(planner.shapes, work.kernels, 8)[0].peak, rel=0.001
+    )
 
 
 def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:

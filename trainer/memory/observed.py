@@ -82,8 +82,10 @@ class Layer:
     boundary: int
     """Hidden state that the layer returns."""
 
-    def times(self, factor: float) -> "Layer":
-        return Layer(int(self.kept * factor), int(self.peak * factor), int(self.boundary * factor))
+    def extend(self, twice: "Layer", steps: float) -> "Layer":
+        """Add `steps` times the difference to `twice`: weights and their gradients do not grow with the rows."""
+        pairs = ((self.kept, twice.kept), (self.peak, twice.peak), (self.boundary, twice.boundary))
+        return Layer(*(once + int(steps * (other - once)) for once, other in pairs))
 
 
 class Meter(TorchDispatchMode):
@@ -136,13 +138,7 @@ class _Complete(Exception):
 
 
 def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-    """Return what a layer of each kind takes with `rows` rows.
-
-    More rows than it takes for our kernels to recompute are scaled.
-    """
-    row = kernels.length * shapes.hidden * kernels.dtype.itemsize
-    enough = 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
-    run = min(rows, enough)
+    """Return what a layer of each kind takes with `rows` rows."""
     model = shapes.model.to("meta", kernels.dtype).train()
     found: dict[int, Layer] = {}
     meter = Meter(model, kernels)
@@ -152,13 +148,19 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
             _install(model, kernels)
             watch.clear()
             meter.measuring = True
-            _forward(model, run, kernels.length)
+            _forward(model, rows, kernels.length)
     except _Complete:
         pass
     finally:
         disable_recomputation(model)
         model.zero_grad()
-    return {kind: layer.times(rows / run) for kind, layer in found.items()}
+    return found
+
+
+def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
+    """Return the number of rows from which on every further row takes the same: our kernels recompute from a size."""
+    row = kernels.length * shapes.hidden * kernels.dtype.itemsize
+    return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
 @replaces(

@@ -15,7 +15,7 @@ from trainer.data.step_count import resolve_global_batch
 from trainer.memory.activations import Seen, Work, add_layers
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
-from trainer.memory.observed import Kernels, Layer, observe_layers
+from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
 from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
 from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
@@ -240,10 +240,17 @@ class Planner:
     def seen(self, work: Work) -> Seen:
         """Return the activations of a micro-step."""
         plain = replace(work.kernels, recomputed="none", selective=False)
-        of_kind, of_plain = (self._observed(kernels, work.rows) for kernels in (work.kernels, plain))
+        of_kind, of_plain = (self._layers(kernels, work.rows) for kernels in (work.kernels, plain))
         layers = self.shapes.layers
         larger = work.larger_pass / work.rows
         return add_layers([of_kind[kind] for kind in layers], [of_plain[kind] for kind in layers], larger, work)
+
+    def _layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
+        few = rows_to_observe(self.shapes, kernels)
+        if rows <= few:
+            return self._observed(kernels, rows)
+        once, twice = self._observed(kernels, few), self._observed(kernels, 2 * few)
+        return {kind: layer.extend(twice[kind], rows / few - 1) for kind, layer in once.items()}
 
     @cached_property
     def _observed(self) -> Callable[[Kernels, int], dict[int, Layer]]:
