@@ -73,7 +73,7 @@ def _calls(function: ast.FunctionDef, local: dict[str, ast.FunctionDef]) -> Iter
 
 
 def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: list[Replacement]) -> None:
-    """Except those of a single pass, which are undone at its end."""
+    """Except those of a single pass, which are undone at its end, and what a probe of the running engine asks for."""
     files = sorted((ROOT / "trainer" / "patches").glob("*.py"))
     local = {
         node.name: node
@@ -90,6 +90,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "plain_head: replace_head",
         "loss_head: bypass_adapter",
         "loss_head: mask_balancing_loss",
+        "per_document: compute_per_document",
     }
 
 
