@@ -314,7 +314,7 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         batch, heads, length, _ = query.shape
-        by_token = query.transpose(1, 2).is_contiguous()  # the result has the layout of the queries
+        by_token = query.stride(1) < query.stride(2)  # the result has the layout of the queries
         first, second = (length, heads) if by_token else (heads, length)
         result = query.new_empty(batch, first, second, value.shape[-1])
         result = result.transpose(1, 2) if by_token else result
