@@ -133,31 +133,36 @@ def test_a_source_that_a_stream_would_never_draw(tokenizer: PreTrainedTokenizerB
 
 
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-PREFERENCES: dict[str, tuple[dict[str, Any], str | None]] = {
-    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{prompt: prompt, completion: chosen}"),
-    "questions": ({"question": "a", "chosen": "b", "rejected": "c"}, "{prompt: question, completion: chosen}"),
-    "whole texts": ({"chosen": "b", "rejected": "c"}, "{text: chosen}"),
-    "whole talks": ({"chosen": TURNS, "rejected": TURNS}, "{messages: chosen}"),
-    "last turns": ({"prompt": "a", "chosen": TURNS[1:], "rejected": TURNS[1:]}, "{prompt: prompt, completion: chosen}"),
-    "LLaMA-Factory": (
-        {"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, "rejected": {}},
-        "chosen",
-    ),
-    "no better one": ({"prompt": "a", "response": "b", "rejected": "c"}, None),
-    "labels": ({"prompt": "a", "completion": "b", "label": False}, "set dataset.format: prompt_completion"),
+OTHER = [TURNS[0], {"role": "assistant", "content": "z"}]
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "questions": {"question": "a", "chosen": "b", "rejected": "c"},
+    "whole texts": {"chosen": "a b", "rejected": "a c"},
+    "whole talks": {"chosen": TURNS, "rejected": OTHER},
+    "last turns": {"prompt": "a", "chosen": TURNS[1:], "rejected": OTHER[1:]},
+    "LLaMA-Factory": {
+        "conversations": [{"from": "human", "value": "x"}],
+        "chosen": {"from": "gpt", "value": "y"},
+        "rejected": {"from": "gpt", "value": "z"},
+    },
 }
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_preference_data_is_called_so(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    record, advice = PREFERENCES[name]
-    Path("a.jsonl").write_text(json.dumps(record) + "\n")
-    with pytest.raises(UserError) as caught:
+def test_preference_data_is_counted_as_pairs(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """A run that trains on texts refuses them: tests/unit/test_preference.py."""
+    Path("a.jsonl").write_text(json.dumps(PREFERENCES[name]) + "\n")
+    stats = stats_of(tokenizer)
+    assert (stats.documents, stats.pairs, stats.warnings()) == (1, 1, [])
+
+
+def test_rejected_answers_are_never_learned(tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("a.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "rejected": "c"}) + "\n")
+    with pytest.raises(UserError, match="an answer that was rejected without one that was chosen; name both in"):
         stats_of(tokenizer)
-    said = str(caught.value)
-    assert "is preference data, and preference training is not offered" in said
-    assert (advice or "offered") in said
-    assert said.count("rejected") == ("rejected" in record)  # among the fields, never in the advice
+    Path("a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
+    with pytest.raises(UserError, match=r"task: preference does not read yet.*set dataset.format: prompt_completion"):
+        stats_of(tokenizer)
 
 
 def test_a_conversation_beside_its_judgement_is_learned(tokenizer: PreTrainedTokenizerBase) -> None:

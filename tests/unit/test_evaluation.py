@@ -14,13 +14,14 @@ from trainer.evaluation import Evaluation
 def test_a_held_out_loss_that_is_not_finite_is_told(second: float, words: str) -> None:
     engine: Any = SimpleNamespace(device=torch.device("cpu"), eval=lambda: None, train=lambda: None)
     batches = [SimpleNamespace(sum=1.0, target_count=3), SimpleNamespace(sum=second, target_count=3)]
-    task: Any = SimpleNamespace(evaluation=lambda: batches)
+    task: Any = SimpleNamespace(evaluation=lambda: batches, counted="images")
     said: list[str] = []
 
     def loss(engine: Any, batch: Any, device: torch.device) -> torch.Tensor:
         return torch.tensor(batch.sum)
 
-    found, targets = Evaluation(task, engine, cast(Any, loss), said.append, held_out=True).loss()
-    assert targets == 6
+    loss.values = lambda *, training: {"eval/more": float(training)}  # type: ignore[attr-defined]
+    found, measured = Evaluation(task, engine, cast(Any, loss), said.append, held_out=True).loss()
+    assert measured == {"eval/more": 0.0}
     assert found == pytest.approx((1.0 + second) / 6, nan_ok=True)
     assert len(said) == bool(words) and words in "".join(said)

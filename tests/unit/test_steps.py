@@ -47,6 +47,8 @@ def test_steps_are_counted_as_training_takes_them(
 
 def batches_of(training: Any, samples: int, ranks: int) -> Batches:
     class Counted(Samples):
+        packed = False
+
         def __init__(self) -> None:
             pass
 

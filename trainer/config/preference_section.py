@@ -1,31 +1,38 @@
 """The settings of preference training; the text under a field is its documentation."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from trainer.config.types import NonNegative, Positive, Section
 
-LossName = Literal[
+LOSSES = (
     "dpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop", "cpo", "simpo", "orpo", "sft",
-]  # fmt: skip
+)  # fmt: skip
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
 """Losses that compare the two answers without a reference model."""
 
 
 def _weights(value: Any) -> Any:
-    """Read one name as a loss of weight 1, and a list as several."""
+    """Read one name as a loss of weight 1, and a list as several. Raises ValueError for other names and weights."""
     names = [value] if isinstance(value, str) else value
-    return dict.fromkeys(names, 1.0) if isinstance(names, list | tuple) else value
+    weights = dict.fromkeys(map(str, names), 1.0) if isinstance(names, list | tuple) else value
+    if not isinstance(weights, dict) or not weights:
+        raise ValueError("must be the name of a loss, or a map of losses and weights; use dpo, or {dpo: 1.0, sft: 0.2}")
+    for name, weight in weights.items():
+        if name not in LOSSES:
+            raise ValueError(f"{name} is not a loss; choose from {', '.join(LOSSES)}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(f"the weight of {name} must be a number above 0")
+    return weights
 
 
 class PreferenceSection(Section):
     """Settings of `task: preference`: training on pairs of a chosen and a rejected answer."""
 
-    loss: Annotated[dict[LossName, Positive], BeforeValidator(_weights), Field(min_length=1)] = Field(
-        "dpo", validate_default=True
-    )
+    loss: Annotated[dict[str, float], BeforeValidator(_weights)] = Field("dpo", validate_default=True)
     """Loss of a pair, by the names of TRL (`dpo` is its `sigmoid`), or several with their weights, such as
     {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it."""
     beta: NonNegative = 0.1

@@ -113,7 +113,7 @@ def _detect(
         return Shape(format_, {**optional, **names}, roles=roles, alpaca_as_chat=has_chat_template, note=note)
 
     given = bool({"chosen", "rejected"} & set(source.fields))
-    if (given or not source.fields) and (names := _preference_names(present, first, given=given)):
+    if (given or not source.fields) and (names := _preference_names(present, first, label, given=given)):
         return shape(PREFERENCE, names)
     for name in ("messages", "conversations", "conversation"):
         turns = first.get(present[name]) if name in present else None
@@ -141,7 +141,9 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
     return {name.strip().lower(): role for role, names in source.roles.items() for name in names}
 
 
-def _preference_names(present: Mapping[str, str], first: Mapping[str, Any], *, given: bool) -> dict[str, str] | None:
+def _preference_names(
+    present: Mapping[str, str], first: Mapping[str, Any], label: str, *, given: bool
+) -> dict[str, str] | None:
     """Return the fields of pairs of a better and a worse answer; None if there are none, or a whole conversation too.
 
     `given` is whether the configuration names one of them.
@@ -154,8 +156,13 @@ def _preference_names(present: Mapping[str, str], first: Mapping[str, Any], *, g
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
         if {last.get("role"), last.get("from")} & {"assistant", "gpt"}:
             return None
-    if rejected is None or chosen is None:
+    if rejected is None:
         return None
+    if chosen is None:
+        raise UserError(
+            f"{label}.format=auto: the records have {listed(present)}: an answer that was rejected without one that "
+            f"was chosen; name both in {label}.fields, as {{chosen: best, rejected: {shown(present[rejected], 30)}}}"
+        )
     if "prompt" not in names and "question" in present:
         names["prompt"] = present["question"]
     return names | {"chosen": present[chosen], "rejected": present[rejected]}
