@@ -123,8 +123,11 @@ def test_losses_are_the_same_where_deepspeed_gathers_module_by_module(runs: Matr
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_losses_are_those_of_the_documents_one_by_one(runs: Matrix, name: str) -> None:
     expected = plain(runs[f"{name}-packed-2"].folder, "dataset.packing=true")
+    # Mamba's scan rounds its fp32 gradients by up to 5e-5 for documents of other lengths, and AdamW's first steps have
+    # the size of the rate whatever a gradient's: 5e-6 seen (in fp64, 1e-6 holds: tests/unit/test_per_document.py).
+    bound = 1e-5 if name == "granitemoehybrid" else 1e-6
     for stage in (2, 3):
-        assert runs[f"{name}-packed-{stage}"].losses == pytest.approx(expected, rel=1e-6), stage
+        assert runs[f"{name}-packed-{stage}"].losses == pytest.approx(expected, rel=bound), stage
 
 
 @pytest.mark.parametrize("name", NAMES)
