@@ -42,7 +42,7 @@ def test_the_reference_has_no_dropout(matrix: Matrix) -> None:
 
 def test_the_divergence_from_the_base_is_measured_along(matrix: Matrix) -> None:
     assert matrix["pairs-kl"].losses[0] == pytest.approx(LN_2, abs=1e-6)
-    assert matrix["pairs-kl"].records("scu/k")[-1] > 0
+    assert matrix["pairs-kl"].records("scu/kl_bits")[-1] > 0
 
 
 def test_a_resumed_run_continues_to_the_bit(matrix: Matrix) -> None:
