@@ -47,7 +47,7 @@ def plain_losses(
     match_vocabulary(model, prepared.tokenizer)
     set_seed(config.seed)
     new = prepared.tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
-    model = _with_adapter(model, config, excluded, new)
+    model = with_adapter(model, config, excluded, new)
     if training.qat:
         _round_by_torchao(model, training.qat)
     model.train()
@@ -83,7 +83,7 @@ def plain_losses(
     return losses
 
 
-def _with_adapter(model: Any, config: RunConfig, excluded: str | None, new_tokens: list[int]) -> Any:
+def with_adapter(model: Any, config: RunConfig, excluded: str | None, new_tokens: list[int]) -> Any:
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from tests.plain_peft import with_adapter
 from tests.tiny import WORDS
 from trainer.config import RunConfig
 from trainer.data import Batches, Sample, Samples
 from trainer.data.samples import split_documents
-from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model
-from trainer.model.older_names import keep_target_names
-from trainer.model.targets import resolve_targets
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
@@ -72,7 +70,7 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
     device = torch.device("cpu")
     model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=device, attention="sdpa")
     set_seed(config.seed)
-    model = _with_adapter(model, config)
+    model = with_adapter(model, config, None, [])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
@@ -103,14 +101,6 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
         if offset >= len(prepared.data.train):
             epoch, offset = epoch + 1, 0
     return losses, {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}
-
-
-def _with_adapter(model: Any, config: RunConfig) -> Any:
-    from peft import get_peft_model
-
-    settings = lora_config(config.lora, excluded=None, targets=resolve_targets(model, config.lora))
-    with keep_target_names():
-        return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
 def _log_p(model: Any, document: Sample) -> tuple[torch.Tensor, int]:

@@ -1,7 +1,7 @@
 """Speed and memory of preference training next to SFT on the same tokens, on one GPU.
 
 python -m tests.gpu.preference_speed [--shape random:llama3.1-8b] [key=value ...]     a table comes last
-Pairs of 2 x 1,024 tokens, of which 768 are answers, in packs of 2,048.
+Pairs of 2 x 1,024 tokens, 768 of them answers, in packs of 2,048.
 """
 
 import argparse

@@ -190,7 +190,7 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         check_held_out(run.config, run.folder, prepared.origin)
     if (prepared.stats.evaluation or prepared.stats).pairs:
         raise UserError(
-            f"{run.folder}: the data has pairs of answers, of which eval measures nothing; see eval/rewards in "
+            f"{run.folder}: the data has pairs of answers, which eval does not measure; see eval/rewards in "
             f"{run.folder}/metrics.jsonl, or pass texts or conversations with --data"
         )
     samples = prepared.evaluation if source is None else prepared.train

@@ -24,7 +24,7 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to the same prompt, each with the prompt, of which only the answers are trained."""
+    """Two answers to the same prompt, each with the prompt; only the answers are trained."""
 
     chosen: Turns | Text
     rejected: Turns | Text
