@@ -192,7 +192,9 @@ def _cut(document: Encoded, count: int, first: int | None) -> Encoded | None:
     return Encoded([*ids[:kept], *ids[kept + count :]], [*trained[:kept], *trained[kept + count :]])
 
 
-def join_labelled(answers: Sequence[Encoded], labels: Sequence[bool], max_length: int, first: int | None) -> list[Encoded]:
+def join_labelled(
+    answers: Sequence[Encoded], labels: Sequence[bool], max_length: int, first: int | None
+) -> list[Encoded]:
     """Return each answer and, as the second document of its row, its prompt with the answer of the row before.
 
     The first row has the last one's. As in `join_pair`, prompts are cut if a row is longer than `max_length`.
