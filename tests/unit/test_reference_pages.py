@@ -92,3 +92,8 @@ def test_pages_use_the_standard_words() -> None:
         for match in decoded.finditer(page.read_text())
     ]
     assert len(found) <= 10, found
+
+
+def test_the_readme_fits_on_few_screens() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 180 and max(map(len, lines)) <= 120
