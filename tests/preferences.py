@@ -38,6 +38,16 @@ def write_pairs(path: Path, count: int, *, seed: int = 0) -> Path:
     return path
 
 
+def write_answers(path: Path, count: int, *, good: int = 1, seed: int = 3) -> Path:
+    """Write ragged labelled answers; `good` of three are good."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(count):
+            prompt, completion = (" ".join(draw.choices(WORDS, k=draw.randint(2, 8))) for _ in range(2))
+            file.write(json.dumps({"prompt": prompt, "completion": completion, "label": number % 3 < good}) + "\n")
+    return path
+
+
 def _odds(log_p: torch.Tensor) -> torch.Tensor:
     p = log_p.double().exp()
     return torch.log(p / (1 - p))

@@ -1,7 +1,6 @@
 """Training on labelled answers (KTO) agrees with plain PEFT and the paper's formula; mistakes have one line."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.plain_peft import with_adapter
-from tests.preferences import log_p, write_pairs
+from tests.preferences import log_p, write_answers, write_pairs
 from tests.runs_in_process import make_ground, train
-from tests.tiny import WORDS
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data import Samples
 from trainer.data.samples import split_documents
@@ -33,17 +31,8 @@ COUNT = 8
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_ground(tmp_path_factory.mktemp("kto"))
-    write_answers(folder / "train.jsonl")
+    write_answers(folder / "train.jsonl", COUNT)
     return folder
-
-
-def write_answers(path: Path) -> None:
-    draw = random.Random(3)
-    texts = [[" ".join(draw.choices(WORDS, k=draw.randint(2, 8))) for _ in range(2)] for _ in range(COUNT)]
-    records = [
-        {"prompt": one, "completion": other, "label": number % 3 == 0} for number, (one, other) in enumerate(texts)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def write(folder: Path, *records: dict[str, Any]) -> str:
