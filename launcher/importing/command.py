@@ -1,14 +1,14 @@
 """`zerolora import`: read, recognise, translate, check, write."""
 
+import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 
-from launcher.importing import axolotl, llamafactory, trl
 from launcher.importing.translation import Foreign, Translation
 from launcher.importing.writing import format_yaml
 from launcher.supervision.terminal import say
@@ -21,11 +21,8 @@ from trainer.config.yaml_core import Yaml11Loader, parse_yaml, read_yaml
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 
-TRANSLATORS: dict[str, Callable[[Foreign], Translation]] = {
-    "Axolotl": axolotl.translate,
-    "LLaMA-Factory": llamafactory.translate,
-    "TRL": trl.translate,
-}
+TRANSLATORS = {"Axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "TRL": "trl"}
+"""Module of each trainer; their tables are only read when one is imported."""
 
 
 def import_(
@@ -64,10 +61,11 @@ def import_(
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
     """Return the translation of a file or a command line. Raises UserErrors for everything that cannot be imported."""
     if len(arguments) > 1 or arguments[0].startswith("--"):
-        foreign = trl.read_command_line(arguments, Path.cwd())
+        foreign = importlib.import_module("launcher.importing.trl").read_command_line(arguments, Path.cwd())
     else:
         foreign = read_foreign(Path(arguments[0]), dataset_dir)
-    translation = TRANSLATORS[foreign.trainer](foreign)
+    module = importlib.import_module(f"launcher.importing.{TRANSLATORS[foreign.trainer]}")
+    translation: Translation = module.translate(foreign)
     translation.finish()
     leave_out_unread(translation)
     try:

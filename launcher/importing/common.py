@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from launcher.importing.translation import (
     Key,
-    Minutes,
-    Number,
     Text,
     Translation,
     Whole,
     convert,
     is_off,
-    make_table,
+    load_table,
+    read_tables,
     split_names,
 )
 from trainer.config import UserError
@@ -21,23 +20,16 @@ from trainer.config.errors import shown
 from trainer.config.files import read_json
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
-PREFERENCES = "reward models and online methods are not supported"
-PREFERENCE_LOSSES = {"sigmoid": "dpo"} | {
-    name: name
-    for name in (
-        "dpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-        "discopop", "simpo", "orpo", "cpo",
-    )
-}  # fmt: skip
+REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = "training on images, video and sound is not supported"
 NO_DATA = "there is nothing to train on"
-ONLY_LORA = "only LoRA adapters and full fine-tuning are supported"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
-LORA_OR_FULL = Key(Text, "adapter", values={"lora": "lora", "full": "none"}, otherwise=ONLY_LORA)
+PREFERENCE_LOSSES = load_table("trl_dpo")["loss_type"].values or {}
+OPTIMIZERS = load_table("transformers")["optim"].values or {}
 
 DEEPSPEED = {
     "zero_optimization": {"stage": Whole, "offload_optimizer": {"device": Text}, "offload_param": {"device": Text}}
@@ -56,73 +48,11 @@ FSDP_STAGES = {"NO_SHARD": 0, "3": 0, "SHARD_GRAD_OP": 2, "2": 2}
 
 Interval = tuple[str, float]
 """Every N steps as ("steps", N), or N times per epoch as ("s_per_epoch", N)."""
-ADAMW = (
-    "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit",
-    "adamw_anyprecision", "optimi_adamw", "flash_adamw", "adamw_torch_xla", "adamw_torch_npu_fused",
-)  # fmt: skip
-EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-# 8 bits in another layout, or fewer: the same step with slightly different precision of the state.
-NEAR_EIGHT_BITS = ("adamw_torch_8bit", "ao_adamw_8bit", "adamw_torch_4bit", "ao_adamw_4bit", "ao_adamw_fp8")
-SCHEDULES = {
-    name: name
-    for name in (
-        "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
-    )
-}  # fmt: skip
-ONLY_ADAMW = "only AdamW is supported, in 32 and 8 bits"
-ONLY_SCHEDULES = f"schedules here are {', '.join(SCHEDULES)}"
-OPTIMIZER = Key(
-    Text,
-    "training.optimizer",
-    values=dict.fromkeys(ADAMW, "adamw") | dict.fromkeys(EIGHT_BITS + NEAR_EIGHT_BITS, "adamw_8bit"),
-    otherwise=ONLY_ADAMW,
-    notes=dict.fromkeys(NEAR_EIGHT_BITS, "torchao's optimizer becomes bitsandbytes' AdamW with 8-bit state"),
-)
-DFT = Key(bool, "training.loss", values={"true": "dft"})
-EAFT = Key(bool, "training.loss", values={"true": "eaft"})
-EVERY_TOKEN = Key(bool, "dataset.train_on", values={"true": ["all"]})
-FIXED_ORDER = Key(bool, "dataset.shuffle", values={"true": False})
-# Shared by all three.
-SHARED = make_table(
-    """
-    copy trust_remote_code gradient_accumulation_steps learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2
-    copy adam_epsilon seed save_total_limit loraplus_lr_ratio output_dir max_steps!-1 load_best_model_at_end
-    copy neftune_noise_alpha
-    steps warmup_steps save_steps eval_steps
-    number warmup_ratio
-    flag fp16
-    strategy save_strategy eval_strategy evaluation_strategy
-    none loraplus_lr_embedding torch_dtype dtype tf32 logging_steps ddp_find_unused_parameters dataloader_num_workers
-    none save_only_model low_cpu_mem_usage gradient_checkpointing_kwargs wandb_* hub_*
-    """,
-    {},
-    dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy"), "upload with `zerolora push RUN REPO` afterwards"),
-    {
-        "resume_from_checkpoint": Key(bool | Text, "training.resume_from_checkpoint", unless=(False, "false", "False")),
-        "bf16": Key(bool | Literal["auto", "full"]),
-        "ddp_timeout": Key(Minutes, "training.timeout_minutes"),
-        "deepspeed": Key((Text, DEEPSPEED)),
-        "fsdp": Key((Text, [Text])),
-        "fsdp_config": Key((Text, FSDP)),
-    },
-)
-# From transformers, in LLaMA-Factory and TRL.
-TRANSFORMERS = SHARED | make_table(
-    """
-    copy model_name_or_path per_device_train_batch_size:8 per_device_eval_batch_size gradient_accumulation_steps:1
-    copy num_train_epochs:3.0 save_total_limit:null run_name model_revision=model.revision!main
-    names report_to
-    none do_eval overwrite_cache preprocessing_num_workers
-    """,
-    {},
-    {},
-    {
-        "label_smoothing_factor": Key(Number),
-        "lr_scheduler_type": Key(Text, "training.lr_scheduler", "linear", values=SCHEDULES, otherwise=ONLY_SCHEDULES),
-        "lr_scheduler_kwargs": Key({"min_lr_rate": Number, "min_lr": Number}),
-        "optim": OPTIMIZER,
-    },
-)
+SHARED_ROWS = {
+    "deepspeed": Key((Text, DEEPSPEED)),
+    "fsdp": Key((Text, [Text])),
+    "fsdp_config": Key((Text, FSDP)),
+}
 
 
 def set_preference(t: Translation, loss: str, length: str, *names: str, sft: float = 0.0) -> None:

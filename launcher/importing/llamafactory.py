@@ -1,72 +1,14 @@
 """LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher.importing import common, llamafactory_v1
 from launcher.importing.prompts import CHAT_TEMPLATES
-from launcher.importing.translation import Foreign, Key, Text, Translation, Whole, make_table, split_names
+from launcher.importing.translation import Foreign, Text, Translation, Whole, load_table, split_names
 
-NOTHING_TRAINED = "this configuration trains nothing"
-KEYS = common.TRANSFORMERS | make_table(
-    """
-    copy lora_rank:8 lora_alpha lora_dropout:0.0 use_rslora use_dora additional_target=lora.modules_to_save
-    copy adapter_name_or_path learning_rate:5e-5 cutoff_len:2048 streaming default_system=dataset.system_prompt
-    copy overwrite_output_dir project=logging.project val_size!0 early_stopping_steps=training.early_stopping
-    copy quantization_type=quantization.quant_type double_quantization=quantization.double_quant lora_target:all
-    copy pref_beta=preference.beta simpo_gamma=preference.gamma dpo_label_smoothing=preference.label_smoothing
-    copy kto_chosen_weight=preference.desirable_weight kto_rejected_weight=preference.undesirable_weight
-    number pref_ftx
-    copy eaft_alpha
-    copy add_special_tokens new_special_tokens add_tokens
-    flag do_train pissa_init packing neat_packing enable_thinking preserve_thinking pure_bf16
-    text dataset_dir template
-    whole quantization_bit pissa_iter max_samples
-    names dataset eval_dataset
-    none plot_loss preprocessing_batch_size include_num_input_tokens_seen use_fast_tokenizer upcast_layernorm
-    none upcast_lmhead_output enable_liger_kernel use_unsloth use_unsloth_gc use_reentrant_gc split_special_tokens
-    none resize_vocab flash_attn image_max_pixels image_min_pixels video_max_pixels video_maxlen video_fps
-    none audio_sampling_rate use_v1_kernels infer_backend infer_dtype use_kv_cache predict_with_generate
-    none data_shared_file_system ignore_pad_token_for_loss buffer_size save_safetensors use_cache print_param_status
-    none cache_dir create_new_adapter resources_per_worker placement_strategy pissa_convert quantization_device_map
-    none moe_aux_loss_coef crop_to_patches tool_format hf_hub_token export_* ray_* swanlab_* vllm_* ms_* om_* fsdp_cpu*
-    none freeze_vision* freeze_multi* pref_* kt_*
-    """,
-    {
-        "use_galore": "GaLore is not supported",
-        "use_apollo": "APOLLO is not supported",
-        "use_badam": "BAdam is not supported",
-        "use_adam_mini": "Adam-mini is not supported; use AdamW",
-        "use_muon": "Muon is not supported; use AdamW",
-        "use_llama_pro": "LLaMA Pro is not supported",
-        "mixture_of_depths": "mixture of depths is not supported",
-        "use_asft_loss": "the loss of ASFT is not supported",
-        "fp8": "training in 8-bit floats is not supported",
-        **dict.fromkeys(("use_mca", "use_megatron_bridge"), "Megatron is not supported"),
-        "shift_attn": "shifted sparse attention is not supported",
-        "interleave_probs": "set the weight of each source in dataset.mix",
-        "rope_scaling": "longer contexts than the model's are set in its config.json",
-        "train_from_scratch": "training from scratch is not supported",
-        **dict.fromkeys(("do_predict", "eval_dataset_only"), NOTHING_TRAINED),
-    },
-    {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
-    {
-        "stage": Key(Text, values={name: name for name in ("sft", "pt", "dpo", "kto")}, otherwise=common.PREFERENCES),
-        "pref_loss": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
-        "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
-        "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
-        "train_on_prompt": common.EVERY_TOKEN,
-        "mask_history": Key(bool, "dataset.train_on", values={"true": ["last"]}),
-        "use_dft_loss": common.DFT,
-        "use_eaft_loss": common.EAFT,
-        "disable_shuffling": common.FIXED_ORDER,
-        "disable_gradient_checkpointing": Key(
-            bool, "training.gradient_checkpointing", "non_reentrant", values={"true": "none", "false": "non_reentrant"}
-        ),
-    },
-)
+KEYS = load_table("llamafactory", common.SHARED_ROWS)
 
 # Format here -> the names of the turns, and of the role and the text of each.
 NAMES = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
@@ -96,7 +38,7 @@ def translate(foreign: Foreign) -> Translation:
     t = Translation(foreign, KEYS)
     common.name_model(t, "model_name_or_path")
     if t.get("do_train") is False:
-        t.refuse("do_train", NOTHING_TRAINED)
+        t.refuse("do_train", common.REASONS["nothing_trained"])
     set_adapter(t)
     set_data(t)
     common.set_training(t, "auto", None)

@@ -1,35 +1,13 @@
 """LLaMA-Factory's second layout (`USE_V1`): `model`, `peft_config`, and `train_dataset` in a separate YAML."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import Foreign, Key, Minutes, Text, Translation, Whole, make_table
+from launcher.importing.translation import Foreign, Text, Translation, Whole, load_table
 
-KEYS = common.SHARED | make_table(
-    """
-    copy model=base_model custom_chat_template=dataset.chat_template cutoff_len:2048 micro_batch_size:1
-    copy global_batch_size=training.global_batch_size learning_rate:1e-4 num_train_epochs:3 save_total_limit:null
-    copy output_dir:runs/llamafactory optim_config.weight_decay=training.weight_decay:0.01 peft_config.r=lora.r
-    copy peft_config.lora_alpha=lora.alpha peft_config.lora_dropout=lora.dropout peft_config.use_rslora=lora.rslora
-    copy peft_config.use_dora=lora.dora peft_config.modules_to_save=lora.modules_to_save
-    copy peft_config.adapter_name_or_path=lora.adapter_path peft_config.target_modules=lora.target_modules:all
-    text train_dataset eval_dataset batching_strategy optim_config.name dist_config.name dist_config.config_file
-    whole quant_config.quantization_bit cp_size
-    number save_epochs ddp_timeout
-    none quant_config.name model_class kernel_config init_config sample_backend max_new_tokens batching_workers
-    none flash_attn template save_ckpt_as_hf dp_size mp_replicate_size mp_shard_size cp_mode pref_* ld_* dpo_* simpo_*
-    """,
-    {"lr_scheduler_config": "its schedules have no counterpart; remove it, and set training.lr_scheduler"},
-    {},
-    {
-        "peft_config.name": replace(common.LORA_OR_FULL, default="none"),
-        "dist_timeout": Key(Minutes, "training.timeout_minutes"),
-        "enable_activation_checkpointing": Key(bool, "training.gradient_checkpointing", True),
-    },
-)
+KEYS = load_table("llamafactory_v1", common.SHARED_ROWS)
 CONVERTERS = {"alpaca": "alpaca", "sharegpt": "messages"}
 ENTRY = {"path": Text, "source": Text, "converter": Text, "split": Text, "size": Whole}
 """An entry of the YAML that `train_dataset` names."""
@@ -74,7 +52,7 @@ def read_source(t: Translation, file: Path, entry: dict[str, Any], name: str) ->
     kind, path = entry.get("converter"), entry.get("path")
     if path is None or kind not in (None, *CONVERTERS):
         unknown = f"{file}: an entry has no path, or the unknown converter {kind}"
-        t.refuse(name, common.PREFERENCES if kind == "pair" else unknown)
+        t.refuse(name, common.REASONS["preferences"] if kind == "pair" else unknown)
         return {}
     if entry.get("source") == "local":
         path = next((at for folder in file.parents if os.path.exists(at := f"{folder}/{path}")), path)
@@ -86,8 +64,8 @@ def set_training(t: Translation) -> None:
     """Set schedule, optimizer, precision, recomputation and saves."""
     t.put("training.lr_scheduler", "constant")
     common.set_warmup(t, default=0)
-    if t.get("optim_config.name", "adamw").lower() not in common.ADAMW:
-        t.refuse("optim_config.name", common.ONLY_ADAMW)
+    if common.OPTIMIZERS.get(t.get("optim_config.name", "adamw").lower()) != "adamw":
+        t.refuse("optim_config.name", common.REASONS["only_adamw"])
     common.set_precision(t, "bf16")
     epochs = t.get("save_epochs", 0)
     common.set_interval(t, "save", ("s_per_epoch", round(1 / epochs, 6)) if epochs > 0 else ("steps", 0), "save_epochs")

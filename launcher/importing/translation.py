@@ -7,8 +7,9 @@ a remark, the list of keys without effect, or a mistake.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial, reduce
 from itertools import accumulate
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from trainer.config.aliases import ALIASES
 from trainer.config.errors import Mistake, UserErrors, shown
 from trainer.config.messages import describe_problem, setting_type
 from trainer.config.values import kinds, parse_value
-from trainer.config.yaml_core import plain
+from trainer.config.yaml_core import plain, read_yaml
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
@@ -44,7 +45,7 @@ Strategy = Annotated[
 ]
 KINDS = {
     "flag": bool, "whole": Whole, "number": Number, "steps": Steps, "text": Text, "names": Names,
-    "flag-or-text": bool | Text, "strategy": Strategy,
+    "flag-or-text": bool | Text, "strategy": Strategy, "minutes": Minutes,
 }  # fmt: skip
 
 
@@ -72,29 +73,56 @@ class Key:
 
 
 Table = Mapping[str, Key]
+TABLES_FILE = Path(__file__).with_name("tables.yaml")
 
 
-def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str], rows: Table) -> dict[str, Key]:
-    """Return a row for each key, from lines of a word followed by keys.
+@cache
+def read_tables() -> dict[str, Any]:
+    """Return the content of tables.yaml, which describes its form."""
+    return read_yaml(TABLES_FILE).tree
 
-    The word is a type in `KINDS` for keys that rules read; `copy` for keys with the value of one of our settings
-    (`their=our.setting`, or the setting in `ALIASES`; `:default`; `!value` that means nothing); or `none` for keys
-    without effect here (`wandb_*` is a prefix). `rows` are more complex rows, which come first.
-    """
-    table = {**rows, **{name: Key(refused=why) for name, why in refused.items()}}
-    for line in text.strip().splitlines():
-        word, *names = line.split()
-        for each in names:
-            name, _, nothing = each.partition("!")
-            name, _, default = name.partition(":")
-            name, _, ours = name.partition("=")
-            ours = (ours or ALIASES.get(name, name)) if word == "copy" else ""
+
+def load_table(name: str, others: Table | None = None) -> dict[str, Key]:
+    """Return a row for each key of a table in tables.yaml; `others` are rows whose types only code can describe."""
+    source = read_tables()[name]
+    table = dict(others or {})
+    for names, row in source.get("rows", {}).items():
+        table |= dict.fromkeys(names.split(), _read_row(row))
+    for names, why in source.get("refused", {}).items():
+        table |= dict.fromkeys(names.split(), Key(refused=why))
+    for word, keys in source.items():
+        for each in keys.split() if word in ("copy", "none", *KINDS) else ():
+            key, _, nothing = each.partition("!")
+            key, _, default = key.partition(":")
+            key, _, ours = key.partition("=")
+            ours = (ours or ALIASES.get(key, key)) if word == "copy" else ""
             kind = _setting_kind(ours) if ours else KINDS.get(word, Any)
             unless = (plain(nothing),) if nothing else ()
-            table.setdefault(name, Key(kind, ours, plain(default) if default else UNSET, unless))
-    for name, why in left_out.items():
-        table[name] = replace(table.get(name, Key()), left_out=why)
-    return table
+            table.setdefault(key, Key(kind, ours, plain(default) if default else UNSET, unless))
+    for names, why in source.get("left_out", {}).items():
+        table |= {key: replace(table.get(key, Key()), left_out=why) for key in names.split()}
+    return (load_table(source["includes"]) if "includes" in source else {}) | table
+
+
+def _read_row(row: Mapping[str, Any]) -> Key:
+    """Return the row that tables.yaml describes; a key of `values` and `notes` may name several values."""
+    kind, values, unless = _read_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
+    values = {value: value for value in values} if isinstance(values, list) else values and _split_keys(values)
+    return Key(**{**row, "kind": kind, "values": values, "unless": unless, "notes": _split_keys(row.get("notes", {}))})
+
+
+def _split_keys(row: Mapping[Any, Any]) -> dict[str, Any]:
+    return {word: value for words, value in row.items() for word in str(words).lower().split()}
+
+
+def _read_kind(kind: Any) -> Any:
+    """Return a type for its description: types in KINDS and constants, separated by `|`, or a map of types."""
+    if isinstance(kind, dict):
+        return {key: _read_kind(inner) for key, inner in kind.items()}
+    words = kind.split(" | ") if kind else ["any"]
+    constants = tuple(plain(word) for word in words if word not in KINDS and word != "any")
+    types = [KINDS.get(word, Any) for word in words if word in KINDS or word == "any"]
+    return reduce(or_, [*types, *([Literal[constants]] if constants else [])])
 
 
 def _setting_kind(ours: str) -> Any:

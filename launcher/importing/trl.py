@@ -15,16 +15,16 @@ from launcher.importing.translation import (
     Text,
     Translation,
     Whole,
-    make_table,
+    load_table,
 )
 from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
 REFUSED_SCRIPTS = {
-    common.PREFERENCES: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
-    "distillation is not supported": r"gkd|gold|distillation|sdft|ssd",
+    common.REASONS["preferences"]: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
+    common.REASONS["distillation"]: r"gkd|gold|distillation|sdft|ssd",
     common.VISION: r"vlm",
-    "diffusion language models are not supported": r"diffusion",
+    common.REASONS["diffusion"]: r"diffusion",
 }
 WHOLE_CONVERSATIONS = (
     "TRL trains on whole conversations, and on the completions of prompt and completion: for the latter write "
@@ -42,55 +42,9 @@ ACCELERATE: dict[str, Any] = {
     "fsdp_config": common.FSDP,
 }
 SOURCE = {"path": Text, "name": Text, "data_dir": Text, "data_files": Names, "split": Text, "columns": [Text]}
-ANSWERS = Key(bool, "dataset.train_on", values={"true": ["assistant"]})
-KEYS = common.TRANSFORMERS | make_table(
-    """
-    copy lora_r:16 lora_alpha:32 lora_dropout:0.05 lora_modules_to_save use_rslora use_dora dataset_name
-    copy dataset_path=dataset.path train_file=dataset.path dataset_config=dataset.name dataset_config_name=dataset.name
-    copy test_split_size=dataset.val_split dataset_streaming=dataset.streaming streaming max_length max_seq_length:1024
-    copy packing pad_token=model.pad_token chat_template_path=dataset.chat_template learning_rate:2e-5
-    copy beta=preference.beta label_smoothing=preference.label_smoothing discopop_tau=preference.discopop_tau
-    copy desirable_weight=preference.desirable_weight undesirable_weight=preference.undesirable_weight
-    copy ld_alpha=preference.length_weight router_aux_loss_coef torch_compile output_dir:trainer_output
-    copy lora_target_modules bnb_4bit_quant_type:nf4 use_bnb_nested_quant=quantization.double_quant:false
-    copy activation_offloading=training.offload_activations dataset_train_split=dataset.split!train
-    flag use_peft load_in_4bit load_in_8bit use_deepspeed use_fsdp
-    text attn_implementation dataset_test_split dataset_text_field config_file
-    text offload_optimizer_device offload_param_device deepspeed_config_file
-    names lora_target_parameters
-    whole zero_stage
-    steps logging_steps
-    none do_train dataset_num_proc push_to_hub_token env logging_first_step logging_strategy remove_unused_columns
-    none use_liger_kernel use_liger lora_task_type log_level report_to_all bf16_full_eval padding_free dataset_kwargs
-    none dataset_batch_size model_type use_cpu group_by_length validation_split_percentage eos_token packing_strategy
-    none shuffle_dataset disable_tqdm attn_implementation_kernel activation_offloading_kwargs pad_to_multiple_of
-    none eval_packing num_processes num_machines machine_rank main_process_ip main_process_port mixed_precision
-    none nproc_per_node nnodes node_rank master_addr master_port multi_gpu num_gpus include hostfile zero3_init_flag
-    none dynamo_backend gpu_ids standalone num_cpu_threads_per_process
-    """,
-    {},
-    {},
-    {
-        "gradient_checkpointing": Key(bool, "training.gradient_checkpointing", True),
-        "assistant_only_loss": ANSWERS,
-        "completion_only_loss": ANSWERS,
-        "datasets": Key([SOURCE]),
-        "loss_type": Key(
-            Text,
-            "training.loss",
-            values={"nll": "nll", "chunked_nll": "nll", "dft": "dft"},
-            otherwise="must be nll, chunked_nll or dft",
-        ),
-        "accelerate_config": Key((Text, ACCELERATE)),
-    },
-)
-PAIR_KEYS = KEYS | {
-    "loss_type": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
-    "precompute_ref_log_probs": Key(bool, "preference.reference", values={"true": "cached"}),
-}
-KTO_KEYS = PAIR_KEYS | {
-    "loss_type": Key(Text, values={"kto": "kto"}, otherwise="the only loss of labelled answers here is kto")
-}
+ROWS = common.SHARED_ROWS | {"datasets": Key([SOURCE]), "accelerate_config": Key((Text, ACCELERATE))}
+KEYS = load_table("trl", ROWS)
+PAIR_KEYS, KTO_KEYS = load_table("trl_dpo", ROWS), load_table("trl_kto", ROWS)
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
