@@ -1,123 +1,26 @@
 """Names of settings in Axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, and their equivalents here."""
 
-# Our setting -> its names in other trainers.
-_NAMES = {
-    "base_model": "model_name_or_path model_name model base_model_config",
-    "model.revision": "revision",
-    "model.tokenizer": "tokenizer tokenizer_config",
-    "model.trust_remote_code": "trust_remote_code",
-    "model.attn_implementation": "attn_implementation",
-    "model.added_tokens": "added_tokens add_tokens add_special_tokens new_special_tokens",
-    "lora.r": "lora_r lora_rank lora.rank",
-    "lora.alpha": "lora_alpha lora.lora_alpha",
-    "lora.dropout": "lora_dropout lora.lora_dropout",
-    "lora.target_modules": "lora_target lora_target_modules",
-    "lora.target_parameters": "lora_target_parameters",
-    "lora.rslora": "peft_use_rslora use_rslora lora.use_rslora",
-    "lora.dora": "peft_use_dora use_dora lora.use_dora",
-    "lora.loraplus_lr_ratio": "loraplus_lr_ratio",
-    "lora.init": "init_lora_weights lora.init_lora_weights",
-    "lora.modules_to_save": "lora_modules_to_save",
-    "lora.rank_pattern": "lora_rank_pattern",
-    "lora.alpha_pattern": "lora_alpha_pattern",
-    "lora.adapter_path": "lora_model_dir adapter_name_or_path",
-    "quantization.quant_type": "bnb_4bit_quant_type quantization.type",
-    "quantization.double_quant": "bnb_4bit_use_double_quant",
-    "dataset.path": "data_path dataset_name",
-    "dataset.format": "dataset.type",
-    "dataset.mix": "datasets",
-    "dataset.evaluation": "test_datasets",
-    "dataset.val_split": "val_set_size val_size",
-    "dataset.max_length": "sequence_len max_seq_length max_length cutoff_len dataset.max_seq_length",
-    "dataset.packing": "sample_packing packing",
-    "dataset.train_on": "roles_to_train",
-    "dataset.chat_template": "chat_template",
-    "dataset.streaming": "streaming",
-    "dataset.workers": "dataset_num_proc",
-    "training.epochs": "num_epochs num_train_epochs training.num_epochs training.num_train_epochs",
-    "training.max_steps": "max_steps",
-    "training.batch_size": (
-        "micro_batch_size per_device_train_batch_size training.micro_batch_size training.per_device_train_batch_size"
-    ),
-    "training.eval_batch_size": "per_device_eval_batch_size eval_batch_size",
-    "training.gradient_accumulation_steps": "gradient_accumulation_steps",
-    "training.learning_rate": "learning_rate lr training.lr",
-    "training.lr_scheduler": "lr_scheduler lr_scheduler_type training.lr_scheduler_type",
-    "training.warmup_ratio": "warmup_ratio",
-    "training.warmup_steps": "warmup_steps",
-    "training.weight_decay": "weight_decay",
-    "training.max_grad_norm": "max_grad_norm gradient_clipping training.gradient_clipping",
-    "training.eaft_alpha": "eaft_alpha",
-    "training.neftune_noise_alpha": "neftune_noise_alpha noisy_embedding_alpha",
-    "training.router_aux_loss": "router_aux_loss_coef moe_aux_loss_coef",
-    "training.optimizer": "optimizer optim training.optim",
-    "training.adam_beta1": "adam_beta1",
-    "training.adam_beta2": "adam_beta2",
-    "training.adam_epsilon": "adam_epsilon",
-    "training.gradient_checkpointing": "gradient_checkpointing",
-    "training.save_steps": "save_steps",
-    "training.saves_per_epoch": "saves_per_epoch",
-    "training.save_total_limit": "save_total_limit",
-    "training.eval_steps": "eval_steps",
-    "training.evals_per_epoch": "evals_per_epoch",
-    "training.logging_steps": "logging_steps",
-    "training.resume_from_checkpoint": "resume_from_checkpoint",
-    "training.early_stopping": "early_stopping_patience training.early_stopping_patience",
-    "training.best_checkpoint": "load_best_model_at_end",
-    "training.torch_compile": "torch_compile",
-    "zero.stage": "zero_stage",
-    "logging.report_to": "report_to",
-    "logging.run_name": "run_name",
-    "logging.project": "wandb_project",
-    "output.overwrite": "overwrite_output_dir",
-}
-ALIASES: dict[str, str] = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-# Settings of other trainers without an equivalent, or with values that have none -> what to write instead.
-_ADVICE = {
-    "load_in_4bit": "write `adapter: qlora`",
-    "bf16": "write `training.precision: bf16`",
-    "fp16": "write `training.precision: fp16`",
-    "tf32": "remove it; `training.precision` names the number format",
-    "flash_attention flash_attn": "remove it, or write `model.attn_implementation: flash_attention_2`",
-    "deepspeed": "zerolora writes DeepSpeed's configuration; use the `zero` settings, or `zero.extra` for other keys",
-    "fsdp": "zerolora partitions with ZeRO; use `zero.stage`",
-    "special_tokens": "write `model.pad_token`, or `model.added_tokens` for new ones",
-    "tokens": "write `model.added_tokens`",
-    "hub_model_id push_to_hub": "upload with `zerolora push RUN REPO` after training",
-    "resume": "write `training.resume_from_checkpoint: latest`",
-    "do_train": "remove it",
-    "do_eval": "remove it; set `dataset.val_split` or `dataset.evaluation`",
-    "group_by_length": "write `dataset.packing: true`, which leaves no padding, or `dataset.batching: tokens`",
-    "train_on_inputs train_on_prompt": "write `dataset.train_on: all` or `assistant`",
-    "assistant_only_loss completion_only_loss": "write `dataset.train_on: assistant` or `all`",
-    "loss_type": "write `training.loss: nll` or `dft`",
-    "use_dft_loss use_eaft_loss use_eaft": "write `training.loss: dft` or `eaft`",
-    "label_smoothing_factor": "write `training.loss: label_smoothing`, and the factor as `training.label_smoothing`",
-    "mask_history": "write `dataset.train_on: last`",
-    "train_on_eos train_on_eot": "remove it; the token that ends a trained turn is learnt, and no other end",
-    "enable_thinking preserve_thinking": "write it in `dataset.chat_template_kwargs`, as {enable_thinking: false}",
-    "ddp_timeout": "write `training.timeout_minutes`, in minutes",
-    "save_strategy": "write `training.save_steps` or `training.saves_per_epoch`",
-    "eval_strategy evaluation_strategy": "write `training.eval_steps` or `training.evals_per_epoch`",
-    "load_in_8bit": "write `adapter: qlora` and `quantization.quant_type: fp8`, or int8",
-    "quantization_bit": "bases have 4 or 8 bits; write `adapter: qlora`, or remove it",
-    "quantization_method": "the base is quantised by bitsandbytes; remove it",
-    "lora_target_linear": "write true, or `lora.target_modules: all-linear`",
-    "finetuning_type": "write `adapter: lora`, `qlora` or `none`",
-    "stage": "remove it; a run here is supervised fine-tuning, or plain text with `dataset.format: completion`",
-    "pad_to_sequence_len": "remove it; packing fills sequences",
-    "eval_sample_packing": "remove it; evaluation packs as training does",
-    "rl": "write task: preference, and its preference.loss",
-    "template": "the tokenizer's own chat template is used; `dataset.chat_template` names another",
-    "eot_tokens": "remove it; the end of a turn is learnt as the chat template writes it",
-    "model_type": "remove it; the kind of model is read from its config.json",
-    "tokenizer_type": "remove it; the kind of tokenizer is read from its files",
-    "kernel_config": "remove it; `ops` has the settings of the kernels",
-    "dataset_dir": "write the path in `dataset.path`",
-    "dataset_prepared_path": "remove it; tokenised data is kept in `dataset.cache_dir`",
-}
-ELSEWHERE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
+import yaml
+
+# Every command reads this file: libyaml takes 4 ms, PyYAML alone 17.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+OTHER_TRAINERS: dict[str, dict[str, Any]] = yaml.load(
+    Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"), _LOADER
+)
+
+
+def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row for each of several names that share one."""
+    return {name: row for names, row in rows.items() for name in names.split()}
+
+
+ALIASES: dict[str, str] = {name: ours for ours, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
+ELSEWHERE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
+"""Settings of other trainers without an equivalent, or with values that have none -> what to write instead."""
 
 
 def resolve_alias(name: str) -> tuple[str, str | None]:

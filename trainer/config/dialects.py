@@ -3,49 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.aliases import ALIASES, ELSEWHERE, OTHER_TRAINERS, split_names
 from trainer.config.errors import UserError, shown
 from trainer.config.sections import RunConfig
 
-LORA_TARGETS = "lora.target_modules"
-QLORA: dict[str, Any] = {"adapter": "qlora"}
-INT8: dict[str, Any] = {"adapter": "qlora", "quantization.quant_type": "int8"}
-NOTHING: dict[str, Any] = {}
 PREFERENCES = "reward models and online methods (PPO, GRPO) are not offered here"
-DPO: dict[str, Any] = {"task": "preference"}
-KTO = DPO | {"preference.loss": "kto"}
-DFT: dict[str, Any] = {"training.loss": "dft"}
-ANSWERS, EVERY_TOKEN = {"dataset.train_on": ["assistant"]}, {"dataset.train_on": ["all"]}
-
-# Names -> value -> equivalent settings here. ELSEWHERE has the advice for all other values.
-_MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
-    "load_in_4bit": {True: QLORA, False: NOTHING},
-    "load_in_8bit": {True: INT8, False: NOTHING},
-    "quantization_bit": {4: QLORA, 8: INT8},
-    "quantization_method": {"bnb": NOTHING, "bitsandbytes": NOTHING},
-    "finetuning_type": {"lora": NOTHING, "full": {"adapter": "none"}},
-    "stage": {"sft": NOTHING, "dpo": DPO, "kto": KTO},
-    "rl": {False: NOTHING, "dpo": DPO}
-    | {name: DPO | {"preference.loss": name} for name in ("ipo", "simpo", "orpo", "kto")},
-    "lora_target_linear": {True: {LORA_TARGETS: ["all-linear"]}, False: NOTHING},
-    "bf16": {True: {"training.precision": "bf16"}, False: NOTHING, "auto": NOTHING},
-    "fp16": {True: {"training.precision": "fp16"}, False: NOTHING},
-    "resume": {False: NOTHING, True: {"training.resume_from_checkpoint": "latest"}},
-    "do_train": {True: NOTHING},
-    "save_strategy": {"no": {"training.save_steps": 0}, "epoch": {"training.saves_per_epoch": 1}, "steps": NOTHING},
-    "tf32 flash_attention flash_attn": {False: NOTHING, "auto": NOTHING},
-    "do_eval push_to_hub group_by_length": {False: NOTHING},
-    "pad_to_sequence_len eval_sample_packing": {True: NOTHING, False: NOTHING},
-    "train_on_inputs train_on_prompt": {True: EVERY_TOKEN, False: NOTHING},
-    "assistant_only_loss completion_only_loss": {True: ANSWERS},
-    "loss_type": {"nll": NOTHING, "chunked_nll": NOTHING, "dft": DFT},
-    "use_dft_loss": {True: DFT, False: NOTHING},
-    "use_eaft_loss use_eaft": {True: {"training.loss": "eaft"}, False: NOTHING},
-    "label_smoothing_factor": {0: NOTHING},
-    "mask_history": {True: {"dataset.train_on": ["last"]}, False: NOTHING},
-    "train_on_eos train_on_eot": {"turn": NOTHING},
-}
-MEANINGS = {name: values for names, values in _MEANINGS.items() for name in names.split()}
+MEANINGS: dict[str, dict[Any, dict[str, Any]]] = split_names(OTHER_TRAINERS["meanings"])
+"""Names -> value -> equivalent settings here. ELSEWHERE has the advice for all other values."""
 _PREFERENCE_STAGES = ("ppo", "grpo", "gdpo", "rm", "reward")
 
 
@@ -72,23 +36,8 @@ def translate_setting(name: str, value: Any) -> tuple[dict[str, Any], str] | Non
     raise UserError(f"{name}={shown(value)}: not a setting here; {ELSEWHERE[name]}")
 
 
-# Names that only one trainer has.
-TRAINER_NAMES = {
-    "LLaMA-Factory": {
-        "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "lora_rank", "quantization_bit",
-        "preprocessing_num_workers", "val_size", "stage", "train_dataset", "peft_config", "dist_config", "mask_history",
-    },
-    "Axolotl": {
-        "micro_batch_size", "sequence_len", "datasets", "pretraining_dataset", "lora_target_linear", "val_set_size",
-        "saves_per_epoch", "evals_per_epoch", "dataset_prepared_path", "pad_to_sequence_len", "lora_model_dir",
-        "load_in_8bit", "num_epochs", "sample_packing", "eval_sample_packing", "flash_attention", "wandb_watch",
-    },
-    "TRL": {
-        "dataset_name", "use_peft", "lora_task_type", "max_seq_length", "dataset_text_field", "assistant_only_loss",
-        "completion_only_loss", "dataset_train_split", "dataset_test_split", "dataset_config",
-    },
-    "accelerate": {"compute_environment", "distributed_type", "mixed_precision", "num_processes"},
-}  # fmt: skip
+TRAINER_NAMES = {trainer: set(names.split()) for trainer, names in OTHER_TRAINERS["recognized_by"].items()}
+"""Names that only one trainer has."""
 ENOUGH = 2
 
 
