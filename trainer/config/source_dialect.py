@@ -3,33 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.errors import UserError, shown
 
 RENAMED = {"type": "format", "data_path": "path"}
-# Axolotl's key for a field of the records -> the field's name here.
-FIELDS = {
-    "field_messages": "messages",
-    "field_tools": "tools",
-    "field_system": "system",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "message_field_role": "role",
-    "message_field_content": "content",
-    "field": "text",
-    "text_column": "text",
-}
-FORMATS = {
-    "chat_template": "messages",
-    "chat_template.default": "messages",
-    "chat_template.argilla": "messages",
-    "chat_template.argilla_chat": "messages",
-    "sharegpt": "sharegpt",
-    "alpaca:chat": "alpaca",
-    "alpaca_chat.load_qa": "prompt_completion",
-    "completion": "completion",
-    "pretrain": "completion",
-}
+FIELDS: dict[str, str] = OTHER_TRAINERS["source_fields"]
+FORMATS: dict[str, str] = OTHER_TRAINERS["source_formats"]
 # These do not change training: how files are stored, read and split for tokenization.
 NO_EFFECT = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "train_on_eos", "train_on_eot")
 INSIDE_TURNS = ("role", "content")

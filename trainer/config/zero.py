@@ -5,40 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.adapter_settings import read_initial_adapter
+from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.errors import Mistake, shown
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
-# Key of DeepSpeed in `zero.extra` -> our setting.
-SETTINGS = {
-    "train_batch_size": "training.batch_size and training.gradient_accumulation_steps",
-    "train_micro_batch_size_per_gpu": "training.batch_size",
-    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-    "gradient_clipping": "training.max_grad_norm",
-    "optimizer": "training.optimizer",
-    "scheduler": "training.lr_scheduler",
-    "fp16": "training.precision",
-    "bf16": "training.precision",
-    "amp": "training.precision",
-    "torch_autocast": "training.precision",
-    "activation_checkpointing": "training.gradient_checkpointing",
-    "zero_optimization.stage": "zero.stage",
-    "zero_optimization.offload_optimizer": "zero.offload_optimizer",
-    "zero_optimization.offload_param": "zero.offload_parameters",
-    "zero_optimization.cpu_offload": "zero.offload_optimizer",
-    "zero_optimization.cpu_offload_params": "zero.offload_parameters",
-    "zero_optimization.overlap_comm": "zero.overlap_comm",
-    "zero_optimization.reduce_bucket_size": "zero.reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size": "zero.allgather_bucket_size",
-} | {
-    f"zero_optimization.{prefix}{key}": ours
-    for prefix in ("", "stage3_")
-    for key, ours in {
-        "prefetch_bucket_size": "zero.prefetch_bucket_size",
-        "param_persistence_threshold": "zero.persistence_threshold",
-        "max_live_parameters": "zero.max_live_parameters",
-    }.items()
-}
+SETTINGS = {key: ours for ours, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
+"""Key of DeepSpeed in `zero.extra` -> our setting."""
 # Required by our training loop.
 FIXED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 # Parts of DeepSpeed that would replace our step, data or model.

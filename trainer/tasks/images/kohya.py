@@ -10,67 +10,24 @@ lora_sd3.py.
 """
 
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.yaml_core import read_yaml
 from trainer.tasks.images.files import tensors_by_part
 from trainer.tasks.images.pipeline import Pipeline
 
-QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
-QKV_2 = ("attn2.to_q", "attn2.to_k", "attn2.to_v")
-ADDED = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
-Layers = dict[tuple[str, ...], str]
-"""{layers of a block in diffusers: the layer of the original implementation that combines them in this order}."""
 
-_STREAMS: Layers = {
-    QKV: "img_attn.qkv",
-    ADDED: "txt_attn.qkv",
-    ("attn.to_out.0",): "img_attn.proj",
-    ("attn.to_add_out",): "txt_attn.proj",
-}
-_FLUX: Layers = {
-    ("ff.net.0.proj",): "img_mlp.0",
-    ("ff.net.2",): "img_mlp.2",
-    ("ff_context.net.0.proj",): "txt_mlp.0",
-    ("ff_context.net.2",): "txt_mlp.2",
-}
-_FLUX_2: Layers = {
-    ("ff.linear_in",): "img_mlp.0",
-    ("ff.linear_out",): "img_mlp.2",
-    ("ff_context.linear_in",): "txt_mlp.0",
-    ("ff_context.linear_out",): "txt_mlp.2",
-}
-_SD3: Layers = {
-    QKV: "x_block.attn.qkv",
-    QKV_2: "x_block.attn2.qkv",
-    ADDED: "context_block.attn.qkv",
-    ("attn.to_out.0",): "x_block.attn.proj",
-    ("attn2.to_out.0",): "x_block.attn2.proj",
-    ("attn.to_add_out",): "context_block.attn.proj",
-    ("ff.net.0.proj",): "x_block.mlp.fc1",
-    ("ff.net.2",): "x_block.mlp.fc2",
-    ("ff_context.net.0.proj",): "context_block.mlp.fc1",
-    ("ff_context.net.2",): "context_block.mlp.fc2",
-}
-BLOCKS: dict[str, dict[str, tuple[str, Layers]]] = {
-    "sd3": {"transformer_blocks": ("joint_blocks", _SD3)},
-    "flux": {
-        "transformer_blocks": ("double_blocks", _STREAMS | _FLUX),
-        "single_transformer_blocks": ("single_blocks", {(*QKV, "proj_mlp"): "linear1", ("proj_out",): "linear2"}),
-    },
-    "flux2": {
-        "transformer_blocks": ("double_blocks", _STREAMS | _FLUX_2),
-        "single_transformer_blocks": (
-            "single_blocks",
-            {("attn.to_qkv_mlp_proj",): "linear1", ("attn.to_out",): "linear2"},
-        ),
-    },
-}
-"""{family: {list of blocks: (its original name, its layers)}}. UNets keep diffusers' names."""
+@cache
+def load_blocks() -> dict[str, dict[str, Any]]:
+    """Return the names of blocks and layers by family, in the form that kohya.yaml describes."""
+    return read_yaml(Path(__file__).with_suffix(".yaml")).tree
 
 
 def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
@@ -112,13 +69,14 @@ def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
     if part.startswith("text_encoder"):
         number = part.removeprefix("text_encoder").lstrip("_") or ("" if pipeline.family.name == "sd" else "1")
         return f"lora_te{number}.{own}", 0, (own,)
-    if pipeline.family.name not in BLOCKS:
+    if pipeline.family.name not in load_blocks():
         return f"lora_unet.{own}", 0, (own,)
     pieces = own.split(".", 2)
-    blocks, layers = BLOCKS[pipeline.family.name].get(pieces[0], ("", {}))
-    for together, name in layers.items():
+    blocks = load_blocks()[pipeline.family.name].get(pieces[0], {"name": "", "layers": {}})
+    for name, layers in blocks["layers"].items():
+        together = tuple(layers.split())
         if pieces[-1] in together:
-            return f"lora_unet.{blocks}.{pieces[1]}.{name}", together.index(pieces[-1]), together
+            return f"lora_unet.{blocks['name']}.{pieces[1]}.{name}", together.index(pieces[-1]), together
     raise UserError(
         f"{own}: an adapted layer without a name in kohya's format; export with --format peft, which diffusers loads, "
         "or train attention and feed-forward alone (lora.target_modules: all-linear)"
