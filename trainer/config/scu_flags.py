@@ -16,53 +16,13 @@ from typing import IO, Any, NoReturn
 from trainer.config.errors import Mistake, UserError, UserErrors
 from trainer.config.files import UnreadableFile, read_json
 from trainer.config.load import LoadedConfig, load_config
+from trainer.config.yaml_core import read_yaml
 
-MODEL = "ibm-granite/granite-4.0-h-1b"
-OUTPUT = "./granite_1b_cuda_output"
 CONFIG_FILE = "scu-train.yaml"
 LOG_FILE = Path("logs", "cuda_optimized_training.log")
-# Limits of --test-run: enough for a checkpoint and a few updates of lambda; takes minutes at 1B.
-TEST_RUN = {"max_steps": 10, "save_steps": 5, "batch_size": 2, "gradient_accumulation_steps": 2, "block_size": 128}
-# The guide's recipes; the one for an H100 is ours: the A100's batch in fewer micro-steps.
-CARDS: dict[str, dict[str, Any]] = {
-    "rtx3080": {
-        **{"fp16": True, "four_bit": True, "batch_size": 4, "gradient_accumulation_steps": 8},
-        **{"lora_r": 8, "max_steps": 1000},
-    },
-    "rtx4090": {
-        **{"bf16": True, "batch_size": 16, "gradient_accumulation_steps": 2, "torch_compile": True},
-        **{"max_steps": 2000},
-    },
-    "a100": {"bf16": True, "batch_size": 32, "torch_compile": True, "max_steps": 5000},
-    "h100": {"bf16": True, "batch_size": 32, "gradient_accumulation_steps": 1},
-}
-# The settings of each flag; a resumed run takes all others from the run's record.
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "fp16": ("training.precision",),
-    "bf16": ("training.precision",),
-    "batch_size": ("training.batch_size",),
-    "gradient_accumulation_steps": ("training.gradient_accumulation_steps",),
-    "learning_rate": ("training.learning_rate",),
-    "max_steps": ("training.max_steps",),
-    "block_size": ("dataset.max_length",),
-    "lora_r": ("lora.r", "lora.alpha"),
-    "torch_compile": ("training.torch_compile",),
-    "four_bit": ("adapter",),
-    "test_run": ("training.max_steps", "training.save_steps"),
-    "resume_from_checkpoint": ("training.resume_from_checkpoint",),
-    "output_dir": ("output_dir",),
-    "save_steps": ("training.save_steps",),
-    "target_s": ("scu.target",),
-    "kp": ("scu.kp",),
-    "ki": ("scu.ki",),
-    "control_frequency": ("scu.every",),
-    "memory_fraction": ("training.memory_fraction",),
-    "gradient_checkpointing": ("training.gradient_checkpointing",),
-    "cudnn_benchmark": ("training.cudnn_benchmark",),
-    "model": ("base_model",),
-    "data": ("dataset.path",),
-    "measure": ("scu.measure",),
-}
+_TABLES = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+FLAGS, CARDS, TEST_RUN = (_TABLES[name] for name in ("flags", "cards", "test_run"))
+SETTINGS: dict[str, list[str]] = {name: row["sets"].split() for name, row in FLAGS.items() if "sets" in row}
 FLAG_NAMES = {"four_bit": "--4bit-quantization"}
 RUN_RECORD = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
@@ -102,49 +62,18 @@ def _build_parser(by_rank: bool) -> "_Parser":
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
     precision = parser.add_mutually_exclusive_group()
-    precision.add_argument("--fp16", action="store_true", help="16-bit floats (default: as the GPU supports)")
-    precision.add_argument("--bf16", action="store_true", help="bfloat16 (default: as the GPU supports)")
-    add("--batch-size", type=int, default=8, help="sequences per GPU and micro-step")
-    add("--gradient-accumulation-steps", type=int, default=4, help="micro-steps per optimizer step")
-    add("--learning-rate", type=float, default=1e-4, help="peak learning rate")
-    add("--max-steps", type=int, default=1000, help="optimizer steps")
-    add("--block-size", type=int, default=1024, help="tokens of a sequence; longer texts are split into several")
-    add("--lora-r", type=int, default=16, help="rank of the adapter; alpha is twice that")
-    add("--multi-gpu", action="store_true", help="all GPUs instead of one")
-    add("--torch-compile", action="store_true", help="compile the model")
-    add("--4bit-quantization", dest="four_bit", action="store_true", help="QLoRA: the base in 4 bits")
-    add("--test-run", action="store_true", help="a few steps on short sequences, to check that everything works")
-    add("--check-requirements", action="store_true", help="list what is installed and missing, and stop")
-    add(
-        "--resume-from-checkpoint",
-        nargs="?",
-        const="latest",
-        metavar="FOLDER",
-        help="a checkpoint, by default the latest; flags that are not given keep the values of its run",
-    )
-    add("--output-dir", default=OUTPUT, help="folder of the run")
-    add("--save-steps", type=int, default=100, help="steps between checkpoints")
-    add("--target-s", type=float, default=0.02, help="target of S")
-    add("--kp", type=float, default=0.6, help="proportional gain")
-    add("--ki", type=float, default=0.1, help="integral gain")
-    add("--control-frequency", type=int, default=5, help="optimizer steps between updates of lambda")
-    add("--memory-fraction", type=float, help="fraction of the GPU's memory that the run may use")
-    add(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="recompute activations (default: only if the run would not fit)",
-    )
-    add("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels at the start")
-    add("--card", choices=CARDS, help="the guide's recipe for a GPU (h100: ours); other flags override it")
-    add("--model", default=MODEL, help="folder or hub name of the base model")
-    add("--data", help="file, folder or hub name of the text; without it, Python's standard library")
-    add("--measure", choices=("delta", "factors"), default="delta", help="S of the update, or of A and B")
-    add("--dry-run", action="store_true", help="print the configuration and stop")
-    add("overrides", nargs="*", metavar="key=value", help="any other setting")
+    for name, row in FLAGS.items():
+        arguments = {key: value for key, value in row.items() if key not in ("sets", "type")}
+        if row.get("default") is False:
+            arguments["action"] = "store_true"
+        else:
+            arguments["type"] = float if row.get("type") == "float" else type(row.get("default", ""))
+        group = precision if name in ("fp16", "bf16") else parser
+        group.add_argument(FLAG_NAMES.get(name, f"--{name.replace('_', '-')}"), dest=name, **arguments)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
     if by_rank:
-        add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
