@@ -44,7 +44,8 @@ from trainer.model.adapter import changes_base_weights
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
-from trainer.monitor.report.recorded import TIMES, record_times
+from trainer.monitor.report.page import Example
+from trainer.monitor.report.recorded import EXAMPLES, TIMES, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, record_answer, write_report
 from trainer.monitor.summary import end_summary
@@ -122,6 +123,13 @@ class RunFolder:
             self.check()
             with self.tolerating_full_disk(ANSWERS):
                 record_answer(self.path, prompt, when, answer)
+
+    def save_examples(self, examples: list[Example]) -> None:
+        """Keep training examples for the report."""
+        if self._ranks.is_main:
+            self.check()
+            with self.tolerating_full_disk(EXAMPLES):
+                record_examples(self.path, examples)
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""

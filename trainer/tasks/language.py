@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import format_prompt
+from trainer.data.samples import decode_parts, split_documents
 from trainer.model.answers import answer_prompt, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.embedding_noise import add_embedding_noise
@@ -29,6 +31,8 @@ from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.patches.per_document import describe_separate_documents
 
 Say = Callable[[str], None]
+EXAMPLES = 3
+"""Training examples on the report page."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
 """Losses of `training.loss` -> the setting of their parameter."""
 
@@ -138,6 +142,11 @@ class LanguageTask:
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
+        samples = self._prepared.data.train
+        if when == "before" and isinstance(samples, Samples):
+            documents = (document for sample in samples for document in split_documents(sample))
+            chosen = islice(documents, 2 if self.pairs else EXAMPLES)
+            folder.save_examples([list(decode_parts(document, tokenizer)) for document in chosen])
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)

@@ -31,6 +31,7 @@ class BatchUnit:
 
 
 TOKENS = BatchUnit("tokens", "sequences", "nats per token", 0)
+PAIRS = BatchUnit("tokens", "pairs", "per pair", 0)
 IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 
@@ -82,7 +83,9 @@ class HeldOut:
 
 
 def find_unit(records: list[Record]) -> BatchUnit:
-    """Return the unit of a run's batches, tokens or images."""
+    """Return the unit of a run's batches: tokens, tokens of pairs, or images."""
+    if any("train/rewards/margins" in record for record in records):
+        return PAIRS
     return IMAGES if any("train/images" in record for record in records) else TOKENS
 
 
