@@ -164,7 +164,7 @@ def test_settings_that_are_not_at_their_defaults_are_told_apart(tmp_path: Path) 
     found = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
     changed = {name: (here, default) for name, here, default in found}
     assert changed["training.batch_size"] == ("2", "1") and changed["dataset.val_split"] == ("0.1", "0.0")
-    assert changed["base_model"] == ("models/tiny", "no default") and "lora.r" not in changed
+    assert changed["base_model"] == ("models/tiny", "none") and "lora.r" not in changed
     assert "<summary>All settings</summary>" in page and "max_live_parameters: 1000000000" in page
 
 
@@ -382,9 +382,9 @@ def test_a_record_of_another_shape_is_one_line(
 
 def test_the_page_leads_with_the_result_and_shows_warnings_and_examples(tmp_path: Path) -> None:
     make_run(tmp_path)
-    record_answer(tmp_path, "Who?", "before", "lost")
-    record_answer(tmp_path, "Who?", "after", "found")
-    record_examples(tmp_path, [[(0.0, "a <b> question"), (1.0, "an <i>answer</i>"), (0.5, "x" * 5000)]])
+    for when, answer in (("before", "lost"), ("after", "found")):
+        record_answer(tmp_path, "Who?", when, answer)
+    record_examples(tmp_path, [("<1>", [(0.0, "a <b> question"), (1.0, "an <i>answer</i>"), (0.5, "x" * 5000)])])
     (tmp_path / "logs").mkdir()
     times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (0.0, time.time() - 60, time.time() + 60)]
     texts = ("of an earlier run", "slow <rank>", "slow <rank>")
@@ -405,6 +405,7 @@ def test_the_page_leads_with_the_result_and_shows_warnings_and_examples(tmp_path
     assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
     assert "kept: step 40" in page.partition("</div>")[0], "the tile of the held-out loss"
     assert page.count("<li>") == 1 and "<li>slow &lt;rank&gt;</li>" in page
+    assert "<h3>&lt;1&gt;</h3>" in page
     assert "a &lt;b&gt; question<mark>an &lt;i&gt;answer&lt;/i&gt;</mark><mark>0.5: xxx" in page
     assert "x" * 1000 not in page
     others = [
@@ -436,13 +437,16 @@ def test_preference_runs_have_plots_of_margins_and_accuracies(tmp_path: Path) ->
     records = read_metrics(tmp_path)
     for record in records:
         kind = "eval" if "eval/loss" in record else "train"
-        record |= {f"{kind}/rewards/margins": 0.1 * (record["step"] or 0), f"{kind}/rewards/accuracies": 0.75}
+        values = {"margins": 0.1 * (record["step"] or 0), "accuracies": 0.75, "chosen": 0.1}
+        record |= {f"{kind}/rewards/{name}": value for name, value in values.items()}
     found = {chart.name: chart for chart in charts(records)}
     for name in ("reward_margins", "reward_accuracies"):
         assert [curve.label for curve in found[name].curves] == ["training, each record", "mean of 5", "", "held out"]
     held_out = found["reward_margins"].curves[-1].line
     assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
     assert found["loss"].unit == "per pair"
+    records[0]["train/kl"] = 0.1
+    assert charts(records)[0].unit == "per answer", "of labelled answers"
 
 
 def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:

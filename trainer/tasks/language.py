@@ -1,6 +1,6 @@
 """Causal language modeling."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from ops.head import LossKind
 from trainer.config import RunConfig
-from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
+from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
@@ -144,14 +144,17 @@ class LanguageTask:
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
         samples = self._prepared.data.train
         if when == "before" and isinstance(samples, Samples):
-            documents = (document for sample in samples for document in split_documents(sample))
-            chosen = islice(documents, 2 if self.pairs else EXAMPLES)
-            folder.save_examples([list(decode_parts(document, tokenizer)) for document in chosen])
+            shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
+            folder.save_examples([(name, list(decode_parts(document, tokenizer))) for name, document in shown])
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
             self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
             folder.save_answer(prompt, when, answer.strip())
+
+    def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
+        """Return a few of the training documents for the report, each with a heading."""
+        return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
         """Return a writer of the tokenizer's files, built here because another thread may not use the tokenizer."""

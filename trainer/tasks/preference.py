@@ -4,6 +4,9 @@ Both answers are documents of the same pack or batch, so one pass computes them.
 its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,13 +15,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
-from trainer.data import Samples
+from trainer.data import Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch
-from trainer.data.pairs import DESIRABLE
+from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.tasks.language import LanguageTask
+from trainer.tasks.language import EXAMPLES, LanguageTask
 from trainer.tasks.preference_losses import PairScores, pair_losses
 
 MEASURED = (
@@ -160,6 +163,17 @@ class PreferenceTask(LanguageTask):
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         return kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+
+    def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
+        """Return the answers of the first pair, or the first labelled answers, whose weights are only their labels."""
+        if "kto" not in self._config.preference.loss:
+            return list(zip(SIDES, documents, strict=False))
+        answers = list(islice(documents, 0, 2 * EXAMPLES, 2))  # every second document is a mismatched answer
+        labels = ["good answer" if max(answer.trained) == DESIRABLE else "bad answer" for answer in answers]
+        return [
+            (label, replace(answer, trained=np.sign(answer.trained)))
+            for label, answer in zip(labels, answers, strict=True)
+        ]
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token sees a later one, and no answer another; cache the reference if it is asked for."""

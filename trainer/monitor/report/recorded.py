@@ -74,7 +74,8 @@ def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) 
 
 def record_examples(run_dir: Path, examples: Sequence[Example]) -> None:
     """Record training examples for the page, with long parts shortened."""
-    write_json(run_dir / EXAMPLES, [[(weight, _shorten(text)) for weight, text in parts] for parts in examples])
+    kept = [(name, [(weight, _shorten(text)) for weight, text in parts]) for name, parts in examples]
+    write_json(run_dir / EXAMPLES, kept)
 
 
 def read_examples(run_dir: Path) -> list[Example]:
@@ -115,7 +116,7 @@ def changed_settings(config: Mapping[str, Any]) -> Settings | None:
         return None
     given, defaults = flatten(config), _defaults(config)
     changed = [
-        Changed(name, format_value(_shown(value)), format_value(defaults[name]) if name in defaults else "no default")
+        Changed(name, format_value(_shown(value)), format_value(defaults.get(name)))
         for name, value in given.items()
         if value != defaults.get(name) and name != "dataset.cache_dir"
     ]
@@ -137,7 +138,9 @@ def hub_name(name: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as it is typed on the command line."""
+    """Format a value as it is typed on the command line, and null as `none`."""
+    if value is None:
+        return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

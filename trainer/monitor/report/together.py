@@ -11,7 +11,7 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
-from trainer.monitor.report.curves import IMAGES, PAIRS, TOKENS, HeldOut, choose_window, find_unit, running_mean, series
+from trainer.monitor.report.curves import TOKENS, HeldOut, choose_window, find_unit, running_mean, series
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
@@ -110,9 +110,8 @@ def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
         wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
         shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
         if any(len(curve.line.finite()) for curve in curves):
-            units = {find_unit(run.records) for run in runs}
-            other = next((each.loss for each in (IMAGES, PAIRS) if wide and each in units), unit)
-            found.append(Chart(title, other, shown, low=low, wide=wide))
+            units = [own.loss for own in (find_unit(run.records) for run in runs) if own is not TOKENS]
+            found.append(Chart(title, units[0] if wide and units else unit, shown, low=low, wide=wide))
     return found
 
 
