@@ -21,7 +21,7 @@ from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.tasks.language import EXAMPLES, LanguageTask
+from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference_losses import PairScores, pair_losses
 
 MEASURED = (
@@ -33,6 +33,8 @@ MEASURED = (
     "logps/rejected",
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
+SEARCHED = 1000
+"""Documents among which the report's examples of both labels are searched."""
 
 
 class PreferenceLoss(TokenLoss):
@@ -165,15 +167,14 @@ class PreferenceTask(LanguageTask):
         return kind(model, settings, fused=fused_head, say=self._say, balance=balance)
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
-        """Return the answers of the first pair, or the first labelled answers, whose weights are only their labels."""
+        """Return the answers of the first pair, or the first answer of each label."""
         if "kto" not in self._config.preference.loss:
             return list(zip(SIDES, documents, strict=False))
-        answers = list(islice(documents, 0, 2 * EXAMPLES, 2))  # every second document is a mismatched answer
-        labels = ["good answer" if max(answer.trained) == DESIRABLE else "bad answer" for answer in answers]
-        return [
-            (label, replace(answer, trained=np.sign(answer.trained)))
-            for label, answer in zip(labels, answers, strict=True)
-        ]
+        found: dict[str, Sample] = {}
+        for answer in islice(documents, 0, SEARCHED, 2):  # every second document is a mismatched answer
+            label = "good answer" if max(answer.trained) == DESIRABLE else "bad answer"
+            found.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
+        return list(found.items())
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token sees a later one, and no answer another; cache the reference if it is asked for."""
