@@ -15,9 +15,9 @@ from trainer.config import RunConfig, UserError, load_config
 from trainer.data import Samples
 from trainer.data.samples import split_documents
 from trainer.model.base import load_base_model
+from trainer.monitor.report.recorded import read_examples
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
-from trainer.monitor.report.recorded import read_examples
 from trainer.setup.preflight import prepare
 
 GOOD: dict[str, Any] = {"prompt": "red cat", "completion": "cat red", "label": True}
