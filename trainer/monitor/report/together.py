@@ -11,7 +11,7 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
-from trainer.monitor.report.curves import TOKENS, HeldOut, choose_window, find_unit, running_mean, series
+from trainer.monitor.report.curves import HeldOut, choose_window, find_unit, running_mean, series
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
@@ -20,9 +20,10 @@ PAGE = "runs.html"
 MAX_RUNS = 8
 """Number of distinguishable colours."""
 CHARTS = (
-    ("Held-out loss", TOKENS.loss, "eval/loss", None),
-    ("Loss", TOKENS.loss, "train/loss", None),
-    *((title, unit, f"{part}/rewards/{name}", None) for name, title, unit in REWARDS for part in ("eval", "train")),
+    ("Held-out loss", "", "eval/loss", None),
+    ("Loss", "", "train/loss", None),
+    *((f"{title}, held out", unit, f"eval/rewards/{name}", None) for name, title, unit in REWARDS),
+    *((f"{title}, training", unit, f"train/rewards/{name}", None) for name, title, unit in REWARDS),
     ("Learning rate", "", "train/learning_rate", 0.0),
     ("Gradient norm", "L2", "train/grad_norm", 0.0),
     ("Throughput", "tokens/s per rank", "perf/tokens_per_second_per_gpu", 0.0),
@@ -110,8 +111,9 @@ def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
         wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
         shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
         if any(len(curve.line.finite()) for curve in curves):
-            units = [own.loss for own in (find_unit(run.records) for run in runs) if own is not TOKENS]
-            found.append(Chart(title, units[0] if wide and units else unit, shown, low=low, wide=wide))
+            units = {find_unit(run.records).loss for run in runs}
+            own = units.pop() if len(units) == 1 else "in each run's unit"
+            found.append(Chart(title, own if wide else unit, shown, low=low, wide=wide))
     return found
 
 
