@@ -105,6 +105,7 @@ def train(
     profile_start: Annotated[
         bool, typer.Option("--profile-start", help="Show how long each part of the start took.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
     go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="One of the starts of a SLURM job.")] = False,
 ) -> None:
     """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
@@ -117,7 +118,8 @@ def train(
         loaded = load_config(config, given)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     words = [str(config), *given]
-    raise typer.Exit(start(words, loaded, request, dry_run=dry_run, is_job_start=go_on, profiled=profile_start))
+    flags = ["--profile-start"] * profile_start + ["--verbose"] * verbose
+    raise typer.Exit(start(words, loaded, request, flags, dry_run=dry_run, is_job_start=go_on))
 
 
 @app.command("config", rich_help_panel=TRAIN)

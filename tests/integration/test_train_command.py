@@ -62,13 +62,11 @@ def test_it_ends_well_and_prints_where_its_files_are(
     out = finished.stdout
     assert finished.returncode == 0, finished.stderr + out
     for expected in (
-        "note: lora_r is read as lora.r",
-        "q_proj",
         "trains ",
         "2 x cpu",
         "held-out loss",
-        "before training",
         "after training",
+        "  before: ",
         "tok/s",
         "left",
         f"adapter      {workplace / 'run'}",
@@ -78,6 +76,11 @@ def test_it_ends_well_and_prints_where_its_files_are(
         assert expected in out, out
     held_out = [line for line in out.splitlines() if line.startswith("held-out loss")]
     assert "-> " in held_out[0] and "(-" in held_out[0]
+    log = (workplace / "run" / "logs" / "rank-0.log").read_text()
+    for detail in ("note: lora_r is read as lora.r", "q_proj", "before training"):
+        assert detail in log and detail not in out, out
+    before_first_step = out.partition("step  1/13")[0].splitlines()
+    assert len(before_first_step) <= 10, before_first_step
 
 
 def test_the_console_is_calm(finished: subprocess.CompletedProcess[str], workplace: Path) -> None:
