@@ -52,6 +52,7 @@ class LanguageTask:
         self._config, self._prepared, self._ranks = config, prepared, ranks
         self._device, self._precision, self._say = device, precision, say
         self._tokenizer_files: dict[str, bytes] | None = None
+        self._first_answers: dict[str, str] = {}
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
 
@@ -149,7 +150,11 @@ class LanguageTask:
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
-            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            # The console hides the answers before training, which come before the first step.
+            earlier = self._first_answers.get(prompt)
+            known = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"
+            self._first_answers[prompt] = answer
+            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}{known}")
             folder.save_answer(prompt, when, answer.strip())
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
