@@ -66,12 +66,13 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings that override the file's.")
 ]
 
+HELP_OPTIONS = ["-h", "--help"]
 app = typer.Typer(
     name="zerolora",
     help="Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP_OPTIONS},
 )
 
 
@@ -105,6 +106,7 @@ def train(
     profile_start: Annotated[
         bool, typer.Option("--profile-start", help="Show how long each part of the start took.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
     go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="One of the starts of a SLURM job.")] = False,
 ) -> None:
     """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
@@ -117,7 +119,8 @@ def train(
         loaded = load_config(config, given)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     words = [str(config), *given]
-    raise typer.Exit(start(words, loaded, request, dry_run=dry_run, is_job_start=go_on, profiled=profile_start))
+    flags = ["--profile-start"] * profile_start + ["--verbose"] * verbose
+    raise typer.Exit(start(words, loaded, request, flags, dry_run=dry_run, is_job_start=go_on))
 
 
 @app.command("config", rich_help_panel=TRAIN)
@@ -187,12 +190,22 @@ for _group, _names in GROUPS.items():
         _add_module_command(_name, _group)
 
 
+def build_command() -> Any:
+    """Return the command line; Typer would show `<bool>` after each flag in its help."""
+    command: Any = typer.main.get_command(app)
+    for one in (command, *command.commands.values()):
+        for option in one.get_params(typer.Context(one, help_option_names=HELP_OPTIONS)):
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+    return command
+
+
 def main() -> int:
     """Run the command line and return its exit code; a user error is one line on stderr and exit code 2."""
     words = sys.argv[1:] or ["--help"]
     try:
         # Not standalone: Typer would draw a box of five lines around an error.
-        return int(app(args=words, prog_name="zerolora", standalone_mode=False) or 0)
+        return int(build_command()(args=words, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
         mistake = one_line(_describe_usage_error(error, words))

@@ -9,6 +9,9 @@ from typing import NoReturn
 
 def become_module(module: str, words: Sequence[str]) -> NoReturn:
     """Replace this process by `python -m launcher.module module words`; it keeps signals, terminal and exit code."""
+    from trainer.contract.standard_streams import PROGRESS
+
+    PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # imports of torch take seconds
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until its last lines below unblock it
     os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *words])
 

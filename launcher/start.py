@@ -25,15 +25,14 @@ def start(
     arguments: Sequence[str],
     loaded: LoadedConfig,
     request: Request,
+    flags: Sequence[str],
     *,
     dry_run: bool,
     is_job_start: bool = False,
-    profiled: bool = False,
 ) -> int:
     """Check the run, tokenize its data, run the ranks, and return the exit code.
 
-    `is_job_start`: record this as one of the starts of a SLURM job. `profiled`: rank 0 prints how long each part of the
-    start took.
+    `flags` are for the ranks' console. `is_job_start`: record this as one of the starts of a SLURM job.
     """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
@@ -62,7 +61,7 @@ def start(
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
             if is_job_start:
                 record_start(run_dir, os.environ)
-            words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *["--profile-start"] * profiled]
+            words = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
             code = Attempts(words, loaded, (build, reach), slots, prestarted).train()
             if is_job_start and lock.is_held:
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended

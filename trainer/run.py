@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.model.adapter import GradientCheck
 from trainer.model.base import check_base_is_finite
+from trainer.monitor.console import Output
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
@@ -61,6 +63,7 @@ from trainer.tasks.task import BatchSource, StepLoss, Task
 
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
 FINISH_SAVE_S = 5.0
+LONG_LOAD_S = 3.0
 
 
 class Run:
@@ -77,6 +80,7 @@ class Run:
     lock: FolderLock | None
     measurement: Measurement | None
     profile_start: bool
+    say: Output
     # join (trainer/setup/joining.py)
     device: torch.device
     precision: str
@@ -115,11 +119,16 @@ class Run:
         measurement: Measurement | None = None,
         *,
         profile_start: bool = False,
+        verbose: bool = True,
     ) -> None:
-        """Rank 0 passes the `lock` of the run's folder; `profile_start` reports all times before the first step."""
+        """Rank 0 passes the `lock` of the run's folder; `profile_start` reports all times before the first step.
+
+        Without `verbose` the console shows only the most important lines before the first step.
+        """
         self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement, self.profile_start = measurement, profile_start
+        self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self.restored_scu = self.steering = self.metrics = None
 
     def train(self) -> Position:
@@ -128,7 +137,7 @@ class Run:
         self.checkpoints = CheckpointManager(
             self.config, self.prepared, self.ranks, self.device, self.precision, self.say
         )
-        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.checkpoints, self.lock)
+        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.say, self.checkpoints, self.lock)
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
@@ -147,6 +156,7 @@ class Run:
             if position.nonfinite_steps >= position.step and isinstance(self.task, LanguageTask):
                 check_base_is_finite(self.config.base_model, self.config.model, DTYPES[self.precision])
             raise
+        self.say.is_starting = False  # also of a run that had no step left
         after = None
         if not self.stop:
             if loop.stopped_early:
@@ -185,14 +195,21 @@ class Run:
             on_gpu=self.device.type == "cuda",
             one_gradient=self.decided.flat.value,
         )
-        self.say(f"loading the model {escape(config.base_model)}")
-        model, fusion = build_model(
-            config, self.decided, self.task, self.ranks, self.device, self.precision, self.deepspeed_config
-        )
+        slow = threading.Timer(LONG_LOAD_S, self.say.show, [f"loading the model {escape(config.base_model)}"])
+        slow.daemon = True
+        slow.start()
+        try:
+            model, fusion = build_model(
+                config, self.decided, self.task, self.ranks, self.device, self.precision, self.deepspeed_config
+            )
+        finally:
+            slow.cancel()
         devices = f"{self.ranks.world_size} x {self.device.type}"
-        summary = start_summary(model, config, self.precision, devices)
-        for line in (*summary, *fusion, *self.prepared.notes, *self.prepared.data.stats.lines()):
-            self.say(line)
+        *table, trains = start_summary(model, config, self.precision, devices)
+        self.say.show(trains)
+        stats = self.prepared.data.stats.lines()
+        for line in (*table, *fusion, *self.prepared.notes, *stats):
+            (self.say.show if str(line).startswith("train: ") else self.say)(line)
         return model
 
     @phase("start engine")
@@ -313,8 +330,10 @@ class Run:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
     def _report_start(self, times: StartTimes) -> None:
-        for line in times.table() if self.profile_start else [times.line()]:
-            self.say(escape(line))
+        for line in times.table() if self.profile_start else ():
+            self.say.show(escape(line))
+        self.say(escape(times.line()))
+        self.say.is_starting = False
 
     def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
         """Return the training loss that captures CUDA graphs, if they may be used."""
@@ -366,6 +385,7 @@ class Run:
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
+        self.say.repeat_warnings()
         if self.stop:
             command = resume_command(sys.argv, overwrites=bool(self.config.output.overwrite))
             self.say(escape(f"stopped at step {position.step}, saved; continue with: {command}"))
@@ -378,8 +398,3 @@ class Run:
             self.checkpoints.wait_for_save(FINISH_SAVE_S)
         if self.metrics is not None:
             self.metrics.close()
-
-    def say(self, line: Any) -> None:
-        """Print a line on the console of rank 0."""
-        if self.ranks.is_main:
-            self.console.print(line, soft_wrap=True)

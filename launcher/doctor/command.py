@@ -83,6 +83,7 @@ def doctor(
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
     """Check this host, the connections to others, the others, and all ranks together, as far as possible."""
+    PROGRESS.show("checking this machine", on_pipe=True)
     chosen = request.chosen_launcher()
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
     num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]

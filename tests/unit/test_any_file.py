@@ -79,6 +79,7 @@ JSON_FILES: dict[str, Any] = {
     "training_config.json": CONFIG,
     "answers.json": {"prompt": {"before": "a", "after": "b"}},
     "time_by_phase.json": {"load": 1.0},
+    "examples.json": [["chosen", [[1.0, "a"], [0.0, "b"]]]],
     "samples/prompts.json": ["a prompt"],
 }
 OTHER_FILES = {

@@ -146,6 +146,51 @@ def test_a_real_terminal_keeps_its_width_and_colours(tmp_path: Path) -> None:
     os.close(primary)
 
 
+OUTPUT = """
+import os
+from trainer.monitor.console import Output
+output = Output(console, is_main={main}, verbose={verbose})
+output("a detail")
+output.show("a summary")
+output("warning: a [plain] problem")
+output("[yellow]warning:[/yellow] a problem")
+output.is_starting = False
+output("a result")
+output.repeat_warnings()
+"""
+WARNINGS = ["warning: a [plain] problem", "warning: a problem"]
+ENDED = ["a result", "2 warnings of this run:", *WARNINGS]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_details_before_the_first_step_are_in_the_log_and_on_the_console_if_asked(
+    tmp_path: Path, verbose: bool
+) -> None:
+    finished = run(script(tmp_path, OUTPUT.format(main=True, verbose=verbose)))
+    everything = ["a detail", "a summary", *WARNINGS, *ENDED]
+    assert finished.stdout.splitlines() == everything[0 if verbose else 1 :], finished.stderr
+    assert log_of(tmp_path).splitlines()[1:] == everything
+    assert run(script(tmp_path / "1", OUTPUT.format(main=False, verbose=verbose))).stdout == ""
+    assert log_of(tmp_path / "1").count("\n") == 1
+
+
+def test_a_line_is_once_in_the_log_that_replaces_a_lost_console(tmp_path: Path) -> None:
+    lost = "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, console.file.fileno())\n"
+    run(script(tmp_path, "import os\n" + lost + OUTPUT.format(main=True, verbose=False)))
+    assert log_of(tmp_path).splitlines()[1:] == ["a detail", "a summary", *WARNINGS, *ENDED]
+
+
+def test_many_warnings_are_repeated_in_part(tmp_path: Path) -> None:
+    body = (
+        "output = module.Output(console, is_main=True, verbose=False)\n"
+        "for number in range(12):\n    output(f'warning: {number}')\n    output(f'warning: {number}')\n"
+        "output.repeat_warnings()"
+    )
+    lines = run(script(tmp_path, body)).stdout.splitlines()
+    shown = [f"warning: {number}" for number in range(10)]
+    assert lines[24:] == ["12 warnings of this run:", *shown, "... and 2 more, in logs/rank-0.log"]
+
+
 def test_warnings_of_zerolora_stay_on_one_line_with_their_brackets(tmp_path: Path) -> None:
     message = "dataset.path=[x]: " + "long " * 60
     finished = run(script(tmp_path, f"module.warn(console, {message!r})"))

@@ -15,6 +15,7 @@ from trainer.config import RunConfig, UserError, load_config
 from trainer.data import Samples
 from trainer.data.samples import split_documents
 from trainer.model.base import load_base_model
+from trainer.monitor.report.recorded import read_examples
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
@@ -102,6 +103,12 @@ def test_losses_and_adapters_agree_with_plain_peft(ground: Path, reference: str)
     assert metrics(ground / reference, "train/kl") == pytest.approx(baselines, abs=1e-5)
     assert max(baselines) > 1e-3
     assert expected[0] == pytest.approx((3 * 1.3 + 5 * 0.7) / 8 / 2, abs=1e-6)
+    examples = dict(read_examples(ground / reference))
+    records = map(json.loads, (ground / "train.jsonl").read_text().splitlines())
+    answers = {"good answer" if record["label"] else "bad answer": record["completion"] for record in [*records][1::-1]}
+    assert examples.keys() == answers.keys()
+    for label, [_, (weight, text)] in examples.items():
+        assert weight == 1.0 and text.removesuffix(END).endswith(answers[label]), "the weight is not the label"
     saved = load_file(ground / reference / "adapter_model.safetensors")
     for key, value in factors.items():
         torch.testing.assert_close(saved[key.replace(".default", "")], value, atol=1e-5, rtol=1e-5)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,7 +115,8 @@ def test_json_schema_is_json(folder: Path) -> None:
 def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: str) -> None:
     result = zerolora(*arguments, cwd=folder)
     assert result.returncode == 2
-    assert result.stderr.startswith(complaint) and result.stderr.count("\n") == 1
+    shown = result.stderr.removeprefix("zerolora validate ...\n")
+    assert shown.startswith(complaint) and shown.count("\n") == 1
     assert result.stdout == ""
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
 
@@ -162,3 +165,33 @@ def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(
     )  # fmt: skip
     assert result.stdout == "['RUN', '--help', '-x', '--', '--flag=1']\n"
     assert result.returncode == 7
+
+
+@pytest.mark.parametrize("name", [*MODULES, *"train config init import sweep submit status scu-train".split()])
+def test_the_first_line_does_not_wait_for_imports_of_torch(folder: Path, name: str) -> None:
+    """A second on an idle machine; also on a pipe, where a module's line precedes its imports and spares stdout."""
+    start = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "launcher.cli", name, "--help"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        first = (process.stderr if name in MODULES else process.stdout).readline()
+        seconds = time.monotonic() - start
+        process.kill()
+        rest = process.stdout.read()
+    assert (first, rest) == (f"zerolora {name} ...\n", "") if name in MODULES else first != "", first
+    assert seconds < 15, f"{seconds:.1f} s"
+    print(f"{name}: {seconds:.2f} s")
+
+
+def test_the_first_line_of_a_long_command_is_not_part_of_its_output(folder: Path) -> None:
+    result = zerolora("doctor", "--patches", "--json", cwd=folder)
+    assert result.stderr == "zerolora doctor ...\n" and json.loads(result.stdout)
+    with subprocess.Popen(
+        [sys.executable, "-m", "launcher.cli", "doctor"],
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None and process.stderr.readline() == "checking this machine ...\n"
+        os.killpg(process.pid, signal.SIGKILL)

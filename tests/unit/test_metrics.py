@@ -136,6 +136,15 @@ def test_the_bar_fits_the_terminal(tmp_path: Path, width: int, values: dict[str,
         assert word in line
 
 
+def test_some_lines_of_steps_stay_above_the_bar(tmp_path: Path) -> None:
+    writer, shown = metrics(tmp_path, total=100, width=120)
+    for step in range(1, 101):
+        writer.log(step, STEP)
+    writer.close()
+    text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", shown.getvalue())
+    assert [int(step) for step in re.findall(r"step +(\d+)/100", text)] == [1, *range(5, 101, 5)]
+
+
 def test_lines_are_aligned_where_there_is_no_terminal(tmp_path: Path) -> None:
     writer, shown = metrics(tmp_path, total=1000)
     for step, scale in ((5, 1.0), (50, 4.0), (1000, 0.25)):

@@ -23,8 +23,9 @@ def test_every_command_has_its_chapter_in_order() -> None:
 
 
 def test_the_commands_are_described_as_they_describe_themselves() -> None:
-    written = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    assert written == commands_page(helps()), "python -m scripts.reference_pages"
+    written, shown = (ROOT / "docs" / "reference" / "commands.md").read_text(), helps()
+    assert written == commands_page(shown), "python -m scripts.reference_pages"
+    assert [name for name, text in shown.items() if "bool" in text.lower()] == [], "a flag has no type"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

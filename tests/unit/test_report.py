@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import running_mean, series
 from trainer.monitor.report.plots import draw_chart
-from trainer.monitor.report.recorded import read_times, record_times
+from trainer.monitor.report.recorded import read_times, record_examples, record_times
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import record_answer, training_seconds, write_report
 
@@ -163,7 +164,7 @@ def test_settings_that_are_not_at_their_defaults_are_told_apart(tmp_path: Path) 
     found = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
     changed = {name: (here, default) for name, here, default in found}
     assert changed["training.batch_size"] == ("2", "1") and changed["dataset.val_split"] == ("0.1", "0.0")
-    assert changed["base_model"] == ("models/tiny", "no default") and "lora.r" not in changed
+    assert changed["base_model"] == ("models/tiny", "none") and "lora.r" not in changed
     assert "<summary>All settings</summary>" in page and "max_live_parameters: 1000000000" in page
 
 
@@ -203,9 +204,9 @@ def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.Capture
     page = output.read_text()
     assert "<title>2 runs: one · two</title>" in page
     assert re.findall(r"<figcaption><h2>([\w :]+)", page) == [
-        "Loss ", "Held", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory ", "SCU: S "
+        "Held", "Loss ", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory ", "SCU: S "
     ]  # fmt: skip
-    loss = page.partition("</figure>")[0]
+    loss = page.split("</figure>")[1]
     assert loss.count("<path") == 4 and '<span class="run1 line">two, mean of 5</span>' in loss
     differ = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
     assert differ == [("training.learning_rate", "0.0002", "0.003")]
@@ -377,3 +378,82 @@ def test_a_record_of_another_shape_is_one_line(
     line = capsys.readouterr().err
     assert line.startswith(f"error: {tmp_path / name}: ") and words in line and line.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+def test_the_page_leads_with_the_result_and_shows_warnings_and_examples(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    for when, answer in (("before", "lost"), ("after", "found")):
+        record_answer(tmp_path, "Who?", when, answer)
+    record_examples(tmp_path, [("<1>", [(0.0, "a <b> question"), (1.0, "an <i>answer</i>"), (0.5, "x" * 5000)])])
+    (tmp_path / "logs").mkdir()
+    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (0.0, time.time() - 60, time.time() + 60)]
+    texts = ("of an earlier run", "slow <rank>", "slow <rank>")
+    lines = [f"== {at}  rank 0  process 1 ==\nwarning: {text}\n" for at, text in zip(times, texts, strict=True)]
+    (tmp_path / "logs" / "rank-0.log").write_text("".join(lines) + "UserWarning: of a library\n")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 80, "time": {time.time()}, "eval/kept_step": 40.0, "eval/kept_loss": 1.5}}\n')
+    page = write_report(tmp_path).read_text()
+    order = [
+        "held-out loss",
+        "<h2>Loss",
+        "<h2>Answers",
+        "<h2>Settings",
+        "<h2>Warnings",
+        "<h2>Training ex",
+        "Throughput",
+    ]
+    assert [page.index(part) for part in order] == sorted(page.index(part) for part in order)
+    assert "kept: step 40" in page.partition("</div>")[0], "the tile of the held-out loss"
+    assert page.count("<li>") == 1 and "<li>slow &lt;rank&gt;</li>" in page
+    assert "<h3>&lt;1&gt;</h3>" in page
+    assert "a &lt;b&gt; question<mark>an &lt;i&gt;answer&lt;/i&gt;</mark><mark>0.5: xxx" in page
+    assert "x" * 1000 not in page
+    others = [
+        path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("examples.json", "report.html")
+    ]
+    assert not any(b"question" in path.read_bytes() for path in others)
+
+
+def test_settings_have_no_rows_of_nulls_and_names_instead_of_cache_paths(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    path = tmp_path / "training_config.json"
+    config = json.loads(path.read_text())
+    hub = "/home/x/.cache/huggingface/hub"
+    config["base_model"] = f"{hub}/models--owner--tiny/snapshots/0123"
+    config["dataset"] |= {"path": f"{hub}/datasets--owner--chats/snapshots/4567", "val_split": 0.0}
+    config["dataset"] |= {"evaluation": {"path": "held.jsonl"}, "cache_dir": "/scratch/cache"}
+    path.write_text(json.dumps(config))
+    page = write_report(tmp_path).read_text()
+    found = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
+    changed = {name: here for name, here, _ in found}
+    assert changed["dataset.evaluation.path"] == "held.jsonl" and changed["base_model"] == "owner/tiny"
+    assert "null" not in changed.values() and "dataset.cache_dir" not in changed
+    assert len([name for name in changed if name.startswith("dataset.evaluation")]) == 1
+    assert "<title>a run: owner/tiny on owner/chats" in page
+
+
+def test_preference_runs_have_plots_of_margins_and_accuracies(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    records = read_metrics(tmp_path)
+    for record in records:
+        kind = "eval" if "eval/loss" in record else "train"
+        values = {"margins": 0.1 * (record["step"] or 0), "accuracies": 0.75, "chosen": 0.1}
+        record |= {f"{kind}/rewards/{name}": value for name, value in values.items()}
+    found = {chart.name: chart for chart in charts(records)}
+    for name in ("reward_margins", "reward_accuracies"):
+        assert [curve.label for curve in found[name].curves] == ["training, each record", "mean of 5", "", "held out"]
+    held_out = found["reward_margins"].curves[-1].line
+    assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
+    assert found["loss"].unit == "per pair"
+    records[0]["train/kl"] = 0.1
+    assert charts(records)[0].unit == "per answer", "of labelled answers"
+
+
+def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:
+    runs = make_two(tmp_path)
+    better = (runs[1] / "metrics.jsonl").read_text().replace('"eval/loss": 2.0', '"eval/loss": 1.8')
+    (runs[1] / "metrics.jsonl").write_text(better)
+    page = write_page_of_runs(runs, tmp_path / "both.html").read_text()
+    assert "<title>2 runs: two · one</title>" in page
+    assert page.index("<h2>Results") < page.index("<h2>Held-out loss")
+    assert re.findall(r"<th><i class=run\d></i>(\w+)</th>", page) == ["two", "one"]

@@ -18,6 +18,7 @@ from trainer.checkpoint.identity import run_identity
 from trainer.checkpoint.resume_comparison import agree_on_resumption, describe_finished
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
+from trainer.monitor.console import Output
 from trainer.monitor.metrics import archive_previous_attempt
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -40,7 +41,7 @@ class CheckpointManager:
         ranks: Ranks,
         device: torch.device,
         precision: str,
-        say: Callable[[str], None],
+        say: Output,
     ) -> None:
         """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
         self._config, self._prepared, self._ranks, self._precision, self._say = config, prepared, ranks, precision, say
@@ -63,7 +64,7 @@ class CheckpointManager:
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
-        self._say(f"resumed from {self.checkpoint} at step {position.step}")
+        self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         training = self._config.training

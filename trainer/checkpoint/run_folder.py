@@ -41,10 +41,12 @@ from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors
 from trainer.model.adapter import changes_base_weights
+from trainer.monitor.console import Output
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
-from trainer.monitor.report.recorded import TIMES, record_times
+from trainer.monitor.report.page import Example
+from trainer.monitor.report.recorded import EXAMPLES, TIMES, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, record_answer, write_report
 from trainer.monitor.summary import end_summary
@@ -67,13 +69,14 @@ class RunFolder:
         task: Task,
         ranks: Ranks,
         console: Console,
+        say: Output,
         checkpoints: CheckpointManager,
         lock: FolderLock | None,
     ) -> None:
         """Write nothing yet. `config` has no `auto` values; `lock` is the folder's lock, held by rank 0."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
-        self._console, self._checkpoints, self._lock = console, checkpoints, lock
+        self._console, self._say, self._checkpoints, self._lock = console, say, checkpoints, lock
         self._metrics: Metrics | None = None
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
@@ -102,7 +105,7 @@ class RunFolder:
             self.check()
             moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
-                self._say(moved)
+                self._say.show(moved)
             run_on = (self._ranks.world_size, str(device.type), precision, prompt_text)
             self._write_record = partial(write_run_record, self.path, config, *run_on)
             self._write_record()
@@ -122,6 +125,13 @@ class RunFolder:
             self.check()
             with self.tolerating_full_disk(ANSWERS):
                 record_answer(self.path, prompt, when, answer)
+
+    def save_examples(self, examples: list[Example]) -> None:
+        """Keep training examples for the report."""
+        if self._ranks.is_main:
+            self.check()
+            with self.tolerating_full_disk(EXAMPLES):
+                record_examples(self.path, examples)
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
@@ -256,7 +266,3 @@ class RunFolder:
         if self._config.adapter != "none" and not is_own_card(self.path / CARD):
             card = self._task.card(self.path, str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")
-
-    def _say(self, line: Any) -> None:
-        if self._ranks.is_main:
-            self._console.print(line, soft_wrap=True)

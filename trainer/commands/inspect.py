@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from io import TextIOWrapper
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
-from trainer.data.samples import split_documents
+from trainer.data.samples import decode_parts, split_documents
 from trainer.data.step_count import global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.tasks.images.batches import draw_order
@@ -136,15 +136,10 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
     for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
         if index:
             text.append("\n──── next document, masked from the one above ────\n", style="cyan")
-        at = 0
-        # Decode runs at once: a character may span several tokens.
-        for weight, run in groupby(map(float, document.trained)):
-            count = len(list(run))
-            part = printable(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
+        for weight, part in decode_parts(document, tokenizer):
             style = "bold yellow" if 0 < weight < 1 else "bold green" if weight else "dim"
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colours or not weight else f"⟦{part}⟧", style=style)
-            at += count
     more = len(documents) - SHOWN_DOCUMENTS
     if more > 0:
         text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")

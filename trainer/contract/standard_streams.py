@@ -10,18 +10,21 @@ from typing import Any, TextIO
 class Progress:
     """A progress line on a terminal, such as `importing ...`, until a command prints its output.
 
-    The streams of this module and of launcher/entry.py clear it; it is never written to a pipe or file.
+    The streams of this module and of launcher/entry.py clear it. A pipe or file gets only what is shown `on_pipe`.
     """
 
     def __init__(self) -> None:
         self._is_shown = False
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, *, on_pipe: bool = False) -> None:
         """Show `text` instead of the previous text."""
         if os.environ.get("TERM") != "dumb" and os.isatty(2):
             room = shutil.get_terminal_size().columns - 5
             self._write("".join(filter(str.isprintable, text))[:room] + " ...")
             self._is_shown = True
+        elif on_pipe:
+            with suppress(OSError):
+                os.write(2, f"{text} ...\n".encode())
 
     def clear(self) -> None:
         """Remove the line."""

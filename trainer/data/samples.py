@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pyarrow import Array, Table
 from pyarrow.types import is_float32
+
+from trainer.config.errors import printable
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,15 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
         end = start + length
         yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
         start = end
+
+
+def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]]:
+    """Yield (weight, text) for each run of tokens with the same weight, as a character may span several tokens."""
+    at = 0
+    for weight, run in groupby(map(float, document.trained)):
+        count = len(list(run))
+        yield weight, printable(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
+        at += count
 
 
 def join(samples: list[Sample]) -> Sample:

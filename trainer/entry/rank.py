@@ -112,7 +112,16 @@ def _train(
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    run = Run(loaded, prepared, ranks, console, stop, lock, profile_start=arguments.profile_start)
+    run = Run(
+        loaded,
+        prepared,
+        ranks,
+        console,
+        stop,
+        lock,
+        profile_start=arguments.profile_start,
+        verbose=arguments.verbose,
+    )
     try:
         run.train()
     except UserError as error:
@@ -153,6 +162,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lock", help="token of the launcher's lock of the output folder")
     parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
     parser.add_argument("--profile-start", action="store_true", help="report the time spent before the first step")
+    parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
     parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")

@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +24,8 @@ from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
 READER_PATIENCE_S = 10.0
+MOST_REPEATED = 10
+"""Warnings printed again at the end of a run."""
 
 
 class _Screen:
@@ -86,6 +88,51 @@ def open_console(
     return _console(_Screen(screen_fd, terminal=is_terminal), width)
 
 
+class Output:
+    """Prints the lines of a run on rank 0: all of them into its log, and on the console what a user needs.
+
+    Until `is_starting` is cleared at the first step, the console shows warnings and the lines passed to `show`; with
+    `verbose` it shows everything. A line that begins with `[yellow]` or `warning:` is a warning.
+    """
+
+    def __init__(self, console: Console, *, is_main: bool, verbose: bool) -> None:
+        self._console, self._is_main, self._verbose = console, is_main, verbose
+        self.is_starting = True
+        self.warnings: list[str] = []
+
+    def __call__(self, line: Any) -> None:
+        """Print a line of a run."""
+        if isinstance(line, str) and line.startswith("warning:"):
+            line = f"[yellow]warning:[/yellow]{escape(line.removeprefix('warning:'))}"
+        is_warning = isinstance(line, str) and line.startswith("[yellow]")
+        if is_warning and line not in self.warnings:
+            self.warnings.append(line)
+        self._print(line, shown=is_warning or self._verbose or not self.is_starting)
+
+    def show(self, line: str) -> None:
+        """Print a line that the console shows even before the first step."""
+        self._print(line, shown=True)
+
+    def repeat_warnings(self) -> None:
+        """Print the run's warnings again, which the lines of its steps have moved out of sight."""
+        found = self.warnings
+        if found:
+            self.show(f"{len(found)} warning{'s' * (len(found) > 1)} of this run:")
+        for line in found[:MOST_REPEATED]:
+            self._print(line, shown=True)
+        if len(found) > MOST_REPEATED:
+            self.show(f"... and {len(found) - MOST_REPEATED} more, in logs/rank-0.log")
+
+    def _print(self, line: Any, *, shown: bool) -> None:
+        screen = self._console.file
+        has_log = isinstance(screen, _Screen)
+        if self._is_main and (shown or (has_log and screen.fileno() == 1)):
+            self._console.print(line, soft_wrap=True)
+        # Descriptor 1 is the log: a console without a terminal, also since this line, has already written there.
+        if self._is_main and has_log and screen.fileno() != 1:
+            _console(sys.stdout, LOG_WIDTH).print(line, soft_wrap=True)
+
+
 def warn(console: Console, message: str) -> None:
     """Print a warning, unwrapped so that it can be searched for in a log."""
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
@@ -99,7 +146,7 @@ def report_to_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(error)
 
 
-def _console(screen: _Screen, width: int) -> Console:
+def _console(screen: _Screen | TextIO, width: int) -> Console:
     # A terminal of unknown size reports 0 columns.
     return Console(
         file=cast(TextIO, screen),

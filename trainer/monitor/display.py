@@ -1,4 +1,4 @@
-"""Progress of a run on the console: a bar on a terminal, aligned lines elsewhere."""
+"""Progress of a run on the console: aligned lines, and on a terminal a bar below some of them."""
 
 import math
 import time
@@ -17,7 +17,10 @@ BAR_FORMATS = {
     "perf/tokens_per_second_per_gpu": "{:,.0f} tok/s/GPU",
     "perf/images_per_second": "{:,.2f} images/s",
 }
+LINES_WITH_BAR = 20
+"""Lines of steps that stay above the bar, over the whole run."""
 LINE_FORMATS = {
+    "train/epoch": "epoch {:4.2f}",
     "train/loss": "loss {:7.4f}",
     "train/learning_rate": "lr {:.2e}",
     "train/grad_norm": "grad {:8.3g}",
@@ -49,9 +52,13 @@ class Display:
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         if "eval/loss" in values:
             self._print(f"{head}  held-out {format_evaluation(values)}")
-        elif self._mode == "lines" and "train/loss" in values:
+        elif "train/loss" in values and (self._mode == "lines" or self._stays(step)):
             self._record_time(step)
-            self._print("  ".join([head, f"{self._time_left():>8} left", *format_step(values, detailed=True)]))
+            left = [f"{self._time_left():>8} left"] if self._mode == "lines" else []
+            self._print("  ".join([head, *left, *format_step(values, detailed=True)]))
+
+    def _stays(self, step: int) -> bool:
+        return step == 1 or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0 or step == self._total
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         self._record_time(step)

@@ -1,6 +1,6 @@
 """Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from trainer.data.prepared import Prepared, count_samples, share_stream
 from trainer.data.shared_blocks import run_blocks_folder
 from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
+from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.agreement import meet
 from trainer.parallel.ranks.device_ahead import hash_triton_ahead
@@ -24,8 +25,6 @@ from trainer.tasks.images.task import ImageTask
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference import PreferenceTask
 from trainer.tasks.task import Task
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Joined:
 
 @phase("join")
 def join(
-    config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say
+    config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
 ) -> Joined:
     """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
@@ -71,7 +70,7 @@ def join(
 
 
 def _join_process_group(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say
+    config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
 ) -> Prepared:
     """Form the process group; return the data, with a shared stream if there are several hosts."""
     world = meet(ranks, config, lock.token if lock is not None else "")
@@ -79,15 +78,15 @@ def _join_process_group(
     if world.hosts > 1:
         blocks = run_blocks_folder(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
         prepared = share_stream(prepared, blocks)
-    say(world.summary)
+    (say.show if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     return prepared
 
 
-def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Say) -> None:
+def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
     warnings = step_warnings(resolved, samples, ranks)
-    say(f"steps: {steps_line(resolved.training, samples, ranks)}")
+    say.show(f"steps: {steps_line(resolved.training, samples, ranks)}")
     if smaller := smaller_batch_line(given.training, resolved.training, ranks):
         say(f"note: {smaller}")
     for warning in warnings:

@@ -99,8 +99,6 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         max_length_of_model=model_files.longest,
     )
     _check_pairs(config, data.stats)
-    if data.stats.records:
-        report(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
     return Prepared(
         model_files.tokenizer,
         model_files.model_config,

@@ -1,7 +1,8 @@
 """Causal language modeling."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from rich.markup import escape
 
 from ops.head import LossKind
 from trainer.config import RunConfig
-from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
+from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import format_prompt
+from trainer.data.samples import decode_parts, split_documents
 from trainer.model.answers import answer_prompt, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.embedding_noise import add_embedding_noise
@@ -29,6 +31,8 @@ from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.patches.per_document import describe_separate_documents
 
 Say = Callable[[str], None]
+EXAMPLES = 3
+"""Training examples on the report page."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
 """Losses of `training.loss` -> the setting of their parameter."""
 
@@ -48,6 +52,7 @@ class LanguageTask:
         self._config, self._prepared, self._ranks = config, prepared, ranks
         self._device, self._precision, self._say = device, precision, say
         self._tokenizer_files: dict[str, bytes] | None = None
+        self._first_answers: dict[str, str] = {}
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
 
@@ -138,11 +143,23 @@ class LanguageTask:
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
+        samples = self._prepared.data.train
+        if when == "before" and isinstance(samples, Samples):
+            shown = self.choose_examples(document for sample in samples for document in split_documents(sample))
+            folder.save_examples([(name, list(decode_parts(document, tokenizer))) for name, document in shown])
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
             answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
-            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            # The console hides the answers before training, which come before the first step.
+            earlier = self._first_answers.get(prompt)
+            known = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"
+            self._first_answers[prompt] = answer
+            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}{known}")
             folder.save_answer(prompt, when, answer.strip())
+
+    def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
+        """Return a few of the training documents for the report, each with a heading."""
+        return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
     def companion_files(self) -> Callable[[Path], None]:
         """Return a writer of the tokenizer's files, built here because another thread may not use the tokenizer."""

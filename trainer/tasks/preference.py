@@ -4,6 +4,9 @@ Both answers are documents of the same pack or batch, so one pass computes them.
 its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
-from trainer.data import Samples
+from trainer.data import Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch
-from trainer.data.pairs import DESIRABLE
+from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
@@ -30,6 +33,8 @@ MEASURED = (
     "logps/rejected",
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
+SEARCHED = 1000
+"""Documents among which the report's examples of both labels are searched."""
 
 
 class PreferenceLoss(TokenLoss):
@@ -160,6 +165,16 @@ class PreferenceTask(LanguageTask):
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         return kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+
+    def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
+        """Return the answers of the first pair, or the first answer of each label."""
+        if "kto" not in self._config.preference.loss:
+            return list(zip(SIDES, documents, strict=False))
+        found: dict[str, Sample] = {}
+        for answer in islice(documents, 0, SEARCHED, 2):  # every second document is a mismatched answer
+            label = "good answer" if max(answer.trained) == DESIRABLE else "bad answer"
+            found.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
+        return list(found.items())
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token sees a later one, and no answer another; cache the reference if it is asked for."""

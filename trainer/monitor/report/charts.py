@@ -24,6 +24,11 @@ from trainer.monitor.report.curves import (
 
 SIDE = 1000.0
 MOST_POINTS = 1200
+REWARDS = (
+    ("margins", "Reward margin", "chosen - rejected, nats"),
+    ("accuracies", "Reward accuracy", "chosen > rejected"),
+)
+"""Metrics of preference training -> chart title and unit."""
 TICKS = 5
 
 
@@ -74,6 +79,7 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     norm = series(records, "train/grad_norm")
     found = [
         Chart("Loss", unit.loss, loss, wide=True, name="loss"),
+        *(_reward_chart(records, *reward) for reward in REWARDS),
         Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
         Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
         Chart(
@@ -88,6 +94,13 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     ]
     kept = [replace(chart, curves=tuple(curve for curve in chart.curves if len(curve.line))) for chart in found]
     return [chart for chart in kept if any(len(curve.line.finite()) for curve in chart.curves)]
+
+
+def _reward_chart(records: list[Record], name: str, title: str, unit: str) -> Chart:
+    training = mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
+    held_out = series(records, f"eval/rewards/{name}").finite()
+    curves = (*training, Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", "held out"))
+    return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True, name=f"reward_{name}")
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:

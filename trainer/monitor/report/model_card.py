@@ -13,7 +13,7 @@ import yaml
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import HeldOut
-from trainer.monitor.report.recorded import read_run
+from trainer.monitor.report.recorded import hub_name, read_run
 from trainer.monitor.report.write import summary_rows
 
 CARD = "README.md"
@@ -33,10 +33,8 @@ def is_own_card(card: Path) -> bool:
 
 def public_name(name: str) -> str:
     """Return the hub name of a model or dataset, also for a folder in the hub's cache, or the last part of a path."""
-    cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
-    if cached:
-        return f"{cached[1]}/{cached[2]}"
-    return name if is_on_hub(name) else Path(name).expanduser().resolve().name
+    short = hub_name(name)
+    return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
 
 def is_on_hub(name: str) -> bool:

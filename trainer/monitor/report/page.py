@@ -26,12 +26,13 @@ h2 small { color: var(--soft); font-weight: normal; font-size: 12.5px; }
 header p { margin: 2px 0 0; color: var(--soft); overflow-wrap: anywhere; }
 a { color: var(--blue); }
 code { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; margin: 24px 0 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; margin-top: 24px; }
 .tile, section, figure { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; min-width: 0; }
 .tile { padding: 14px 18px; }
 .tile span { display: block; color: var(--soft); font-size: 13px; }
 .tile b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 14px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 14px;
+         margin-top: 14px; }
 .summary { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 14px;
            margin-top: 14px; }
 figure { margin: 0; padding: 14px 18px; display: flex; flex-direction: column; justify-content: space-between; }
@@ -77,12 +78,17 @@ td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 .bar i { background: var(--c); min-width: 1px; }
 .swatch { display: inline-block; width: 10px; height: 10px; margin-right: 7px; border-radius: 2px;
           background: var(--c); }
+.note { margin-top: 14px; overflow-wrap: anywhere; }
+.warnings h2 { color: var(--orange); }
+.note ul { margin: 0; padding-left: 20px; }
+.example { max-height: 320px; overflow-y: auto; margin: 0; white-space: pre-wrap; color: var(--soft); }
+mark { background: none; color: var(--green); font-weight: 600; }
 details { margin-top: 10px; }
 summary { cursor: pointer; color: var(--soft); }
 .answers { margin-top: 14px; overflow-x: auto; }
 .answers table { table-layout: fixed; min-width: calc(var(--columns) * 120px); }
 .answers td, .answers th { width: auto; padding-right: 16px; white-space: pre-wrap; }
-.answers h3 { margin: 12px 0 2px; font-size: 14px; overflow-wrap: anywhere; }
+h3 { margin: 12px 0 2px; font-size: 14px; overflow-wrap: anywhere; }
 .pictures { margin-top: 14px; }
 .pictures div { display: flex; flex-wrap: wrap; gap: 14px; }
 .pictures img { display: block; width: 224px; max-width: 100%; }
@@ -100,6 +106,8 @@ summary { cursor: pointer; color: var(--soft); }
 """.strip()
 
 
+Example = tuple[str, list[tuple[float, str]]]
+"""A training example: its heading, and its parts, each with its weight in the loss."""
 SHORT_PHASE = 0.01
 """Phases below this fraction of the time are shown as one."""
 
@@ -150,12 +158,14 @@ def render_page(
     commands: Sequence[tuple[str, str]] = (),
     files: Sequence[str] = (),
     times: Mapping[str, float] = MappingProxyType({}),
-    settings: Settings | None = None,
-    wide: Sequence[str] = (),
+    first: Sequence[str] = (),
+    middle: Sequence[str] = (),
+    details: Sequence[str] = (),
 ) -> str:
-    """Return the page; `figures` and `wide` are HTML, all else is escaped.
+    """Return the page; all else than HTML is escaped.
 
-    `files` are in the folder of the page; `times` are seconds by phase.
+    HTML are `first` (before the `figures`), `middle` (after the answers) and `details` (figures after that). `files`
+    are in the folder of the page; `times` are seconds by phase.
     """
     tables = [_table(name, rows) for name, rows in groups]
     if times:
@@ -168,12 +178,13 @@ def render_page(
     body = [
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>",
         f'<div class="tiles">{"".join(map(_tile, tiles))}</div>',
+        *first,
         f'<div class="plots">{"".join(figures)}</div>',
-        *wide,
         *([f'<section class="answers"><h2>Answers</h2>{"".join(map(_answer, answers))}</section>'] if answers else []),
         *(map(_pictures, pictures)),
+        *middle,
+        *([f'<div class="plots">{"".join(details)}</div>'] if details else []),
         f'<div class="summary">{"".join(tables)}</div>',
-        *([_settings(settings)] if settings else []),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -221,6 +232,27 @@ def _settings(settings: Settings) -> str:
     table = wide_table("Settings that are not at their defaults", ("setting", "here", "default"), rows, code=True)
     whole = f"<details><summary>All settings</summary><pre><code>{escape(settings.whole)}</code></pre></details>"
     return table.replace("</section>", f"{whole}</section>")
+
+
+def render_notes(settings: Settings | None, warnings: Sequence[str], examples: Sequence[Example]) -> list[str]:
+    """Render a run's settings, warnings and training examples, where it has any."""
+    lines = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
+    title = "<h2>Training examples <small>the highlighted part is trained</small></h2>"
+    return [
+        *([_settings(settings)] if settings else []),
+        *([f'<section class="note warnings"><h2>Warnings</h2><ul>{lines}</ul></section>'] if warnings else []),
+        *([f'<section class="note">{title}{"".join(map(_example, examples))}</section>'] if examples else []),
+    ]
+
+
+def _example(example: Example) -> str:
+    """Render an example; its trained parts are marked, with their weight if it is not 1."""
+    name, parts = example
+    texts = [
+        f"<mark>{f'{weight:g}: ' * (weight != 1)}{escape(text)}</mark>" if weight else escape(text)
+        for weight, text in parts
+    ]
+    return f'<h3>{escape(name)}</h3><p class="example">{"".join(texts)}</p>'
 
 
 MOST_ON_A_PHONE = 3

@@ -4,17 +4,22 @@ Each reader raises a UserError that names an invalid file.
 """
 
 import json
-from collections.abc import Mapping
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import printable
 from trainer.config.files import Seconds, UnreadableFile, read_json
 from trainer.config.yaml_core import dump
 from trainer.contract.whole_files import write_json
-from trainer.monitor.report.page import Changed, Settings
+from trainer.monitor.metrics import Record
+from trainer.monitor.report.page import Changed, Example, Settings
 
 
 class RunRecord(BaseModel):
@@ -32,7 +37,10 @@ class RunRecord(BaseModel):
     commit: str | None
 
 
-TIMES = "time_by_phase.json"
+TIMES, EXAMPLES = "time_by_phase.json", "examples.json"
+HEAD, TAIL = 600, 300
+"""Characters kept of each end of a long part of an example."""
+WARNING, LOG_HEADER = "warning: ", re.compile(r"== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  rank 0  ")
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
@@ -64,6 +72,35 @@ def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) 
     write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
 
 
+def record_examples(run_dir: Path, examples: Sequence[Example]) -> None:
+    """Record training examples for the page, with long parts shortened."""
+    kept = [(name, [(weight, _shorten(text)) for weight, text in parts]) for name, parts in examples]
+    write_json(run_dir / EXAMPLES, kept)
+
+
+def read_examples(run_dir: Path) -> list[Example]:
+    """Return the recorded training examples; none if the file does not exist."""
+    return _read(run_dir / EXAMPLES, list[Example]) or []
+
+
+def read_warnings(run_dir: Path, records: list[Record]) -> list[str]:
+    """Return the distinct warnings in rank 0's log, without those of earlier runs in the folder."""
+    found: list[str] = []
+    first = min((record.get("time") or math.inf for record in records), default=0.0)
+    log = run_dir / "logs" / "rank-0.log"
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
+        header = LOG_HEADER.match(line)
+        if header and time.mktime(time.strptime(header[1], "%Y-%m-%d %H:%M:%S")) <= first:
+            found = []  # starts before the one of the first record are of earlier runs
+        if line.startswith(WARNING):
+            found.append(printable(line.removeprefix(WARNING)))
+    return list(dict.fromkeys(found))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} … {text[-TAIL:]}"
+
+
 def _read(path: Path, shape: Any) -> Any:
     try:
         return read_json(path, shape)
@@ -79,9 +116,9 @@ def changed_settings(config: Mapping[str, Any]) -> Settings | None:
         return None
     given, defaults = flatten(config), _defaults(config)
     changed = [
-        Changed(name, format_value(value), format_value(defaults[name]) if name in defaults else "no default")
+        Changed(name, format_value(_shown(value)), format_value(defaults.get(name)))
         for name, value in given.items()
-        if name not in defaults or value != defaults[name]
+        if value != defaults.get(name) and name != "dataset.cache_dir"
     ]
     return Settings(changed, dump(dict(config)))
 
@@ -94,14 +131,33 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def hub_name(name: str) -> str:
+    """Return the hub name of a folder in the hub's cache; other names and paths as they are."""
+    cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
+    return f"{cached[1]}/{cached[2]}" if cached else name
+
+
 def format_value(value: Any) -> str:
-    """Format a value as it is typed on the command line."""
+    """Format a value as it is typed on the command line, and null as `none`."""
+    if value is None:
+        return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value with the names of cached hub models, and without the nulls of the entries of a list."""
+    if isinstance(value, list):
+        return [_shown(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _shown(entry) for name, entry in value.items() if entry is not None}
+    return hub_name(value) if isinstance(value, str) else value
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     # The SCU's law and measure determine some of the other defaults.
     scu = {name: config["scu"][name] for name in ("law", "measure") if name in config.get("scu", {})}
-    least = {"base_model": "", "output_dir": "", "dataset": {"path": "x"}, "scu": scu}
+    data = {"path": "x"} | ({"evaluation": {"path": "x"}} if config.get("dataset", {}).get("evaluation") else {})
+    least = {"base_model": "", "output_dir": "", "dataset": data, "scu": scu}
     defaults = flatten(RunConfig.model_validate(least).model_dump(mode="json"))
-    return {name: value for name, value in defaults.items() if name not in ("base_model", "output_dir", "dataset.path")}
+    required = ("base_model", "output_dir", "dataset.path", "dataset.evaluation.path")
+    return {name: value for name, value in defaults.items() if name not in required}

@@ -1,5 +1,6 @@
 """A page that compares several runs: overlaid curves, results, and differing settings."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,8 @@ from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import Chart, Curve, draw
-from trainer.monitor.report.curves import IMAGES, HeldOut, choose_window, find_unit, running_mean, series
+from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
+from trainer.monitor.report.curves import HeldOut, choose_window, find_unit, running_mean, series
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
@@ -19,8 +20,10 @@ PAGE = "runs.html"
 MAX_RUNS = 8
 """Number of distinguishable colours."""
 CHARTS = (
-    ("Loss", "nats per token", "train/loss", None),
-    ("Held-out loss", "nats per token", "eval/loss", None),
+    ("Held-out loss", "", "eval/loss", None),
+    ("Loss", "", "train/loss", None),
+    *((f"{title}, held out", unit, f"eval/rewards/{name}", None) for name, title, unit in REWARDS),
+    *((f"{title}, training", unit, f"train/rewards/{name}", None) for name, title, unit in REWARDS),
     ("Learning rate", "", "train/learning_rate", 0.0),
     ("Gradient norm", "L2", "train/grad_norm", 0.0),
     ("Throughput", "tokens/s per rank", "perf/tokens_per_second_per_gpu", 0.0),
@@ -50,17 +53,30 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     names = _unique_names(folders)
     runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     check_output_file(page, str(page))
+    runs.sort(key=_result)
     text = render_page(
         f"{len(runs)} runs",
-        " · ".join(names),
+        " · ".join(run.name for run in runs),
         (),
         (),
         [draw(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
-        wide=[wide_table("Results", HEADS, [_outcome(run) for run in runs], runs=True), *_differences(runs)],
+        first=[wide_table("Results", HEADS, [_outcome(run) for run in runs], runs=True)],
+        middle=_differences(runs),
     )
     write_whole(page, text)
     return page
+
+
+def _result(run: Recorded) -> tuple[bool, float]:
+    """Return the sort key of a run: its held-out loss after training; runs without it last, by their training loss."""
+    held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
+    return held_out is None, held_out.after if held_out else _last_tenth(losses) if losses else math.inf
+
+
+def _last_tenth(losses: list[float]) -> float:
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
 
 
 def _read(folder: Path) -> Recorded:
@@ -95,8 +111,9 @@ def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
         wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
         shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
         if any(len(curve.line.finite()) for curve in curves):
-            squares = wide and IMAGES in [find_unit(run.records) for run in runs]
-            found.append(Chart(title, IMAGES.loss if squares else unit, shown, low=low, wide=wide))
+            units = {find_unit(run.records).loss for run in runs}
+            own = units.pop() if len(units) == 1 else "in each run's unit"
+            found.append(Chart(title, own if wide else unit, shown, low=low, wide=wide))
     return found
 
 
@@ -118,13 +135,12 @@ def _outcome(run: Recorded) -> list[str]:
     held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
     rate, unit = median_rate(run.records), find_unit(run.records)
     memory = metric_values(run.records, "memory/peak_gib")
-    last = losses[-max(1, len(losses) // 10) :]
     return [
         run.name,
         f"{max(record['step'] or 0 for record in run.records):,.0f}",
         f"{held_out.before:.4f} → {held_out.after:.4f}" if held_out else "",
         f"{held_out.lowest:.4f}" if held_out else "",
-        f"{sum(last) / len(last):.4f}" if last else "",
+        f"{_last_tenth(losses):.4f}" if losses else "",
         f"{rate:,.{unit.digits}f} {unit.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",
         duration(training_seconds(run.records)),

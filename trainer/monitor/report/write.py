@@ -13,10 +13,18 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report import recorded
 from trainer.monitor.report.charts import charts, draw
-from trainer.monitor.report.curves import TOKENS, BatchUnit, HeldOut, find_unit
-from trainer.monitor.report.page import Answer, Tile, render_page
-from trainer.monitor.report.recorded import changed_settings, read_answers, read_run, read_settings, read_times
+from trainer.monitor.report.curves import IMAGES, TOKENS, BatchUnit, HeldOut, find_unit, series
+from trainer.monitor.report.page import Answer, Tile, render_notes, render_page
+from trainer.monitor.report.recorded import (
+    changed_settings,
+    hub_name,
+    read_answers,
+    read_run,
+    read_settings,
+    read_times,
+)
 from trainer.monitor.report.sample_images import embed_sample_images
 
 PAGE = "report.html"
@@ -63,13 +71,16 @@ def write_report(run_dir: Path) -> Path:
         _subtitle(config, run),
         tiles(records, run),
         summary_rows(records, config, run) + _restart_rows(run_dir),
-        [draw(chart) for chart in shown],
+        [draw(chart) for chart in shown if chart.wide],
         answers=answers,
         pictures=embed_sample_images(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
         times=read_times(run_dir),
-        settings=changed_settings(config),
+        middle=render_notes(
+            changed_settings(config), recorded.read_warnings(run_dir, records), recorded.read_examples(run_dir)
+        ),
+        details=[draw(chart) for chart in shown if not chart.wide],
     )
     write_whole(page, text)
     return page
@@ -135,7 +146,8 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     of = f", means of {count} records" if count > 1 else ""
-    for label, values, note in (("held-out loss", compared, ""), ("training loss", means, of)):
+    kept = f", kept: step {held_out.kept_step:,}" if held_out and len(series(records, "eval/kept_step")) else ""
+    for label, values, note in (("held-out loss", compared, kept), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate, unit = median_rate(records), find_unit(records)
@@ -168,7 +180,7 @@ def _model_rows(config: Mapping[str, Any], unit: BatchUnit) -> list[tuple[str, s
     if not config:
         return []
     lora, data = config["lora"], config["dataset"]
-    rows = [("model", config["base_model"])]
+    rows = [("model", hub_name(config["base_model"]))]
     if config["adapter"] == "none":
         rows.append(("adapter", "none: all weights trained"))
     else:
@@ -182,13 +194,13 @@ def _model_rows(config: Mapping[str, Any], unit: BatchUnit) -> list[tuple[str, s
         twice = ", double quantisation" if bits["double_quant"] else ""
         blocks = "a scale for each row" if bits["bits"] == 8 else f"blocks of {bits['block_size']}{twice}"
         rows.append((f"{bits['bits']}-bit base", f"{bits['quant_type']}, {blocks}"))
-    rows.append(("data", ", ".join(str(source["path"]) for source in data["mix"]) or str(data["path"])))
+    rows.append(("data", _data_names(data)))
     if data["evaluation"]:
-        rows.append(("held out", str(data["evaluation"]["path"])))
+        rows.append(("held out", hub_name(str(data["evaluation"]["path"]))))
     elif data["val_split"]:
         split = data["val_split"]
         rows.append(("held out", f"{split:,.0f} records" if split >= 1 else f"{split:.1%} of the records"))
-    if unit is TOKENS:
+    if unit is not IMAGES:
         size = f"up to {data['max_length']:,} tokens" + ", packed" * data["packing"]
     else:
         size = f"{config['image']['resolution']} pixels" + ", buckets" * config["image"]["buckets"]
@@ -271,11 +283,14 @@ def _restart_rows(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
 def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     words = []
     if config:
-        data = [source["path"] for source in config["dataset"]["mix"]] or [config["dataset"]["path"]]
-        words.append(f"{config['base_model']} on {', '.join(map(str, data))}")
+        words.append(f"{hub_name(config['base_model'])} on {_data_names(config['dataset'])}")
     if run:
         words.append(f"started {run['started'][:16].replace('T', ' ')}")
     return " · ".join(words)
+
+
+def _data_names(data: Mapping[str, Any]) -> str:
+    return ", ".join(hub_name(str(source["path"])) for source in data["mix"] or [data])
 
 
 def median_rate(records: list[Record]) -> float | None:
