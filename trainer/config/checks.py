@@ -203,11 +203,23 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
     if config.scu.enabled and config.scu.measure != "kl":
         problem = "compares with a loss per token, not per pair"
         yield Mistake("scu.measure", config.scu.measure, problem, "use kl", "task")
+    if preference.share_prompt is True:
+        yield from _check_shared_prompts(config)
     if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
         yield from _check_reference(config)
     if preference.reference == "cached" and config.dataset.streaming:
         problem = "the answers of a stream are unknown before training"
         yield Mistake("preference.reference", "cached", problem, "use step", "dataset.streaming")
+
+
+def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
+    for setting, value, usual in (
+        ("training.torch_compile", config.training.torch_compile, False),
+        ("model.attn_implementation", config.model.attn_implementation, "auto"),
+    ):
+        if value != usual:
+            problem = f"not with preference.share_prompt, which needs {str(usual).lower()}"
+            yield Mistake(setting, value, problem, "set preference.share_prompt: auto", "preference.share_prompt")
 
 
 def _check_reference(config: RunConfig) -> Iterator[Mistake]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from trainer.config import UserError
 from trainer.data.by_tokens import like_lengths_together, like_tokens
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
+from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
@@ -45,6 +46,8 @@ class MicroBatch:
     """Length of the longest document if there are `cu_seqlens`."""
     weights: torch.Tensor | None = None
     """Weights of the targets in the order of their rows, fp32 [K]; None if all are 1."""
+    shared_keys: dict[str, Any] = field(default_factory=dict)
+    """Result of `find_shared_keys` for documents that share a prompt."""
 
     @property
     def target_count(self) -> int:
@@ -120,6 +123,7 @@ class Batches(GlobalBatches):
         flat: bool,
         by_tokens: bool = False,
         pairs: bool = False,
+        shared: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
@@ -130,6 +134,7 @@ class Batches(GlobalBatches):
             "packed": samples.packed,
             "flat": flat,
             "pairs": pairs,
+            "shared": shared,
         }
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
@@ -188,6 +193,7 @@ class StreamBatches(GlobalBatches):
         pad_token_id: int,
         flat: bool,
         pairs: bool = False,
+        shared: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.stream = stream
@@ -196,6 +202,7 @@ class StreamBatches(GlobalBatches):
             "packed": stream.packed,
             "flat": flat,
             "pairs": pairs,
+            "shared": shared,
         }
         self._position = -1
         self._epoch = 0
@@ -284,25 +291,37 @@ class StreamBatches(GlobalBatches):
 
 
 def evaluation_batches(
-    samples: Samples, *, batch_size: int, rank: int, world_size: int, pad_token_id: int, flat: bool, pairs: bool = False
+    samples: Samples,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    pad_token_id: int,
+    flat: bool,
+    pairs: bool = False,
+    shared: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches of one pass in order; rows without targets make their number equal on all ranks."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
-        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat, pairs=pairs)
+        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat, pairs=pairs, shared=shared)
 
 
 def collate(
-    samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool, pairs: bool = False
+    samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool, pairs: bool = False, shared: bool = False
 ) -> MicroBatch:
     """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets.
 
-    With `pairs`, the samples are of preference data; without packing each document gets a row.
+    With `pairs`, the samples are of preference data; without packing each document gets a row. If `shared`, the prompt
+    of a pair is in one of its documents only, and the batch is flat.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
-        batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
+        if shared:
+            batch = _collate_shared(documents, pad_token_id)
+        else:
+            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
         counts = torch.tensor(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
@@ -339,6 +358,18 @@ def collate(
         return replace(batch, attention_mask=places)
     widths = torch.tensor([len(row.input_ids) for row in rows])
     return replace(batch, position_ids=places, unpadded=(torch.arange(longest) < widths[:, None]).long())
+
+
+def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
+    """Return the documents of pairs as a flat batch in which each prompt is computed once."""
+    shortened, shared = share_prompts(documents)
+    batch = collate(shortened, pad_token_id, packed=True, flat=True)
+    if not any(shared):
+        return batch
+    lengths = [len(document.input_ids) for document in shortened]
+    assert batch.position_ids is not None
+    positions = batch.position_ids + torch.tensor(shared).repeat_interleave(torch.tensor(lengths))
+    return replace(batch, position_ids=positions, shared_keys=find_shared_keys(lengths, shared))
 
 
 def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:

@@ -76,10 +76,20 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     Models with attention sinks always do, without flash attention in plain torch: transformers would mix documents.
     """
     takes_ours = require(model, "_supports_attention_backend", "transformers")
-    by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
-    if takes_ours and (by_kernels or has_sinks(model)):
-        _register()
-        model.set_attn_implementation(VARLEN)
+    if (takes_ours and has_sinks(model)) or (takes_varlen(model) and has_flash(device, dtype)):
+        set_varlen(model)
+
+
+def takes_varlen(model: Any) -> bool:
+    """Return whether our attention can replace the sdpa of a loaded model without sinks."""
+    replaceable = require(model, "_supports_attention_backend", "transformers") and not has_sinks(model)
+    return replaceable and takes_sdpa(model) and model.config._attn_implementation in ("sdpa", VARLEN)
+
+
+def set_varlen(model: Any) -> None:
+    """Let a loaded model use our attention."""
+    _register()
+    model.set_attn_implementation(VARLEN)
 
 
 def disable_varlen(model: Any) -> None:
@@ -151,6 +161,9 @@ def varlen_attention(
     max_seqlen: int | None = None,
     equal_documents: int = 0,
     others_seqlen: int = 0,
+    key_index: torch.Tensor | None = None,
+    key_seqlens: torch.Tensor | None = None,
+    max_keylen: int = 0,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -160,6 +173,9 @@ def varlen_attention(
     Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]). Without `cu_seqlens` (text generation) it is
     transformers' sdpa. The first `equal_documents` documents, if any, have max_seqlen tokens each, the others at most
     `others_seqlen`. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
+
+    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most
+    `max_keylen`, the last of which belong to its own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -178,20 +194,26 @@ def varlen_attention(
             "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
             "support; use eager, or dataset.packing: false"
         )
-    documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen)
+    documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen, max_keylen)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
-    if documents * max_seqlen == tokens and window is None:
+    if key_index is not None:
+        # By rows [heads, head_dim], which lie together.
+        key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
+    bounds = cu_seqlens, cu_seqlens if key_seqlens is None else key_seqlens
+    if not has_flash(query.device, query.dtype):
+        return _attend_in_turn(module, query, key, value, *bounds, scaling, dropout, window), None
+    if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
-        return _attend_varlen(query, key, value, cu_seqlens, longest, scaling, dropout, window).unsqueeze(0), None
+        return _attend_varlen(query, key, value, *bounds, longest, scaling, dropout, window).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
     of_equal = _attend_batched(q, k, v, equal_documents, scaling, dropout)
-    bounds = cu_seqlens[equal_documents:] - at
-    of_others = _attend_varlen(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
+    rest = cu_seqlens[equal_documents:] - at
+    of_others = _attend_varlen(others_q, others_k, others_v, rest, rest, others_seqlen, scaling, dropout, None)
     return torch.cat([of_equal, of_others]).unsqueeze(0), None
 
 
@@ -214,6 +236,7 @@ def _attend_varlen(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    key_seqlens: torch.Tensor,
     max_seqlen: int,
     scaling: float | None,
     dropout: float,
@@ -224,17 +247,37 @@ def _attend_varlen(
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
         cu_seqlens,
-        cu_seqlens,
+        key_seqlens,
         max_seqlen,
         max_seqlen,
         dropout,
-        True,  # causal
+        True,  # causal: the last query of a document belongs to its last key
         False,  # no debug mask
         scale=scaling,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )
     return out
+
+
+def _attend_in_turn(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    key_seqlens: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Compute one document after the other in plain torch, [1, T, heads, head_dim]."""
+    outs = []
+    queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
+    for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
+        mask = _mask_of_one_text(q.shape[2], k.shape[2], window, q.device)
+        outs.append(sdpa_with_own_heads(module, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
+    return torch.cat(outs, 1)
 
 
 def _attend_batched(

@@ -50,6 +50,8 @@ class LanguageTask:
         self._tokenizer_files: dict[str, bytes] | None = None
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
+        self.shares_prompts = False
+        """Whether the prompt of a pair is computed once."""
 
     @property
     def _any_token(self) -> int:
@@ -110,6 +112,7 @@ class LanguageTask:
             "pad_token_id": self._any_token,
             "flat": self.flat_packs,
             "pairs": self.pairs,
+            "shared": self.shares_prompts,
         }
         if isinstance(samples, Samples):
             dataset, seed = self._config.dataset, self._config.seed
@@ -131,6 +134,7 @@ class LanguageTask:
             pad_token_id=self._any_token,
             flat=self.flat_packs,
             pairs=self.pairs,
+            shared=self.shares_prompts,
         )
 
     def meter(self, model: Any) -> MfuMeter | None:
