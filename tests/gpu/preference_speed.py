@@ -25,7 +25,8 @@ CASES: dict[str, dict[str, object]] = {
 }
 CASES |= {
     f"dpo, long prompts, share {share}": {
-        "task": "preference", "preference.share_prompt": share, "dataset.max_length": 2 * (LONG_PROMPT + SHORT_ANSWER + 1)
+        "task": "preference", "preference.share_prompt": share,
+        "dataset.max_length": 2 * (LONG_PROMPT + SHORT_ANSWER + 1),
     }
     for share in (False, True)
 }  # fmt: skip

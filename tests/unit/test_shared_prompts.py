@@ -1,4 +1,4 @@
-"""Pairs that share their prompt have the losses and gradients of pairs that do not, or do not share it."""
+"""Pairs that share their prompt have the losses and gradients of pairs that compute it twice."""
 
 import json
 import random
@@ -88,10 +88,14 @@ def test_losses_and_gradients_are_equal(
         ("nemotron", {"intermediate_size": 48, "num_key_value_heads": 2}),
         ("mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
         ("bloom", {}),
+        (
+            "llama4_text",
+            LLAMA | {"attention_chunk_size": 16, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        ),
     ],
 )
 def test_other_models_are_left_as_they_are(name: str, settings: dict[str, Any]) -> None:
-    """Sinks, a soft cap, dropped bounds, a recurrent state, distances instead of positions."""
+    """Sinks, a soft cap, dropped bounds, a recurrent state, distances instead of positions, chunks."""
     model = model_of(name, **settings)
     before = model.config._attn_implementation
     assert share_prompt_keys(TokenLoss(model), model, 0, CPU)
@@ -174,12 +178,14 @@ def test_a_run_is_the_same(ground: Path, changes: dict[str, Any], request: pytes
     assert 0 < found[True][2] < found[False][2]
 
 
-def test_prompts_are_shared_by_default_where_it_saves_a_tenth(ground: Path) -> None:
-    console, *_ = run(ground, "auto")
+def test_auto_shares_prompts_where_it_saves_a_tenth(ground: Path) -> None:
+    console, *_ = run(ground, "default")
+    assert "prompts:" not in console
+    console, *_ = run(ground, "auto", preference__share_prompt="auto")
     assert "prompts: shared by pairs, which saves" in console
     short = [{"prompt": "red", "chosen": "cat " * 9, "rejected": "blue dog"} for _ in range(12)]
     (ground / "short.jsonl").write_text("".join(json.dumps(record) + "\n" for record in short))
-    console, *_ = run(ground, "short", dataset__path=str(ground / "short.jsonl"))
+    console, *_ = run(ground, "short", preference__share_prompt="auto", dataset__path=str(ground / "short.jsonl"))
     assert "prompts:" not in console
 
 

@@ -81,9 +81,10 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def takes_varlen(model: Any) -> bool:
-    """Return whether our attention can replace the sdpa of a loaded model without sinks."""
+    """Return whether our attention can replace the sdpa of a loaded model, without sinks or chunks (Llama 4)."""
     replaceable = require(model, "_supports_attention_backend", "transformers") and not has_sinks(model)
-    return replaceable and takes_sdpa(model) and model.config._attn_implementation in ("sdpa", VARLEN)
+    whole = not getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    return replaceable and whole and takes_sdpa(model) and model.config._attn_implementation in ("sdpa", VARLEN)
 
 
 def set_varlen(model: Any) -> None:
@@ -202,10 +203,10 @@ def varlen_attention(
         # By rows [heads, head_dim], which lie together.
         key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
     bounds = cu_seqlens, cu_seqlens if key_seqlens is None else key_seqlens
-    if not has_flash(query.device, query.dtype):
-        return _attend_in_turn(module, query, key, value, *bounds, scaling, dropout, window), None
     if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
+    if not has_flash(query.device, query.dtype):
+        return _attend_in_turn(module, query, key, value, *bounds, scaling, dropout, window), None
     if not equal_documents or window is not None:
         return _attend_varlen(query, key, value, *bounds, longest, scaling, dropout, window).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
