@@ -38,6 +38,16 @@ def write_pairs(path: Path, count: int, *, seed: int = 0) -> Path:
     return path
 
 
+def write_answers(path: Path, count: int, *, good: int = 1, seed: int = 3) -> Path:
+    """Write ragged labelled answers; `good` of three are good."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(count):
+            prompt, completion = (" ".join(draw.choices(WORDS, k=draw.randint(2, 8))) for _ in range(2))
+            file.write(json.dumps({"prompt": prompt, "completion": completion, "label": number % 3 < good}) + "\n")
+    return path
+
+
 def _odds(log_p: torch.Tensor) -> torch.Tensor:
     p = log_p.double().exp()
     return torch.log(p / (1 - p))
@@ -86,9 +96,9 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
         pairs = list(zip(documents[::2], documents[1::2], strict=True))
         total = 0.0
         for chosen, rejected in pairs:
-            (c, n), (r, m) = _log_p(model, chosen), _log_p(model, rejected)
+            (c, n), (r, m) = log_p(model, chosen), log_p(model, rejected)
             with torch.no_grad(), model.disable_adapter():
-                (reference_c, _), (reference_r, _) = _log_p(model, chosen), _log_p(model, rejected)
+                (reference_c, _), (reference_r, _) = log_p(model, chosen), log_p(model, rejected)
             loss = formula(c, r, reference_c, reference_r, n, m, beta)
             (loss / len(pairs)).backward()
             total += loss.item()
@@ -103,10 +113,10 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
     return losses, {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}
 
 
-def _log_p(model: Any, document: Sample) -> tuple[torch.Tensor, int]:
+def log_p(model: Any, document: Sample) -> tuple[torch.Tensor, int]:
     """log p of the trained tokens of one document, and their number."""
     ids = torch.tensor([document.input_ids])
-    wanted = torch.where(torch.tensor([document.trained]), ids, -100)[:, 1:]
+    wanted = torch.where(torch.tensor([document.trained]) > 0, ids, -100)[:, 1:]
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return -cross_entropy(logits[0].float(), wanted[0], ignore_index=-100, reduction="sum"), int((wanted != -100).sum())
 

@@ -9,7 +9,7 @@ from launcher.importing.translation import Foreign, Key, Number, Text, Translati
 
 DIFFUSION = "diffusion language models are not supported"
 SPARSE, DISTILLATION = "sparse fine-tuning is not supported", "distillation is not supported"
-RL = ("dpo", "ipo", "simpo", "orpo")
+RL = ("dpo", "ipo", "simpo", "orpo", "kto")
 
 EAFT_SCALE = "the entropy is divided by 3, as in LLaMA-Factory, so that losses are smaller by this factor"
 
@@ -21,7 +21,8 @@ KEYS = common.SHARED | make_table(
     copy output_dir:./model-out wandb_name=logging.run_name wandb_run_id=logging.run_name
     copy special_tokens.pad_token=model.pad_token default_system_message=dataset.system_prompt val_set_size!0
     copy rl_beta=preference.beta orpo_alpha=preference.beta dpo_label_smoothing=preference.label_smoothing
-    copy simpo_gamma=preference.gamma
+    copy simpo_gamma=preference.gamma kto_desirable_weight=preference.desirable_weight
+    copy kto_undesirable_weight=preference.undesirable_weight
     copy bnb_config_kwargs.bnb_4bit_use_double_quant=quantization.double_quant early_stopping_patience
     copy eaft_alpha noisy_embedding_alpha=training.neftune_noise_alpha
     flag load_in_4bit load_in_8bit model_quantization_config_kwargs.dequantize streaming skip_prepare_dataset bfloat16

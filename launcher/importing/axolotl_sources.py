@@ -10,7 +10,7 @@ from trainer.config import UserError
 from trainer.config.data_sections import SourceSection
 from trainer.config.source_dialect import FIELDS, NO_EFFECT, source_settings
 
-PAIR_FIELDS = ("field_chosen", "field_rejected", "field_prompt")
+PAIR_FIELDS = ("field_chosen", "field_rejected", "field_prompt", "field_completion", "field_label")
 SOURCE = {
     **dict.fromkeys((*FIELDS, "path", "name", "split", "revision", "chat_template", "chat_template_jinja"), Text),
     "type": (Text, {"*": Text}),
@@ -90,7 +90,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
         if entry.get(key, "turn") != "turn":
             t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
     t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry and key not in ELSEWHERE]
-    ours = read_pairs(entry) if t.get("rl") else read_format(t, entry.get("type"), f"{at}.type")
+    ours = read_pairs(entry, t.get("rl")) if t.get("rl") else read_format(t, entry.get("type"), f"{at}.type")
     others = ("type", "fields", *PAIR_FIELDS, *DROPPED, *ELSEWHERE, *REFUSED)
     given = {key: value for key, value in entry.items() if key not in others}
     try:
@@ -127,15 +127,18 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
     return {}
 
 
-def read_pairs(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return format and fields of a source of preference pairs."""
+def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
+    """Return format and fields of a source of preference pairs, or of labelled answers."""
     kind = entry.get("type")
     style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
     given = {**entry, **(kind if isinstance(kind, dict) else {})}
     fields = {name.removeprefix("field_"): given[name] for name in PAIR_FIELDS if name in given}
-    if style in QUESTIONS:
+    is_kto = rl.lower() == "kto"
+    if is_kto and style == "argilla_chat":
+        fields["messages"] = "completion"  # question and answer as turns
+    elif style in QUESTIONS:
         fields["instruction"] = QUESTIONS[style]
-    return {"format": "preference", "fields": fields}
+    return {"format": "unpaired" if is_kto else "preference", "fields": fields}
 
 
 def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]:

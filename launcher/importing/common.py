@@ -21,7 +21,7 @@ from trainer.config.errors import shown
 from trainer.config.files import read_json
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
-PREFERENCES = "KTO, reward models and online methods are not supported"
+PREFERENCES = "reward models and online methods are not supported"
 PREFERENCE_LOSSES = {"sigmoid": "dpo"} | {
     name: name
     for name in (

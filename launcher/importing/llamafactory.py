@@ -17,6 +17,7 @@ KEYS = common.TRANSFORMERS | make_table(
     copy overwrite_output_dir project=logging.project val_size!0 early_stopping_steps=training.early_stopping
     copy quantization_type=quantization.quant_type double_quantization=quantization.double_quant lora_target:all
     copy pref_beta=preference.beta simpo_gamma=preference.gamma dpo_label_smoothing=preference.label_smoothing
+    copy kto_chosen_weight=preference.desirable_weight kto_rejected_weight=preference.undesirable_weight
     number pref_ftx
     copy eaft_alpha
     copy add_special_tokens new_special_tokens add_tokens
@@ -52,7 +53,7 @@ KEYS = common.TRANSFORMERS | make_table(
     },
     {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
     {
-        "stage": Key(Text, values={"sft": "sft", "pt": "pt", "dpo": "dpo"}, otherwise=common.PREFERENCES),
+        "stage": Key(Text, values={name: name for name in ("sft", "pt", "dpo", "kto")}, otherwise=common.PREFERENCES),
         "pref_loss": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
         "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
         "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
@@ -103,6 +104,8 @@ def translate(foreign: Foreign) -> Translation:
     if t.get("stage") == "dpo":
         loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
         common.set_preference(t, loss, "cutoff_len", "stage", "pref_loss", sft=t.get("pref_ftx", 0.0))
+    elif t.get("stage") == "kto":
+        common.set_preference(t, "kto", "cutoff_len", "stage")
     else:
         t.drop("preference.")
     if "output_dir" not in t.settings:
@@ -171,9 +174,10 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")
-    if bool(entry.get("ranking")) != (t.get("stage") == "dpo") or "kto_tag" in columns:
-        wanted = "has no pairs (ranking: true)" if t.get("stage") == "dpo" else "is preference data; use stage: dpo"
-        t.refuse("dataset", f"{name}: {common.PREFERENCES if 'kto_tag' in columns else wanted}")
+    stage, kind = t.get("stage"), "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
+    if (stage if stage in ("dpo", "kto") else "") != kind:
+        needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
+        t.refuse("dataset", f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")
     if {"images", "videos", "audios"} & columns.keys():
         t.refuse("dataset", f"{name}: {common.VISION}")
     source = read_place(t, entry, file.parent, name)
@@ -189,10 +193,10 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
         theirs |= {name: name for name in ("chosen", "rejected", "system", "tools")}
         fields = {ours: columns[key] for ours, key in theirs.items() if columns.get(key, ours) != ours}
         return source | {"format": "preference", **({"fields": fields} if fields else {})}
-    if formatting == "alpaca":
-        return source | read_alpaca(t, columns)
-    if formatting in ("sharegpt", "openai"):
-        return source | read_turns(columns, tags, "sharegpt" if formatting == "sharegpt" else "messages")
+    if formatting in ("alpaca", "sharegpt", "openai"):
+        form = "messages" if formatting == "openai" else "sharegpt"
+        read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, form)
+        return source | (mark_unpaired(t, read, columns["kto_tag"], name) if kind == "kto" else read)
     t.refuse("dataset", f"{name}: formatting {formatting} is not known")
     return {}
 
@@ -224,6 +228,16 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
     if not columns or "query" in columns:
         t.note("dataset", "instruction and input are joined by an empty line instead of a line break")
     return {"format": "alpaca", **({"fields": fields} if fields else {})}
+
+
+def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str) -> dict[str, Any]:
+    """Return the settings of records whose answers have a label."""
+    fields = {
+        {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
+    }
+    if "history" in fields:
+        t.refuse("dataset", f"{name}: a history is not read with labels; write the records as messages")
+    return read | {"format": "unpaired", "fields": fields | {"label": label}}
 
 
 def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, Any]:

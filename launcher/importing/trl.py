@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
 REFUSED_SCRIPTS = {
-    common.PREFERENCES: r"online_dpo|grpo|gspo|ppo|mpo|kto|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
+    common.PREFERENCES: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
     "distillation is not supported": r"gkd|gold|distillation|sdft|ssd",
     common.VISION: r"vlm",
     "diffusion language models are not supported": r"diffusion",
@@ -30,6 +30,7 @@ WHOLE_CONVERSATIONS = (
     "TRL trains on whole conversations, and on the completions of prompt and completion: for the latter write "
     "dataset.train_on: assistant"
 )
+UNPAIRED = "answers with a label are found by their fields; for pairs write dataset.format: unpaired"
 ACCELERATE: dict[str, Any] = {
     "distributed_type": Text,
     "deepspeed_config": {
@@ -49,6 +50,7 @@ KEYS = common.TRANSFORMERS | make_table(
     copy test_split_size=dataset.val_split dataset_streaming=dataset.streaming streaming max_length max_seq_length:1024
     copy packing pad_token=model.pad_token chat_template_path=dataset.chat_template learning_rate:2e-5
     copy beta=preference.beta label_smoothing=preference.label_smoothing discopop_tau=preference.discopop_tau
+    copy desirable_weight=preference.desirable_weight undesirable_weight=preference.undesirable_weight
     copy ld_alpha=preference.length_weight router_aux_loss_coef torch_compile output_dir:trainer_output
     copy lora_target_modules bnb_4bit_quant_type:nf4 use_bnb_nested_quant=quantization.double_quant:false
     copy activation_offloading=training.offload_activations dataset_train_split=dataset.split!train
@@ -85,6 +87,9 @@ KEYS = common.TRANSFORMERS | make_table(
 PAIR_KEYS = KEYS | {
     "loss_type": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
     "precompute_ref_log_probs": Key(bool, "preference.reference", values={"true": "cached"}),
+}
+KTO_KEYS = PAIR_KEYS | {
+    "loss_type": Key(Text, values={"kto": "kto"}, otherwise="the only loss of labelled answers here is kto")
 }
 
 
@@ -134,8 +139,9 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(foreign: Foreign) -> Translation:
-    """Return our settings for the arguments of TRL's sft.py and dpo.py."""
-    t = Translation(foreign, PAIR_KEYS if trains_on_pairs(foreign) else KEYS)
+    """Return our settings for the arguments of TRL's sft.py, dpo.py and kto.py."""
+    keys = KEYS if not trains_on_pairs(foreign) else KTO_KEYS if is_kto(foreign) else PAIR_KEYS
+    t = Translation(foreign, keys)
     common.name_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
     set_adapter(t)
@@ -144,16 +150,24 @@ def translate(foreign: Foreign) -> Translation:
     common.set_distribution(t)
     set_accelerate(t)
     if trains_on_pairs(foreign):
-        loss = common.PREFERENCE_LOSSES.get(str(t.get("loss_type", "sigmoid")).lower(), "dpo")
+        default = "kto" if is_kto(foreign) else "sigmoid"
+        loss = {**common.PREFERENCE_LOSSES, "kto": "kto"}.get(str(t.get("loss_type", default)).lower(), "dpo")
         common.set_preference(t, loss, "max_length", "loss_type")
+        if loss == "kto":
+            t.note("loss_type" if t.get("loss_type") else "dataset_name", UNPAIRED)
     else:
         t.drop("preference.")
     return t
 
 
 def trains_on_pairs(foreign: Foreign) -> bool:
-    """Return whether the script is that of DPO."""
-    return re.search(r"(?<![a-z])dpo(?![a-z])", foreign.label.lower()) is not None
+    """Return whether the script is that of DPO or KTO."""
+    return re.search(r"(?<![a-z])(dpo|kto)(?![a-z])", foreign.label.lower()) is not None
+
+
+def is_kto(foreign: Foreign) -> bool:
+    """Return whether the script is that of KTO."""
+    return re.search(r"(?<![a-z])kto(?![a-z])", foreign.label.lower()) is not None
 
 
 def set_adapter(t: Translation) -> None:

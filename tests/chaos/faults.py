@@ -221,12 +221,12 @@ FAULTS = (
     Fault("SIGKILL of slurmctld, back after 10 s", EVERY[1:], "", outside=acts.kill_daemon("login", "slurmctld -D"),
           places=(SLURM,), passes=True),
     # Ranks that are to be started just then are not.
-    Fault("SIGKILL of n2's sshd until told", ("tokenise",), LOST,
+    Fault("SIGKILL of n2's sshd until reported", ("tokenise",), LOST,
           outside=acts.kill_daemon("n2", "sshd_config", until_reported=True), places=(SSH,)),
-    Fault("SIGKILL of slurmctld until told", ("tokenise",), FAILED,
+    Fault("SIGKILL of slurmctld until reported", ("tokenise",), FAILED,
           outside=acts.kill_daemon("login", "slurmctld -D", until_reported=True), places=(SLURM,)),
     # Where all wait for each other there is no host to blame.
-    Fault("network cut until told", EVERY, rf"({FAILED}|error: ).*(n2|the network between them)",
+    Fault("network cut until reported", EVERY, rf"({FAILED}|error: ).*(n2|the network between them)",
           outside=acts.cut_network(240.0), hangs=True, places=HOSTS),
     Fault("n2 loses its power", EVERY, LOST, outside=acts.switch_off, hangs=True, places=HOSTS),
     Fault("SIGKILL of pdsh", EVERY[1:], f"{FAILED}: the launcher", outside=acts.kill_starter("pdsh"), places=(SSH,)),
@@ -238,10 +238,10 @@ FAULTS = (
     # If the rank there has ended already there is none to blame, and only srun continues.
     Fault("SIGKILL of n2's slurmstepd", EVERY[1:], f"{FAILED}.*n2|their launcher still waits",
           outside=acts.kill_on_node("slurmstepd: ["), places=(SLURM,)),
-    Fault("SIGKILL of n2's slurmd until told", EVERY[:1], f"({FAILED}|lost nodes|srun: error).*n2",
+    Fault("SIGKILL of n2's slurmd until reported", EVERY[:1], f"({FAILED}|lost nodes|srun: error).*n2",
           outside=acts.kill_daemon("n2", "slurmd -D", until_reported=True), places=(SLURM,)),
     # Ranks wait in their calls for longer than a run would let them.
-    Fault("SIGKILL of n2's slurmd until told", EVERY[1:], f"({FAILED}|lost nodes|error: Node failure).*n2",
+    Fault("SIGKILL of n2's slurmd until reported", EVERY[1:], f"({FAILED}|lost nodes|error: Node failure).*n2",
           outside=acts.kill_daemon("n2", "slurmd -D", until_reported=True, holds=True), places=(SLURM,),
           settings=("training.hang_timeout=5",)),
 )  # fmt: skip

@@ -21,11 +21,11 @@ HEAD = """\
 # Faults, and what becomes of a run
 
 Made by `python -m tests.chaos`: every line is a fault in a real run of two ranks, on CPUs or GPUs (16 steps, a
-checkpoint every 4, an evaluation every 6). *Told* is the time until the user's terminal says so, with the right rank
-and host where a rank is to blame. *Steps lost* were made twice. *Adapter* says whether the final one is, to the bit,
-that of the run without a fault. Where a run ends, because nothing was trained yet, somebody ended it, or its message
-says what to change, the same command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is
-compared. Faults that a run is to go through undisturbed were put into one run, one after the other.
+checkpoint every 4, an evaluation every 6). *Reported after* is the time until the user's terminal says so, with the
+right rank and host where a rank is to blame. *Steps lost* were made twice. *Adapter* says whether the final one is,
+to the bit, that of the run without a fault. Where a run ends, because nothing was trained yet, somebody ended it, or
+its message says what to change, the same command with `training.resume_from_checkpoint=auto` continued it, and its
+adapter is compared. Faults that a run is to go through undisturbed were put into one run, one after the other.
 
 """
 COLUMNS = (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from launcher.targets.local import local_command
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
-from tests.preferences import write_pairs
+from tests.preferences import write_answers, write_pairs
 from tests.tiny import make_model, write_chats
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.rendezvous import free_port
@@ -116,6 +116,7 @@ def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, 
         write_chats(folder / "train.jsonl", 40)
         write_chats(folder / "held_out.jsonl", 6, seed=1)
         write_pairs(folder / "pairs.jsonl", 24)
+        write_answers(folder / "answers.jsonl", 24, good=2)
         (folder / "base.yaml").write_text(yaml.safe_dump(_base(folder)))
     path = folder / f"plan-{ranks}.json"
     path.write_text(json.dumps(_resolved(plan, folder)))

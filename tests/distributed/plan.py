@@ -134,6 +134,15 @@ OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
         "training__resume_from_checkpoint": "pairs-whole/checkpoint-3",
     },
 }  # fmt: skip
+# Labelled answers: 4 of them in each micro-step of all ranks, whose mean is the baseline.
+LABELLED: dict[str, Any] = PAIRED | {
+    "dataset__path": "answers.jsonl", "dataset__evaluation__path": "answers.jsonl", "preference__loss": "kto",
+    "training__learning_rate": 3e-2,
+}  # fmt: skip
+KTO: dict[str, dict[str, Any]] = {
+    **{f"stage{stage}": {"zero__stage": stage} for stage in STAGES},
+    "cached": {"preference__reference": "cached", "zero__stage": 3},
+}
 
 TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
@@ -163,6 +172,9 @@ TWO_RANKS: list[dict[str, Any]] = [
         logging__sample_tokens=6,
     ),
     *(case(f"pairs-{name}", **PAIRED, **changes) for name, changes in (PREFERENCES | OTHER_PREFERENCES).items()),
+    *(case(f"kto-{name}", **LABELLED, training__batch_size=2, **changes) for name, changes in KTO.items()),
+    case("kto-nf4-2", **LABELLED, training__batch_size=2, adapter="qlora", zero__stage=2),
+    case("kto-nf4-3", **LABELLED, training__batch_size=2, adapter="qlora", zero__stage=3, ops__backend="reference"),
     case("offload-2", zero__stage=2, zero__offload_optimizer=True),
     case("offload-3", zero__stage=3, zero__offload_optimizer=True, zero__offload_parameters=True),
     case("dropout", zero__stage=2, lora__dropout=0.3, training__gradient_checkpointing="non_reentrant"),
@@ -236,6 +248,7 @@ ONE_RANK: list[dict[str, Any]] = [
     case("nonfinite-stop-2", zero__stage=2, training__max_steps=8, **DIVERGES),
     case("nonfinite-skip-2", training__max_steps=20, training__on_nonfinite="skip", **DIVERGES),
     case("pairs-one-rank", **PAIRED, training__gradient_accumulation_steps=4),
+    case("kto-one-rank", **LABELLED, training__batch_size=4),
     case("pairs-streamed", **PAIRED, dataset__shuffle=False, dataset__streaming=True),
     case("pairs-in-order", **PAIRED, dataset__shuffle=False),
     case("in-order", dataset__shuffle=False),

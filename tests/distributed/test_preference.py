@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.conftest import Matrix
-from tests.distributed.plan import PREFERENCES
+from tests.distributed.plan import KTO, PREFERENCES
 from tests.preferences import LN_2
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
@@ -54,3 +54,20 @@ def test_a_resumed_run_continues_to_the_bit(matrix: Matrix) -> None:
 
 def test_a_stream_of_pairs_gives_the_same_losses(matrix: Matrix) -> None:
     assert matrix["pairs-streamed"].losses == pytest.approx(matrix["pairs-in-order"].losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", KTO)
+def test_labelled_answers_share_one_baseline(matrix: Matrix, name: str) -> None:
+    """Two ranks of two answers and one rank of four have the same mean of mismatched answers in every micro-step."""
+    one_rank, found = matrix["kto-one-rank"], matrix[f"kto-{name}"]
+    assert found.losses[0] == pytest.approx(0.5, abs=1e-6)
+    assert found.losses[-1] < 0.5 - 1e-3
+    assert max(found.records("train/kl")) > 1e-3
+    assert found.losses == pytest.approx(one_rank.losses, abs=1e-6)
+    for metric in ("train/kl", "train/rewards/margins", "eval/loss", "eval/kl"):
+        assert found.records(metric) == pytest.approx(one_rank.records(metric), abs=1e-5, rel=1e-6), metric
+
+
+def test_labelled_answers_train_a_base_in_4_bits(matrix: Matrix) -> None:
+    assert matrix["kto-nf4-2"].losses[0] == pytest.approx(0.5, abs=1e-6)
+    assert matrix["kto-nf4-3"].losses == pytest.approx(matrix["kto-nf4-2"].losses, abs=1e-5)

@@ -56,9 +56,10 @@ def _exists(name: str, folders: list[Path]) -> bool:
 def test_the_picture_has_the_layers_of_the_contract_in_their_order() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    picture = TEXT.split("\ntrainer/ ")[1].split("\nops/ ")[0]
-    drawn = re.findall(r"^    (\w+(?: \| \w+)*)  ", picture, re.MULTILINE)
-    assert drawn == layers
+    picture = TEXT.split("subgraph trainer")[1].split("subgraph ops")[0]
+    assert re.findall(r'\["(\w+(?: \| \w+)*)<br/>', picture) == layers
+    arrows = re.findall(r"^        (\w+) --> (\w+)\[", picture, re.MULTILINE)
+    assert len(arrows) == len(layers) - 1 and [above for above, _ in arrows[1:]] == [below for _, below in arrows[:-1]]
 
 
 def test_every_file_that_it_names_is_there() -> None:
@@ -81,7 +82,15 @@ def test_every_file_of_the_flow_of_a_step_is_there() -> None:
 
 def test_a_newcomer_has_where_to_look() -> None:
     table = TEXT.split("## Where to change what")[1].split("## ")[0]
-    assert len([line for line in table.splitlines() if line.startswith("|")]) - 2 >= 25
+    assert 25 <= len([line for line in table.splitlines() if line.startswith("|")]) - 2 <= 40
+
+
+def test_a_new_task_finds_all_that_it_must_provide() -> None:
+    tree = ast.parse((ROOT / "trainer" / "tasks" / "task.py").read_text())
+    (task,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Task"]
+    methods = {node.name for node in task.body if isinstance(node, ast.FunctionDef)}
+    section = TEXT.split("## What a task must provide")[1].split("## ")[0]
+    assert len(methods) > 10 and methods <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_no_file_name_means_two_things() -> None:

@@ -237,7 +237,7 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: kto\n", "theirs.yml:40: rl=kto: KTO, reward models and online methods are not supported"),
+        ("rl: grpo\n", "theirs.yml:40: rl=grpo: reward models and online methods are not supported"),
         (
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
@@ -281,7 +281,7 @@ def test_llama_factorys_other_kinds() -> None:
     assert whole.adapter == "none"
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
     assert "pictures: training on images" in refused(FACTORY.replace("pairs, talks", "pictures"))
-    assert "stage=ppo: KTO, reward" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
+    assert "stage=ppo: reward" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
     assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
@@ -321,8 +321,39 @@ def test_a_command_line_of_trl_says_the_same_here() -> None:
     assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
     assert "push_to_hub: true: upload with `zerolora push RUN REPO`" in text
-    with pytest.raises(UserError, match=r"kto\.py: KTO, reward models"):
-        translate_arguments("python kto.py --model_name_or_path m --dataset_name d".split())
+    with pytest.raises(UserError, match=r"grpo\.py: reward models"):
+        translate_arguments("python grpo.py --model_name_or_path m --dataset_name d".split())
+
+
+def test_kto_says_the_same_here() -> None:
+    source = "datasets: [{path: org/answers, type: %s}]\n"
+    theirs = re.sub(r"datasets:\n(?:[ -].*\n)+", source % "llama3.argilla", AXOLOTL)
+    config, _ = imported(theirs + "rl: kto\nrl_beta: 0.3\nkto_desirable_weight: 0.2\n")
+    preference = config.preference
+    assert (config.task, dict(preference.loss), preference.beta) == ("preference", {"kto": 1.0}, 0.3)
+    assert (preference.desirable_weight, config.dataset.format) == (0.2, "unpaired")
+    assert config.dataset.fields == {"instruction": "instruction"}
+    named = "{field_prompt: p, field_completion: c, field_label: good}"
+    config, _ = imported(theirs.replace("llama3.argilla", named) + "rl: kto\n")
+    assert config.dataset.fields == {"prompt": "p", "completion": "c", "label": "good"}
+    info = json.loads(Path("data/dataset_info.json").read_text())
+    columns = {"messages": "talk", "kto_tag": "good"}
+    info["answers"] = {"file_name": "a.json", "formatting": "sharegpt", "columns": columns}
+    info["answers"]["tags"] = {"role_tag": "who", "content_tag": "says"}
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    factory = FACTORY.replace("stage: sft", "stage: kto\nkto_chosen_weight: 1.5")
+    config, _ = imported(factory.replace("pairs, talks", "answers"))
+    assert (dict(config.preference.loss), config.preference.desirable_weight) == ({"kto": 1.0}, 1.5)
+    assert config.dataset.format == "unpaired"
+    assert config.dataset.fields == {"conversations": "talk", "role": "who", "content": "says", "label": "good"}
+    assert "answers: is preference data; use stage: kto" in refused(FACTORY.replace("pairs, talks", "answers"))
+    assert "pairs: has no labels (kto_tag)" in refused(factory)
+    words = "trl kto --model_name_or_path m --dataset_name d --use_peft --undesirable_weight 0.5 --max_length 512"
+    config, text = written(words.split())
+    assert (dict(config.preference.loss), config.preference.undesirable_weight) == ({"kto": 1.0}, 0.5)
+    assert config.dataset.max_length == 1024 and "dataset.format: unpaired" in " ".join(text.split())
+    with pytest.raises(UserError, match="loss_type=apo_zero_unpaired: the only loss of labelled answers"):
+        translate_arguments([*words.split(), "--loss_type", "apo_zero_unpaired"])
 
 
 def test_preference_training_says_the_same_here() -> None:

@@ -109,7 +109,7 @@ def test_a_value_of_the_wrong_type_is_one_line(line: str, expected: str) -> None
 
 
 def test_all_mistakes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("x.yml").write_text(AXOLOTL + "warmup_steps: many\nrl: kto\nmax_grad_norm: -1\npeft: [x]\n")
+    Path("x.yml").write_text(AXOLOTL + "warmup_steps: many\nrl: grpo\nmax_grad_norm: -1\npeft: [x]\n")
     assert run(monkeypatch, "x.yml", "-o", "mine.yaml") == 2
     output = capsys.readouterr()
     names = [line.split("=")[0] for line in output.err.splitlines()]

@@ -1,4 +1,4 @@
-"""docs/reference: what is written from the code is what the code says, and no link of docs/ leads nowhere."""
+"""docs/: pages written from the code are up to date, links lead somewhere, and the English is plain."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,8 @@ def test_links_to_a_heading_find_it(page: Path) -> None:
     assert missing == []
 
 
-GUIDE = [ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+GUIDE = [ROOT / "README.md", ROOT / "docs" / "index.md", *TUTORIALS, *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 OTHER_OPTIONS = ("import", "ops", "sweep")
 """Commands that pass on options of other programs or subcommands."""
 
@@ -79,3 +80,20 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     docs = ROOT / "docs"
     assert [page for path in docs.rglob("*.md") if (page := str(path.relative_to(docs))) not in navigation] == []
+
+
+def test_pages_use_the_standard_words() -> None:
+    """Words that readers must decode; plain ones are reported, fixed, next to, exists, was deleted, continues."""
+    decoded = re.compile(r"\b(told|mend(s|ed|ing)?|beside|whose|is there|is gone|goes on)\b", re.IGNORECASE)
+    found = [
+        f"{page.relative_to(ROOT)}: {match[0]}"
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for match in decoded.finditer(page.read_text())
+    ]
+    assert len(found) <= 10, found
+
+
+def test_the_readme_fits_on_few_screens() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 180 and max(map(len, lines)) <= 120

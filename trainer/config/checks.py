@@ -207,6 +207,12 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
         yield from _check_shared_prompts(config)
     if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
         yield from _check_reference(config)
+    if "kto" in preference.loss:
+        yield from _check_kto(config)
+    elif (preference.desirable_weight, preference.undesirable_weight) != (1.0, 1.0):
+        name = "desirable_weight" if preference.desirable_weight != 1.0 else "undesirable_weight"
+        problem = "has no effect, because preference.loss is not kto"
+        yield Mistake(f"preference.{name}", getattr(preference, name), problem, "remove it", "preference.loss")
     if preference.reference == "cached" and config.dataset.streaming:
         problem = "the answers of a stream are unknown before training"
         yield Mistake("preference.reference", "cached", problem, "use step", "dataset.streaming")
@@ -220,6 +226,17 @@ def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
         if value != usual:
             problem = f"not with preference.share_prompt, which needs {str(usual).lower()}"
             yield Mistake(setting, value, problem, "set preference.share_prompt: auto", "preference.share_prompt")
+
+
+def _check_kto(config: RunConfig) -> Iterator[Mistake]:
+    if config.preference.reference == "none":
+        yield Mistake("preference.reference", "none", "kto compares with a reference", "use step", "preference.loss")
+    if config.preference.length_weight != 1.0:
+        problem, given = "shortens the longer answer of a pair, and kto has no pairs", config.preference.length_weight
+        yield Mistake("preference.length_weight", f"{given:g}", problem, "remove it", "preference.loss")
+    if config.dataset.streaming:
+        problem = "labelled answers cannot be streamed"
+        yield Mistake("dataset.streaming", True, problem, "set it to false", "preference.loss")
 
 
 def _check_reference(config: RunConfig) -> Iterator[Mistake]:

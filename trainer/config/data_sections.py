@@ -42,14 +42,27 @@ class SourceSection(Section):
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a hub dataset or of a folder that has splits."""
     format: Annotated[
-        Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom", "preference"],
+        Literal[
+            "auto",
+            "messages",
+            "sharegpt",
+            "alpaca",
+            "prompt_completion",
+            "completion",
+            "custom",
+            "preference",
+            "unpaired",
+        ],
         *_TEXT,
     ] = "auto"
     """Format of records; `auto` detects it by the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_names), _UNMIXED] = Field(default_factory=dict)
     """Your names of a format's fields, such as {prompt: question, completion: answer}."""
     roles: Annotated[
-        dict[str, Words], BeforeValidator(_names), Needs(".format", ("messages", "sharegpt", "preference")), *_TEXT
+        dict[str, Words],
+        BeforeValidator(_names),
+        Needs(".format", ("messages", "sharegpt", "preference", "unpaired")),
+        *_TEXT,
     ] = Field(default_factory=dict)
     """Your names of the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None

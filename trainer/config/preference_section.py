@@ -9,7 +9,7 @@ from trainer.config.types import NonNegative, Positive, Section
 
 LOSSES = (
     "dpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-    "discopop", "cpo", "simpo", "orpo", "sft",
+    "discopop", "cpo", "simpo", "orpo", "sft", "kto",
 )  # fmt: skip
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
 """Losses that compare the two answers without a reference model."""
@@ -26,6 +26,8 @@ def _weights(value: Any) -> Any:
             raise ValueError(f"{name} is not a loss; choose from {', '.join(LOSSES)}")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {name} must be a number above 0")
+    if "kto" in weights and len(weights) > 1:
+        raise ValueError("kto learns from labelled answers and the others from pairs; use kto alone, or leave it out")
     return weights
 
 
@@ -34,7 +36,8 @@ class PreferenceSection(Section):
 
     loss: Annotated[dict[str, float], BeforeValidator(_weights)] = Field("dpo", validate_default=True)
     """Loss of a pair, by the names of TRL (`dpo` is its `sigmoid`), or several with their weights, such as
-    {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it."""
+    {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it. `kto`
+    learns from single answers with a label."""
     beta: NonNegative = 0.1
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
     reference: Literal["auto", "step", "cached", "none"] = "auto"
@@ -53,3 +56,8 @@ class PreferenceSection(Section):
     """Temperature of `discopop`."""
     length_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO's alpha); 1: no change."""
+    desirable_weight: Positive = 1.0
+    """Weight of answers labelled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
+    desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""
+    undesirable_weight: Positive = 1.0
+    """Weight of answers labelled false in the loss of `kto`."""

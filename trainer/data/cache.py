@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import DatasetSection, UserError
 from trainer.data.built_folder import load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
+from trainer.data.formats import UNPAIRED
 from trainer.data.grouping import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.shared_blocks import host_blocks_folder
@@ -24,7 +25,7 @@ from trainer.data.sources import content_key, stamps
 from trainer.data.streams import look_ahead, stream_samples
 
 # Part of every cache key: raise it when the same input gives other documents.
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 # Of a source in a mixed stream.
 LEAST_ODDS = 1e-6
 
@@ -79,6 +80,8 @@ def prepare_data(
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
         reports = [look_ahead(source, label, encoder) for label, source in streamed]
+        if any(report.shape.format == UNPAIRED for report in reports):
+            raise UserError("dataset.streaming=true: labelled answers cannot be streamed; set it to false")
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)

@@ -20,9 +20,9 @@ from trainer.config.errors import shown
 from trainer.contract.replacements import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
 from trainer.data.forked_workers import ended_by_sigterm
-from trainer.data.formats import PREFERENCE, Shape, find_shape, listed
+from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, listed
 from trainer.data.marks import strip_reasoning
-from trainer.data.pairs import Pair, join_pair, read_pair
+from trainer.data.pairs import Labelled, Pair, join_labelled, join_pair, read_pair, read_unpaired
 from trainer.data.records import Text, Turns, find_answers, prompt_form, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 # of tokens up to the first target, 0 without targets. `answers` counts answers, `empty` the empty ones; `digest` is
 # equal for equal documents. `control` marks conversations with a special token in a turn's text. `unread` lists unused
 # fields. A skipped record has no tokens, and the reason as its `problem`. The row of a pair has the documents of both
-# answers; `rejected` is the length of the second, 0 otherwise.
+# answers; `rejected` is the length of the second, 0 otherwise. `label` is 1 for a desirable answer and -1 for an
+# undesirable one, which have a mismatched answer as their second document; else 0.
 LISTS = {"input_ids": "int32", "trained": "bool", "weights": "float32", "unread": "string"}
 VALUES = {
     "length": "int32",
     "rejected": "int32",
+    "label": "int32",
     "targets": "int32",
     "first_target": "int32",
     "truncated": "bool",
@@ -53,6 +55,7 @@ VALUES = {
     "problem": "string",
 }
 ROWS_AT_ONCE = 512
+Example = Turns | Text | Pair | Labelled
 # A token to predict and one before it.
 SHORTEST_PART = 2
 
@@ -126,26 +129,36 @@ class DocumentEncoder:
             if not self.skips:
                 raise
             columns = {name: [] for name in columns}
+            good: list[tuple[Mapping[str, Any], str]] = []
             for row, place in zip(rows, where, strict=True):
                 try:
-                    self._add(columns, [row], shape, [place])
+                    # Labelled answers are added together below, because they are exchanged.
+                    alone = {name: [] for name in columns} if shape.format == UNPAIRED else columns
+                    self._add(alone, [row], shape, [place])
+                    good.append((row, place))
                 except UserError as error:
                     for name, column in columns.items():
                         empty = {"bool": False, "string": str(error)}
                         column.append([] if name in LISTS else empty.get(VALUES[name], 0))
+            if good and shape.format == UNPAIRED:
+                self._add(columns, [row for row, _ in good], shape, [place for _, place in good])
         return columns
 
     def _add(
         self, rows: dict[str, list[Any]], records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
     ) -> None:
         """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
-        read: Callable[..., Turns | Text | Pair] = read_pair if shape.format == PREFERENCE else read_record
-        examples = [
-            self._prepare(read(parse_row(record), shape, place, self.system_prompt))
+        read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(shape.format, read_record)
+        found = [
+            read(parse_row(record), shape, place, self.system_prompt)
             for record, place in zip(records, where, strict=True)
         ]
+        several = [each if isinstance(each, list) else [each] for each in found]
+        examples = [self._prepare(example) for each in several for example in each]
+        where = [place for place, each in zip(where, several, strict=True) for _ in each]
         for example, document, continued in self._split(examples, self.encode(examples, where)):
             sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [example]
+            sides = [each.answer if isinstance(each, Labelled) else each for each in sides]
             answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
             # A document's first token is not predicted.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
@@ -156,6 +169,7 @@ class DocumentEncoder:
             rows["weights"].append(weights if set(weights) - {0.0, 1.0} else [])
             rows["length"].append(min(len(document.input_ids), self.max_length))
             rows["rejected"].append(document.rejected)
+            rows["label"].append((1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0)
             # Documents without targets are left out, as in streams; an answer of a pair is never cut.
             left_out = too_long and (self.too_long == "drop" or document.rejected > 0)
             rows["targets"].append(0 if left_out else sum(rows["trained"][-1][1:]))
@@ -170,10 +184,12 @@ class DocumentEncoder:
             rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
 
-    def _prepare(self, example: Turns | Text | Pair) -> Any:
+    def _prepare(self, example: Example) -> Any:
         """Return a conversation without its reasoning, or only its last answer trained, as the settings say."""
         if isinstance(example, Pair):
             return replace(example, chosen=self._prepare(example.chosen), rejected=self._prepare(example.rejected))
+        if isinstance(example, Labelled):
+            return replace(example, answer=self._prepare(example.answer))
         if not isinstance(example, Turns):
             return example
         messages, weights = example.messages, dict(example.weights)
@@ -211,8 +227,8 @@ class DocumentEncoder:
         return SourceReport(shape, len(problems), tuple(notes), text)
 
     def _split(
-        self, examples: Sequence[Turns | Text | Pair], documents: Sequence[Encoded]
-    ) -> Iterator[tuple[Turns | Text | Pair, Encoded, bool]]:
+        self, examples: Sequence[Example], documents: Sequence[Encoded]
+    ) -> Iterator[tuple[Example, Encoded, bool]]:
         """Yield documents and whether they continue the previous one: texts are split into parts of max_length tokens.
 
         Each part starts with the last token of the previous one, so that every token but the first is a target once.
@@ -220,15 +236,19 @@ class DocumentEncoder:
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, Text) and not example.prompt
             if self.too_long != "split" or not is_text or self.max_length < SHORTEST_PART:
-                yield example, document, False
+                yield example, document, isinstance(example, Labelled) and example.continued
                 continue
             ids, trained = document.input_ids, document.trained
             for at in range(0, max(1, len(ids) - 1), self.max_length - 1):
                 part = slice(at, at + self.max_length)
                 yield example, Encoded(ids[part], trained[part]), at > 0
 
-    def encode(self, examples: Sequence[Turns | Text | Pair], where: Sequence[str]) -> list[Encoded]:
+    def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[Encoded]:
         """Return whole documents, in order; conversations and texts are tokenized in one batch each."""
+        labelled = [example for example in examples if isinstance(example, Labelled)]
+        if labelled:
+            answers = self.encode([each.answer for each in labelled], where)
+            return join_labelled(answers, [each.is_desirable for each in labelled], self.max_length, self._first)
         pairs = [example for example in examples if isinstance(example, Pair)]
         if pairs:
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import nearest, shown
 
-PREFERENCE = "preference"
+PREFERENCE, UNPAIRED = "preference", "unpaired"
 # Fields that a format reads, by the names used in `fields`; the first are required.
 REQUIRED = {
     "messages": ("messages",),
@@ -18,6 +18,7 @@ REQUIRED = {
     "completion": ("text",),
     "custom": ("completion",),
     PREFERENCE: ("chosen", "rejected"),
+    UNPAIRED: ("label",),
 }
 OPTIONAL = {
     "messages": ("tools", "system", "role", "content"),
@@ -28,6 +29,7 @@ OPTIONAL = {
     "custom": (),
     PREFERENCE: ("prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content"),
 }
+OPTIONAL[UNPAIRED] = (*OPTIONAL[PREFERENCE], "completion", "output", *REQUIRED[PREFERENCE])
 # Names of the better answer on the hub.
 CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")
 # Other names used on the hub, tried by `auto` after the formats' own.
@@ -79,7 +81,8 @@ def find_shape(
             (name for name in ("conversation", "messages") if name in columns), "conversations"
         )
     missing = [names[name] for name in REQUIRED[format_] if names[name] not in columns]
-    if missing:
+    is_paired = format_ == UNPAIRED and all(names[name] in columns for name in REQUIRED[PREFERENCE])
+    if missing and not is_paired:
         hint = _field_hint(format_, names, columns)
         advice = f"say which it is with {label}.fields: {{{hint}}}" if hint else f"set {label}.format: auto"
         raise UserError(
@@ -115,6 +118,10 @@ def _detect(
     given = bool({"chosen", "rejected"} & set(source.fields))
     if (given or not source.fields) and (names := _preference_names(present, first, label, given=given)):
         return shape(PREFERENCE, names)
+    if isinstance(first.get(present.get("label", "")), bool) and present.keys() & {
+        "completion", "messages", "conversations", "output",
+    }:  # fmt: skip
+        return shape(UNPAIRED, {"label": present["label"]})
     for name in ("messages", "conversations", "conversation"):
         turns = first.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
@@ -124,12 +131,6 @@ def _detect(
                 return shape("sharegpt", {"conversations": present[name]})
     for format_ in ("messages", "sharegpt", "alpaca", "prompt_completion", "completion"):
         if all(name in present for name in REQUIRED[format_]):
-            if format_ == "prompt_completion" and isinstance(first.get("label"), bool):
-                raise UserError(
-                    f"{label}.format=auto: the records have prompt, completion and a label of true or false, which "
-                    "task: preference does not read yet (it reads pairs of chosen and rejected); to learn every "
-                    f"completion, whatever its label, set {label}.format: prompt_completion"
-                )
             return shape(format_, {name: present[name] for name in REQUIRED[format_]})
     for format_, names in COMMON_NAMES:
         if all(column in present for column in names.values()):

@@ -47,7 +47,9 @@ class DataStats:
     max_length: int = 0
     packed: bool = False
     pairs: int = 0
-    """Number of documents that are pairs of a chosen and a rejected answer."""
+    """Number of documents that are pairs of a chosen and a rejected answer, or labelled answers."""
+    desirable: int = 0
+    undesirable: int = 0
     prompt_text: str | None = None
     """Form of prompts as text (see `records.prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class DataStats:
 
     @property
     def _unit(self) -> str:
-        return "pairs" if self.pairs else "documents"
+        return "answers" if self.desirable + self.undesirable else "pairs" if self.pairs else "documents"
 
     def _figures(self, name: str) -> list[str]:
         packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
@@ -133,6 +135,7 @@ class Figures:
 
     length: Index
     rejected: Index
+    label: Index
     targets: Index
     first_target: Index
     truncated: NDArray[np.bool_]
@@ -259,6 +262,8 @@ def _grouped(
         max_length=section.max_length,
         packed=section.packing,
         pairs=int((figures.rejected[members] > 0).sum()),
+        desirable=int((figures.label[members] > 0).sum()),
+        undesirable=int((figures.label[members] < 0).sum()),
     )
 
 

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from trainer.config import UserError
-from trainer.data.formats import Shape
+from trainer.data.formats import Shape, describe_type
 from trainer.data.records import (
     ALPACA_WITH_INPUT,
     ALPACA_WITHOUT_INPUT,
@@ -20,6 +20,8 @@ from trainer.data.records import (
 from trainer.data.tokens import Encoded
 
 SIDES = ("chosen", "rejected")
+# Weights of the tokens of a labelled answer, by which batches carry the label; those of mismatched answers are 1.
+DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,67 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
         raise UserError(f"{where}: chosen and rejected are equal, and nothing can be preferred; remove the record")
     sides: list[Turns | Text] = []
     for name, answer in zip(SIDES, answers, strict=True):
-        if not answer or (isinstance(answer, str) and not answer.strip()):
-            raise UserError(f"{where}: {shape.names[name]} is empty; give an answer, or remove the record")
-        if isinstance(prompt, str) and isinstance(answer, str) and not is_chat:
-            system = read_system(fields, shape, where) or system_prompt
-            sides.append(Text(after_system(system, prompt), answer))
-        else:
-            one = replace(shape, names={**shape.names, "completion": shape.names[name]})
-            sides.append(read_conversational_pair(prompt, answer, fields, one, where))
+        one = replace(shape, names={**shape.names, "completion": shape.names[name]})
+        sides.append(_join_answer(system_prompt, prompt, answer, fields, one, where, chat=is_chat))
     unread = dict.fromkeys([*fields.unread(), *sides[0].unread, *sides[1].unread])
     return Pair(sides[0], sides[1], tuple(unread))
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """An answer with its prompt, and whether it is desirable."""
+
+    answer: Turns | Text
+    is_desirable: bool
+    continued: bool = False
+    """Whether it is the second answer of its record."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Nonempty fields of the record that were not used."""
+
+
+def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> list[Labelled]:
+    """Return the labelled answer of a record of the format `unpaired`, or the two of a pair.
+
+    The answer is a completion, or the last turn of a conversation. Raises UserError, starting with `where`, for a
+    record without a label, a prompt or an answer.
+    """
+    fields, names = Fields(record), shape.names
+    label = fields.get(names["label"])
+    if label is None and record.get(names["chosen"]) is not None:
+        pair = read_pair(record, shape, where, system_prompt)
+        return [Labelled(pair.chosen, True, unread=pair.unread), Labelled(pair.rejected, False, continued=True)]
+    if not isinstance(label, bool):
+        found = "missing" if label is None else f"{describe_type(label)}, not true or false"
+        raise UserError(f"{where}: {names['label']} is {found}; set it to true for a good answer, false for a bad one")
+    prompt, is_chat = _prompt(fields, shape, where)
+    name = names["completion"] if names["completion"] in record else names["output"]
+    if isinstance(prompt, list) and name not in record:
+        turns, name = prompt, names["messages"]
+        prompt, answer = turns[:-1], turns[-1:]
+    else:
+        answer = _answer(fields, name, where)
+    if not prompt:
+        raise UserError(f"{where}: the prompt is empty; give what the answer answers, or remove the record")
+    one = replace(shape, names={**names, "completion": name})
+    example = _join_answer(system_prompt, prompt, answer, fields, one, where, chat=is_chat)
+    if isinstance(example, Turns):
+        last = example.messages[-1]
+        if last["role"] != "assistant":
+            raise UserError(f"{where}: ends with a turn of {last['role']}, and the label is that of an answer; add one")
+        if not last["content"].strip() and not last.get("tool_calls"):
+            raise UserError(f"{where}: the answer is empty; give one, or remove the record")
+    return [Labelled(example, label, unread=tuple(dict.fromkeys([*fields.unread(), *example.unread])))]
+
+
+def _join_answer(
+    system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, shape: Shape, where: str, *, chat: bool
+) -> Turns | Text:
+    """Return a prompt with its answer, the field `completion`. Raises UserError if the answer is empty."""
+    if not answer or (isinstance(answer, str) and not answer.strip()):
+        raise UserError(f"{where}: {shape.names['completion']} is empty; give an answer, or remove the record")
+    if isinstance(prompt, str) and isinstance(answer, str) and not chat:
+        return Text(after_system(read_system(fields, shape, where) or system_prompt, prompt), answer)
+    return read_conversational_pair(prompt, answer, fields, shape, where)
 
 
 def _answer(record: Mapping[str, Any], name: str, where: str) -> Any:
@@ -137,3 +190,24 @@ def _cut(document: Encoded, count: int, first: int | None) -> Encoded | None:
     if next((at for at, weight in enumerate(trained) if weight), 0) <= kept + count:
         return None
     return Encoded([*ids[:kept], *ids[kept + count :]], [*trained[:kept], *trained[kept + count :]])
+
+
+def join_labelled(
+    answers: Sequence[Encoded], labels: Sequence[bool], max_length: int, first: int | None
+) -> list[Encoded]:
+    """Return each answer and, as the second document of its row, its prompt with the answer of the row before.
+
+    The first row has the last one's. As in `join_pair`, prompts are cut if a row is longer than `max_length`.
+    """
+    starts = [next((at for at, weight in enumerate(one.trained) if weight), len(one.trained)) for one in answers]
+    rows = []
+    for at, (own, start, is_desirable) in enumerate(zip(answers, starts, labels, strict=True)):
+        other, begin = answers[at - 1], starts[at - 1]
+        weight = DESIRABLE if is_desirable else UNDESIRABLE
+        mine = replace(own, trained=[weight if trained else 0.0 for trained in own.trained])
+        mismatched = Encoded(
+            [*own.input_ids[:start], *other.input_ids[begin:]],
+            [0.0] * start + [float(trained > 0) for trained in other.trained[begin:]],
+        )
+        rows.append(join_pair(mine, mismatched, max_length, first))
+    return rows

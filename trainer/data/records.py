@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from trainer.config import UserError
-from trainer.data.formats import REQUIRED, Shape, describe_type, listed
+from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
 
 ROLES = {
     "system": "system",
@@ -124,7 +124,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prom
 
 def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
     """Return the form of a source's text prompts, with `{system}` and `{prompt}`; None if it has conversations."""
-    pair = shape.names.values() if shape.format == "prompt_completion" else ()
+    pair = shape.names.values() if shape.format in ("prompt_completion", UNPAIRED) else ()
     turns = any(isinstance(first.get(name), list) for name in pair)
     if turns or shape.format in ("messages", "sharegpt") or (shape.format == "alpaca" and shape.alpaca_as_chat):
         return None

@@ -115,6 +115,12 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
 def _check_pairs(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError if the data has pairs of answers and the task is another, or the reverse."""
     wanted = config.task == "preference"
+    if not wanted and stats.desirable + stats.undesirable:
+        raise UserError(
+            f"task={config.task}: dataset has answers labelled true or false, which is preference data; set task: "
+            "preference and preference.loss: kto, or, to learn every answer, the dataset.format of the records without "
+            "labels, such as prompt_completion or messages"
+        )
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
         if part.pairs and not wanted:
             raise UserError(
@@ -122,11 +128,32 @@ def _check_pairs(config: RunConfig, stats: DataStats) -> None:
                 f"set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: prompt, "
                 "completion: chosen} with your names of these fields"
             )
+        if part.pairs and wanted:
+            _check_labels(config, part, label)
         if wanted and part.pairs < part.documents:
             raise UserError(
                 f"task=preference: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
                 "pairs of a chosen and a rejected answer; remove them, or use task: language"
             )
+
+
+def _check_labels(config: RunConfig, part: DataStats, label: str) -> None:
+    """Raise UserError unless answers have labels if and only if the loss is `kto`, and labels of both kinds."""
+    labelled, loss = part.desirable + part.undesirable, next(iter(config.preference.loss))
+    if loss != "kto" and labelled:
+        raise UserError(
+            f"preference.loss={loss}: {labelled:,} records of {label} have one answer with a label, not a pair; use kto"
+        )
+    if loss == "kto" and labelled < part.pairs:
+        raise UserError(
+            f"preference.loss=kto: {part.pairs - labelled:,} of {part.pairs:,} records of {label} are pairs, not "
+            f"answers with a label; to use both answers of each pair set {label}.format: unpaired"
+        )
+    if loss == "kto" and not (part.desirable and part.undesirable) and label == "dataset":
+        only = "true" if part.desirable else "false"
+        raise UserError(
+            f"preference.loss=kto: all {labelled:,} labels of {label} are {only}; give answers of both labels"
+        )
 
 
 def check_settings(config: RunConfig) -> None:

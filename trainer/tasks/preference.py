@@ -15,6 +15,7 @@ from trainer.config import UserError
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data import Samples
 from trainer.data.batches import MicroBatch, PairBatch
+from trainer.data.pairs import DESIRABLE
 from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
@@ -57,6 +58,10 @@ class PreferenceLoss(TokenLoss):
         ours = self._sum_answers(self.by_token(model, batch, device), batch.document_targets)
         lengths = to_device(batch.document_targets.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
+        return self._finish(scores, batch)
+
+    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        """Return the sum of the losses, and add the metrics."""
         self._add(scores, training=torch.is_grad_enabled())
         return pair_losses(scores, self._settings).sum()
 
@@ -88,6 +93,57 @@ class PreferenceLoss(TokenLoss):
         return {f"{prefix}/{name}": total / max(pairs, 1.0) for name, total in zip(MEASURED, totals, strict=True)}
 
 
+class KtoLoss(PreferenceLoss):
+    """The sum over labelled answers of Ethayarajh et al. 2024's loss; the second document of a row is mismatched.
+
+    The baseline is the mean of log p - log p_ref of the mismatched answers of this micro-step on all ranks, at least 0,
+    without a gradient.
+    """
+
+    def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        own, mismatched = scores.ratios
+        total = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
+        total = sum_over_ranks(total)
+        baseline = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0).float()
+        is_desirable = to_device(_labels(batch), own.device)
+        sign = is_desirable.float() * 2.0 - 1.0
+        self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
+        weights = self._settings.desirable_weight, self._settings.undesirable_weight
+        weight = torch.where(is_desirable, *weights)
+        return (weight * (sign * self._settings.beta * (baseline - own)).sigmoid()).sum()
+
+    @torch.no_grad()
+    def _add_answers(
+        self, scores: PairScores, is_desirable: torch.Tensor, baseline: torch.Tensor, *, training: bool
+    ) -> None:
+        values = torch.stack([self._settings.beta * scores.ratios[0], scores.chosen, torch.ones_like(scores.chosen)])
+        kinds = torch.stack([is_desirable, ~is_desirable]).double()
+        sums = torch.cat([(values.double() @ kinds.T).flatten(), torch.stack([baseline.double(), kinds.new_ones(())])])
+        self._sums[training] = self._sums.get(training, 0.0) + sums
+
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
+        sums = self._sums.pop(training, None)
+        if sums is None:
+            return {}
+        *totals, baseline, calls = sum_over_ranks(sums).tolist()
+        prefix, counts = "train" if training else "eval", totals[4:]
+        found = {f"{prefix}/kl": baseline / calls}
+        for kind, (side, count) in enumerate(zip(("chosen", "rejected"), counts, strict=True)):
+            for name, total in zip(("rewards", "logps"), (totals[kind], totals[2 + kind]), strict=True):
+                found |= {f"{prefix}/{name}/{side}": total / count} if count else {}
+        if all(counts):
+            found[f"{prefix}/rewards/margins"] = totals[0] / counts[0] - totals[1] / counts[1]
+        return found
+
+
+def _labels(batch: PairBatch) -> torch.Tensor:
+    """Return whether the first answer of each row is desirable, bool [P]; batches carry it as a weight."""
+    counts = batch.document_targets
+    firsts = (counts.cumsum(0) - counts)[::2]
+    return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
+
+
 def _token_weights(counts: torch.Tensor, beyond: float) -> torch.Tensor:
     """Return the weight of every target: `beyond` for those past the length of the pair's shorter answer, else 1."""
     if beyond == 1.0:
@@ -104,8 +160,9 @@ class PreferenceTask(LanguageTask):
     pairs = True
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
-        balance = self._config.training.router_aux_loss
-        return PreferenceLoss(model, self._config.preference, fused=fused_head, say=self._say, balance=balance)
+        balance, settings = self._config.training.router_aux_loss, self._config.preference
+        kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
+        return kind(model, settings, fused=fused_head, say=self._say, balance=balance)
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token sees a later one, and no answer another; share prompts; cache the reference if wanted."""
