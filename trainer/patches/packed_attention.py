@@ -205,8 +205,6 @@ def varlen_attention(
     bounds = cu_seqlens, cu_seqlens if key_seqlens is None else key_seqlens
     if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
-    if not has_flash(query.device, query.dtype):
-        return _attend_in_turn(module, query, key, value, *bounds, scaling, dropout, window), None
     if not equal_documents or window is not None:
         return _attend_varlen(query, key, value, *bounds, longest, scaling, dropout, window).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
@@ -243,6 +241,8 @@ def _attend_varlen(
     dropout: float,
     window: int | None,
 ) -> torch.Tensor:
+    if not has_flash(query.device, query.dtype):
+        return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
     # The operator below varlen_attn, which in torch 2.11 does not support shared key heads and copies them.
     out: torch.Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -262,7 +262,6 @@ def _attend_varlen(
 
 
 def _attend_in_turn(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -277,7 +276,7 @@ def _attend_in_turn(
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
         mask = _mask_of_one_text(q.shape[2], k.shape[2], window, q.device)
-        outs.append(sdpa_with_own_heads(module, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
+        outs.append(sdpa_with_own_heads(_ALONE, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outs, 1)
 
 
