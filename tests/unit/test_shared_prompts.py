@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from tests.preferences import LN_2, write_pairs
 from tests.runs_in_process import make_ground, train
 from tests.unit.test_packing_probe import CPU, EXPERTS, LLAMA, model_of
+from trainer.commands.inspect import main as inspect
 from trainer.config import UserError, load_config
 from trainer.data.batches import PairBatch, collate
 from trainer.data.samples import Sample, join
@@ -196,3 +198,47 @@ def test_settings_that_prevent_it_are_named(ground: Path, setting: str, value: s
     given = ["task=preference", "preference.share_prompt=true", f"{setting}={value}"]
     with pytest.raises(UserError, match=f"{setting}={value}: not with preference.share_prompt"):
         load_config(ground / "base.yaml", given)
+
+
+@pytest.mark.parametrize("asked", ["true", "auto"])
+def test_labelled_answers_share_nothing(ground: Path, asked: str) -> None:
+    given = [
+        "task=preference",
+        "preference.loss=kto",
+        f"preference.share_prompt={asked}",
+        "training.torch_compile=true",
+    ]
+    with pytest.raises(UserError) as refused:
+        load_config(ground / "base.yaml", given)
+    assert str(refused.value) == (
+        f"preference.share_prompt={asked}: kto learns from single answers, and only the answers of a pair share their "
+        "prompt; set it to false (command line)"
+    )
+
+
+def test_a_run_resumes_with_shared_prompts(ground: Path) -> None:
+    """The setting changes no loss, so a resumed run may change it; the change is reported."""
+    changes = {"dataset__packing": True, "training__save_steps": 2}
+    _, whole, adapter = run(ground, "whole", **changes)
+    checkpoint = str(ground / "whole" / "checkpoint-2")
+    again = {"preference__share_prompt": True, "training__resume_from_checkpoint": checkpoint}
+    console, lines, resumed = run(ground, "again", **changes, **again)
+    assert "changed since checkpoint-2: preference.share_prompt false -> true" in " ".join(console.split())
+    last, expected = ([line["train/loss"] for line in each if "train/loss" in line][-1] for each in (lines, whole))
+    assert last == pytest.approx(expected, rel=1e-5)
+    for key, value in adapter.items():
+        torch.testing.assert_close(resumed[key], value, atol=1e-6, rtol=1e-5)
+
+
+def test_the_savings_are_shown(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [
+        str(ground / "base.yaml"),
+        "task=preference",
+        f"dataset.cache_dir={ground / 'cache'}",
+        "dataset.packing=true",
+    ]
+    assert inspect([*common, "preference.share_prompt=true"]) == 0
+    shown = re.search(r"shared prompts: save ([0-9.]+)% of the tokens", capsys.readouterr().out)
+    assert shown and 5 < float(shown[1]) < 50
+    assert inspect(common) == 0
+    assert "shared prompts" not in capsys.readouterr().out

@@ -203,7 +203,7 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
     if config.scu.enabled and config.scu.measure != "kl":
         problem = "compares with a loss per token, not per pair"
         yield Mistake("scu.measure", config.scu.measure, problem, "use kl", "task")
-    if preference.share_prompt is True:
+    if preference.share_prompt:
         yield from _check_shared_prompts(config)
     if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
         yield from _check_reference(config)
@@ -219,11 +219,16 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
+    asked = config.preference.share_prompt
+    if "kto" in config.preference.loss:
+        problem = "kto learns from single answers, and only the answers of a pair share their prompt"
+        yield Mistake("preference.share_prompt", asked, problem, "set it to false", "preference.loss")
+        return
     for setting, value, usual in (
         ("training.torch_compile", config.training.torch_compile, False),
         ("model.attn_implementation", config.model.attn_implementation, "auto"),
     ):
-        if value != usual:
+        if asked is True and value != usual:
             problem = f"not with preference.share_prompt, which needs {str(usual).lower()}"
             yield Mistake(setting, value, problem, "set preference.share_prompt: auto", "preference.share_prompt")
 

@@ -106,7 +106,7 @@ class GlobalBatches:
 class Batches(GlobalBatches):
     """This rank's part of every global batch; the order of an epoch only depends on the seed and the epoch.
 
-    For `by_tokens` see trainer/data/by_tokens.py.
+    For `by_tokens` see trainer/data/by_tokens.py; `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -119,23 +119,14 @@ class Batches(GlobalBatches):
         world_size: int,
         seed: int,
         shuffle: bool,
-        pad_token_id: int,
-        flat: bool,
         by_tokens: bool = False,
-        pairs: bool = False,
-        shared: bool = False,
+        **layout: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
         self._lengths = samples.lengths()[0] if by_tokens else None
         self.seed, self.shuffle = seed, shuffle
-        self._form: dict[str, Any] = {
-            "pad_token_id": pad_token_id,
-            "packed": samples.packed,
-            "flat": flat,
-            "pairs": pairs,
-            "shared": shared,
-        }
+        self._layout = {"packed": samples.packed, **layout}
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
@@ -161,7 +152,7 @@ class Batches(GlobalBatches):
             cut = like_tokens(self._lengths[taken], self.accumulation * self.world_size)
             parts = [taken[part] for part in cut[self.rank :: self.world_size]]
         rows = [[self.samples[index] for index in part.tolist()] for part in parts]
-        return [collate(part, **self._form) for part in rows], len(taken)
+        return [collate(part, **self._layout) for part in rows], len(taken)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's permutation of the samples."""
@@ -179,7 +170,7 @@ class StreamBatches(GlobalBatches):
     """Global batches from a stream: every rank reads all samples and keeps its own.
 
     A stream that ends starts again as the next epoch. Consecutive steps continue the stream. A repeated step, or one
-    after `load_state_dict`, starts at its state; any other offset reads up to it.
+    after `load_state_dict`, starts at its state; any other offset reads up to it. `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -190,20 +181,11 @@ class StreamBatches(GlobalBatches):
         accumulation: int,
         rank: int,
         world_size: int,
-        pad_token_id: int,
-        flat: bool,
-        pairs: bool = False,
-        shared: bool = False,
+        **layout: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.stream = stream
-        self._form: dict[str, Any] = {
-            "pad_token_id": pad_token_id,
-            "packed": stream.packed,
-            "flat": flat,
-            "pairs": pairs,
-            "shared": shared,
-        }
+        self._layout = {"packed": stream.packed, **layout}
         self._position = -1
         self._epoch = 0
         self._in_epoch = 0  # samples of this epoch
@@ -229,7 +211,7 @@ class StreamBatches(GlobalBatches):
             self._samples, self._position = None, -1
             raise
         parts = [taken[part] for part in self.parts()]
-        return [collate(part, **self._form) for part in parts], len(taken)
+        return [collate(part, **self._layout) for part in parts], len(taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream after the last step, as plain values."""
@@ -291,21 +273,13 @@ class StreamBatches(GlobalBatches):
 
 
 def evaluation_batches(
-    samples: Samples,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    pad_token_id: int,
-    flat: bool,
-    pairs: bool = False,
-    shared: bool = False,
+    samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches of one pass in order; rows without targets make their number equal on all ranks."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
-        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat, pairs=pairs, shared=shared)
+        yield collate(rows, packed=samples.packed, **layout)
 
 
 def collate(

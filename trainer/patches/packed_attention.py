@@ -76,15 +76,17 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     Models with attention sinks always do, without flash attention in plain torch: transformers would mix documents.
     """
     takes_ours = require(model, "_supports_attention_backend", "transformers")
-    if (takes_ours and has_sinks(model)) or (takes_varlen(model) and has_flash(device, dtype)):
+    by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
+    if takes_ours and (by_kernels or has_sinks(model)):
         set_varlen(model)
 
 
-def takes_varlen(model: Any) -> bool:
-    """Return whether our attention can replace the sdpa of a loaded model, without sinks or chunks (Llama 4)."""
-    replaceable = require(model, "_supports_attention_backend", "transformers") and not has_sinks(model)
-    whole = not getattr(model.config.get_text_config(), "attention_chunk_size", None)
-    return replaceable and whole and takes_sdpa(model) and model.config._attn_implementation in ("sdpa", VARLEN)
+def can_share_keys(model: Any) -> bool:
+    """Return whether our attention can compute documents that share keys in a loaded model: no sinks, no chunks."""
+    takes_ours = require(model, "_supports_attention_backend", "transformers") and takes_sdpa(model)
+    by_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
+    usual = model.config._attn_implementation in ("sdpa", VARLEN)
+    return takes_ours and usual and not by_chunks and not has_sinks(model)
 
 
 def set_varlen(model: Any) -> None:
@@ -262,15 +264,9 @@ def _attend_varlen(
 
 
 def _attend_in_turn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    key_seqlens: torch.Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, key_seqlens: torch.Tensor,
+    scaling: float | None, dropout: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
     """Compute one document after the other in plain torch, [1, T, heads, head_dim]."""
     outs = []
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))

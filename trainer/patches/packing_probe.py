@@ -16,7 +16,7 @@ from trainer.config import UserError
 from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, disable_varlen, set_varlen, takes_varlen
+from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, can_share_keys, disable_varlen, set_varlen
 from trainer.patches.per_document import (
     PerDocument,
     compute_per_document,
@@ -89,7 +89,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
-    if not takes_varlen(base) or has_separate_documents(base):
+    if not can_share_keys(base) or has_separate_documents(base):
         return "its layers are not attention that can be replaced"
     prompt, chosen = _distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
     rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
