@@ -55,7 +55,7 @@ def find_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str,
     return {
         "key_index": torch.from_numpy(np.concatenate(parts)),
         "key_seqlens": torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
-        "max_keylen": max(counts),
+        "max_seqlen": max(counts),
     }
 
 

@@ -58,7 +58,8 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
     library="transformers",
     read_in="5.23.0",
     why="it builds an L x L mask, and waits for the device to find out whether documents are packed",
-    active="dataset.packing with flash attention, for models that use transformers' attention registry",
+    active="dataset.packing with flash attention, or preference.share_prompt, for models that use transformers' "
+    "attention registry",
     test="tests/unit/test_attention.py",
 )
 @replaces(
@@ -166,7 +167,6 @@ def varlen_attention(
     others_seqlen: int = 0,
     key_index: torch.Tensor | None = None,
     key_seqlens: torch.Tensor | None = None,
-    max_keylen: int = 0,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -177,8 +177,8 @@ def varlen_attention(
     transformers' sdpa. The first `equal_documents` documents, if any, have max_seqlen tokens each, the others at most
     `others_seqlen`. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
 
-    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most
-    `max_keylen`, the last of which belong to its own tokens.
+    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen,
+    the last of which belong to its own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -197,24 +197,24 @@ def varlen_attention(
             "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
             "support; use eager, or dataset.packing: false"
         )
-    documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen, max_keylen)
+    documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
     if key_index is not None:
         # By rows [heads, head_dim], which lie together.
         key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
-    bounds = cu_seqlens, cu_seqlens if key_seqlens is None else key_seqlens
-    if documents * max_seqlen == tokens and window is None and key_index is None:
+    elif documents * max_seqlen == tokens and window is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
-        return _attend_varlen(query, key, value, *bounds, longest, scaling, dropout, window).unsqueeze(0), None
+        settings = longest, scaling, dropout, window
+        return _attend_varlen(query, key, value, cu_seqlens, *settings, key_seqlens).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
     of_equal = _attend_batched(q, k, v, equal_documents, scaling, dropout)
-    rest = cu_seqlens[equal_documents:] - at
-    of_others = _attend_varlen(others_q, others_k, others_v, rest, rest, others_seqlen, scaling, dropout, None)
+    bounds = cu_seqlens[equal_documents:] - at
+    of_others = _attend_varlen(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
     return torch.cat([of_equal, of_others]).unsqueeze(0), None
 
 
@@ -237,12 +237,13 @@ def _attend_varlen(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    key_seqlens: torch.Tensor,
     max_seqlen: int,
     scaling: float | None,
     dropout: float,
     window: int | None,
+    key_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
     if not has_flash(query.device, query.dtype):
         return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
     # The operator below varlen_attn, which in torch 2.11 does not support shared key heads and copies them.
