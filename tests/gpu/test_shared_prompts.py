@@ -44,13 +44,13 @@ def test_flash_attention_reads_the_keys_of_the_prompt(window: int | None) -> Non
         places = torch.arange(common + length, device=CUDA)
         back = places[common:, None] - places
         mask[own : own + length, columns] = (back >= 0) & (back < (window or tokens))
-    whole = [leaf.clone().requires_grad_() for leaf in leaves]
-    wanted = scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    whole = q, k, v = [leaf.clone().requires_grad_() for leaf in leaves]
+    wanted = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     expected = [wanted.detach(), *torch.autograd.grad(wanted, whole, grad)]
 
-    narrow = [leaf.bfloat16().requires_grad_() for leaf in leaves]
+    narrow = q, k, v = [leaf.bfloat16().requires_grad_() for leaf in leaves]
     hints: dict[str, Any] = {"cu_seqlens": bounds.cuda(), "max_seqlen": max(lengths), "sliding_window": window, **keys}
-    out, _ = varlen_attention(torch.nn.Module(), *narrow, None, **hints)
+    out, _ = varlen_attention(torch.nn.Module(), q, k, v, None, **hints)
     found = [out.detach(), *torch.autograd.grad(out, narrow, grad.bfloat16())]
     for got, exact in zip(found, expected, strict=True):
         assert relative_error(got, exact) < 1e-2

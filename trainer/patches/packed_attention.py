@@ -201,14 +201,11 @@ def varlen_attention(
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
-    if key_index is not None:
-        # By rows [heads, head_dim], which lie together.
-        key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
-    elif documents * max_seqlen == tokens and window is None:
+    if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
-        settings = longest, scaling, dropout, window
-        return _attend_varlen(query, key, value, cu_seqlens, *settings, key_seqlens).unsqueeze(0), None
+        more = longest, scaling, dropout, window, key_index, key_seqlens
+        return _attend_varlen(query, key, value, cu_seqlens, *more).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
@@ -241,9 +238,13 @@ def _attend_varlen(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    key_index: torch.Tensor | None = None,
     key_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
+    if key_index is not None:
+        # By rows [heads, head_dim], which lie together.
+        key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
     if not has_flash(query.device, query.dtype):
         return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
     # The operator below varlen_attn, which in torch 2.11 does not support shared key heads and copies them.
