@@ -115,6 +115,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "by-module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
     "cached": {"preference__reference": "cached", "zero__stage": 3},
     "by-tokens": {"dataset__batching": "tokens"},
+    "shared": {"preference__share_prompt": True, "zero__stage": 3},
 }
 """Settings that change nothing."""
 OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
@@ -122,7 +123,9 @@ OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
     "packed3": {"dataset__packing": True, "zero__stage": 3},
     "packed-cached": {"dataset__packing": True, "preference__reference": "cached"},
     "nf4-0": {"adapter": "qlora", "zero__stage": 0},
-    "nf4-3": {"adapter": "qlora", "zero__stage": 3, "ops__backend": "reference"},
+    "nf4-3": {
+        "adapter": "qlora", "zero__stage": 3, "ops__backend": "reference", "preference__share_prompt": True,
+    },
     "dropout": {"lora__dropout": 0.3, "zero__stage": 2},
     "dropout-recomputed": {
         "lora__dropout": 0.3, "zero__stage": 2, "training__gradient_checkpointing": "non_reentrant",

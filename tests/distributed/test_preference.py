@@ -15,6 +15,7 @@ def test_nothing_depends_on_stages_ranks_or_operators(matrix: Matrix, name: str)
     one_rank, found = matrix["pairs-one-rank"], matrix[f"pairs-{name}"]
     assert found.losses[0] == pytest.approx(LN_2, abs=1e-6)
     assert found.losses[-1] < LN_2 - 1e-3
+    assert ("prompts: shared by pairs" in found.console) == (name == "shared")
     if name != "by-tokens":  # pairs of like lengths together are other global batches
         assert found.losses == pytest.approx(one_rank.losses, abs=1e-6)
         for metric in ("train/rewards/margins", "train/logps/rejected", "eval/loss", "eval/rewards/accuracies"):
@@ -28,6 +29,7 @@ def test_packs_agree_over_stages(matrix: Matrix) -> None:
 
 
 def test_a_base_in_4_bits_is_its_own_reference(matrix: Matrix) -> None:
+    assert "prompts: shared by pairs" in matrix["pairs-nf4-3"].console
     assert matrix["pairs-nf4-0"].losses[0] == pytest.approx(LN_2, abs=1e-6)
     assert matrix["pairs-nf4-3"].losses == pytest.approx(matrix["pairs-nf4-0"].losses, abs=1e-5)
 

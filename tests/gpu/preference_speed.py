@@ -1,7 +1,8 @@
 """Speed and memory of preference training next to SFT on the same tokens, on one GPU.
 
 python -m tests.gpu.preference_speed [--shape random:llama3.1-8b] [key=value ...]     a table comes last
-Pairs of 2 x 1,024 tokens, 768 of them answers, in packs of 2,048.
+Pairs of 2 x 1,024 tokens, 768 of them answers, in packs of 2,048; then prompts of 1,024 tokens with answers of 512.
+Compare the latter by the time of a step: a shared prompt counts once in tokens per second.
 """
 
 import argparse
@@ -15,12 +16,20 @@ from pathlib import Path
 from statistics import median
 
 PROMPT, ANSWER = 256, 767  # and the end-of-text token
+LONG_PROMPT, SHORT_ANSWER = 1024, 511
 CASES: dict[str, dict[str, object]] = {
     "sft": {},
     "dpo, reference in the step": {"task": "preference"},
     "dpo, cached reference": {"task": "preference", "preference.reference": "cached"},
     "simpo": {"task": "preference", "preference.loss": "simpo", "preference.beta": 2.0},
 }
+CASES |= {
+    f"dpo, long prompts, share {share}": {
+        "task": "preference", "preference.share_prompt": share,
+        "dataset.max_length": 2 * (LONG_PROMPT + SHORT_ANSWER + 1),
+    }
+    for share in (False, True)
+}  # fmt: skip
 
 
 def text(draw: random.Random, length: int) -> str:
@@ -29,18 +38,21 @@ def text(draw: random.Random, length: int) -> str:
 
 def write_data(folder: Path, pairs: int) -> None:
     draw = random.Random(0)
-    with (folder / "pairs.jsonl").open("w") as both, (folder / "texts.jsonl").open("w") as alone:
-        for _ in range(pairs):
-            prompt, chosen, rejected = text(draw, PROMPT), text(draw, ANSWER), text(draw, ANSWER)
-            both.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
-            for answer in (chosen, rejected):
-                alone.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+    sizes = {"pairs.jsonl": (PROMPT, ANSWER), "long.jsonl": (LONG_PROMPT, SHORT_ANSWER)}
+    with (folder / "texts.jsonl").open("w") as alone:
+        for name, (start, rest) in sizes.items():
+            with (folder / name).open("w") as both:
+                for _ in range(pairs):
+                    prompt, chosen, rejected = text(draw, start), text(draw, rest), text(draw, rest)
+                    both.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+                    for answer in (chosen, rejected) if name == "pairs.jsonl" else ():
+                        alone.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
 
 
-def measure(folder: Path, name: str, shape: str, changes: dict[str, object], more: list[str]) -> tuple[float, float]:
-    """Tokens per second and peak GiB after the warm-up."""
+def measure(folder: Path, name: str, shape: str, changes: dict[str, object], more: list[str]) -> tuple[float, ...]:
+    """Tokens per second, milliseconds per step and peak GiB after the warm-up."""
     run = folder / name.replace(" ", "-").replace(",", "")
-    data = "pairs.jsonl" if "task" in changes else "texts.jsonl"
+    data = "long.jsonl" if "long" in name else "pairs.jsonl" if "task" in changes else "texts.jsonl"
     settings = {
         "base_model": shape, "output_dir": str(run), "dataset.path": str(folder / data), "dataset.packing": True,
         "dataset.max_length": 2048, "dataset.cache_dir": str(folder / "cache"), "training.batch_size": 1,
@@ -56,7 +68,8 @@ def measure(folder: Path, name: str, shape: str, changes: dict[str, object], mor
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "perf/tokens_per_second" in line][5:]
     print(name, [round(line["train/loss"], 4) for line in lines if "train/loss" in line][:3], flush=True)
-    return median(line["perf/tokens_per_second"] for line in steps), max(line["memory/peak_gib"] for line in steps)
+    tokens, step_ms = (median(line[key] for line in steps) for key in ("perf/tokens_per_second", "perf/step_ms"))
+    return tokens, step_ms, max(line["memory/peak_gib"] for line in steps)
 
 
 def main() -> None:
@@ -67,9 +80,10 @@ def main() -> None:
         folder = Path(place)
         write_data(folder, 40)
         found = {name: measure(folder, name, arguments.shape, changes, more) for name, changes in CASES.items()}
-    rate, peak = found["sft"]
-    for name, (tokens, gib) in found.items():
-        print(f"{name:28} {tokens:9,.0f} tokens/s  {tokens / rate:.3f} of SFT  {gib:6.2f} GiB  {gib / peak:.3f} of SFT")
+    rate, _, peak = found["sft"]
+    for name, (tokens, step_ms, gib) in found.items():
+        print(f"{name:30} {tokens:9,.0f} tokens/s  {tokens / rate:.3f} of SFT  {step_ms:7.1f} ms per step", end="")
+        print(f"  {gib:6.2f} GiB  {gib / peak:.3f} of SFT")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Packed attention on a card: documents of one length by dense kernels, others by flash attention, each one alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,7 +38,7 @@ def test_padding_may_be_longer_than_the_documents_in_front(window: int | None) -
     lengths = [128, 128, 70, 700]
     leaves, grad = drawn(sum(lengths))
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    hints = {"max_seqlen": 128, "equal_documents": 2, "others_seqlen": 770}
+    hints: dict[str, Any] = {"max_seqlen": 128, "equal_documents": 2, "others_seqlen": 770}
     query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     module = torch.nn.Module()
     out, _ = varlen_attention(module, query, key, value, None, cu_seqlens=bounds, sliding_window=window, **hints)
@@ -60,7 +62,9 @@ def test_each_document_is_alone(lengths: list[int]) -> None:
     tokens = sum(lengths)
     leaves, grad = drawn(tokens)
     host = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    hints = equal_documents_first(MicroBatch(host, host, tokens, cu_seqlens=host, max_seqlen=max(lengths)))
+    hints: dict[str, Any] = equal_documents_first(
+        MicroBatch(host, host, tokens, cu_seqlens=host, max_seqlen=max(lengths))
+    )
     query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     out, _ = varlen_attention(
         torch.nn.Module(), query, key, value, None, cu_seqlens=host.cuda(), max_seqlen=max(lengths), **hints

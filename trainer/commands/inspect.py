@@ -29,6 +29,7 @@ from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prep
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import decode_parts, split_documents
+from trainer.data.shared_prompts import measure_savings
 from trainer.data.step_count import global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.tasks.images.batches import draw_order
@@ -198,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
             show_step(config, data, tokenizer, console, step=arguments.step, ranks=ranks)
         else:
             show_data(data, tokenizer, console, examples=arguments.examples)
+        if config.preference.share_prompt and isinstance(data.train, Samples):
+            console.print(f"shared prompts: save {measure_savings(data.train):.1%} of the tokens")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

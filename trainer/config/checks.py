@@ -203,6 +203,8 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
     if config.scu.enabled and config.scu.measure != "kl":
         problem = "compares with a loss per token, not per pair"
         yield Mistake("scu.measure", config.scu.measure, problem, "use kl", "task")
+    if preference.share_prompt:
+        yield from _check_shared_prompts(config)
     if preference.reference in ("step", "cached") or (preference.reference == "auto" and needs_reference):
         yield from _check_reference(config)
     if "kto" in preference.loss:
@@ -214,6 +216,21 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
     if preference.reference == "cached" and config.dataset.streaming:
         problem = "the answers of a stream are unknown before training"
         yield Mistake("preference.reference", "cached", problem, "use step", "dataset.streaming")
+
+
+def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
+    asked = config.preference.share_prompt
+    if "kto" in config.preference.loss:
+        problem = "kto learns from single answers, and only the answers of a pair share their prompt"
+        yield Mistake("preference.share_prompt", asked, problem, "set it to false", "preference.loss")
+        return
+    for setting, value, usual in (
+        ("training.torch_compile", config.training.torch_compile, False),
+        ("model.attn_implementation", config.model.attn_implementation, "auto"),
+    ):
+        if asked is True and value != usual:
+            problem = f"not with preference.share_prompt, which needs {str(usual).lower()}"
+            yield Mistake(setting, value, problem, "set preference.share_prompt: auto", "preference.share_prompt")
 
 
 def _check_kto(config: RunConfig) -> Iterator[Mistake]:

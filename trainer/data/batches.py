@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from trainer.config import UserError
 from trainer.data.by_tokens import like_lengths_together, like_tokens
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
+from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
@@ -45,6 +46,8 @@ class MicroBatch:
     """Length of the longest document if there are `cu_seqlens`."""
     weights: torch.Tensor | None = None
     """Weights of the targets in the order of their rows, fp32 [K]; None if all are 1."""
+    shared_keys: dict[str, Any] = field(default_factory=dict)
+    """Result of `find_shared_keys` for documents that share a prompt."""
 
     @property
     def target_count(self) -> int:
@@ -103,7 +106,7 @@ class GlobalBatches:
 class Batches(GlobalBatches):
     """This rank's part of every global batch; the order of an epoch only depends on the seed and the epoch.
 
-    For `by_tokens` see trainer/data/by_tokens.py.
+    For `by_tokens` see trainer/data/by_tokens.py; `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -116,21 +119,14 @@ class Batches(GlobalBatches):
         world_size: int,
         seed: int,
         shuffle: bool,
-        pad_token_id: int,
-        flat: bool,
         by_tokens: bool = False,
-        pairs: bool = False,
+        **layout: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
         self._lengths = samples.lengths()[0] if by_tokens else None
         self.seed, self.shuffle = seed, shuffle
-        self._form: dict[str, Any] = {
-            "pad_token_id": pad_token_id,
-            "packed": samples.packed,
-            "flat": flat,
-            "pairs": pairs,
-        }
+        self._layout = {"packed": samples.packed, **layout}
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
@@ -156,7 +152,7 @@ class Batches(GlobalBatches):
             cut = like_tokens(self._lengths[taken], self.accumulation * self.world_size)
             parts = [taken[part] for part in cut[self.rank :: self.world_size]]
         rows = [[self.samples[index] for index in part.tolist()] for part in parts]
-        return [collate(part, **self._form) for part in rows], len(taken)
+        return [collate(part, **self._layout) for part in rows], len(taken)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's permutation of the samples."""
@@ -174,7 +170,7 @@ class StreamBatches(GlobalBatches):
     """Global batches from a stream: every rank reads all samples and keeps its own.
 
     A stream that ends starts again as the next epoch. Consecutive steps continue the stream. A repeated step, or one
-    after `load_state_dict`, starts at its state; any other offset reads up to it.
+    after `load_state_dict`, starts at its state; any other offset reads up to it. `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -185,18 +181,11 @@ class StreamBatches(GlobalBatches):
         accumulation: int,
         rank: int,
         world_size: int,
-        pad_token_id: int,
-        flat: bool,
-        pairs: bool = False,
+        **layout: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.stream = stream
-        self._form: dict[str, Any] = {
-            "pad_token_id": pad_token_id,
-            "packed": stream.packed,
-            "flat": flat,
-            "pairs": pairs,
-        }
+        self._layout = {"packed": stream.packed, **layout}
         self._position = -1
         self._epoch = 0
         self._in_epoch = 0  # samples of this epoch
@@ -222,7 +211,7 @@ class StreamBatches(GlobalBatches):
             self._samples, self._position = None, -1
             raise
         parts = [taken[part] for part in self.parts()]
-        return [collate(part, **self._form) for part in parts], len(taken)
+        return [collate(part, **self._layout) for part in parts], len(taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream after the last step, as plain values."""
@@ -284,25 +273,29 @@ class StreamBatches(GlobalBatches):
 
 
 def evaluation_batches(
-    samples: Samples, *, batch_size: int, rank: int, world_size: int, pad_token_id: int, flat: bool, pairs: bool = False
+    samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches of one pass in order; rows without targets make their number equal on all ranks."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
-        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat, pairs=pairs)
+        yield collate(rows, packed=samples.packed, **layout)
 
 
 def collate(
-    samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool, pairs: bool = False
+    samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool, pairs: bool = False, shared: bool = False
 ) -> MicroBatch:
     """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets.
 
-    With `pairs`, the samples are of preference data; without packing each document gets a row.
+    With `pairs`, the samples are of preference data; without packing each document gets a row. If `shared`, the prompt
+    of a pair is in one of its documents only, and the batch is flat.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
-        batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
+        if shared:
+            batch = _collate_shared(documents, pad_token_id)
+        else:
+            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
         counts = torch.tensor(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
@@ -339,6 +332,18 @@ def collate(
         return replace(batch, attention_mask=places)
     widths = torch.tensor([len(row.input_ids) for row in rows])
     return replace(batch, position_ids=places, unpadded=(torch.arange(longest) < widths[:, None]).long())
+
+
+def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
+    """Return the documents of pairs as a flat batch in which each prompt is computed once."""
+    shortened, shared = share_prompts(documents)
+    batch = collate(shortened, pad_token_id, packed=True, flat=True)
+    if not any(shared):
+        return batch
+    lengths = [len(document.input_ids) for document in shortened]
+    assert batch.position_ids is not None
+    positions = batch.position_ids + torch.tensor(shared).repeat_interleave(torch.tensor(lengths))
+    return replace(batch, position_ids=positions, shared_keys=find_shared_keys(lengths, shared))
 
 
 def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:

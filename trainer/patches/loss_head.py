@@ -85,7 +85,7 @@ class TokenLoss:
             inputs["position_ids"] = batch.position_ids
         # Only our own variable-length attention takes document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
-            inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+            inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
         targets = batch.targets
         if self._picks_logits:
             wanted = (targets != IGNORED).any(0)

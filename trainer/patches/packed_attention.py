@@ -58,7 +58,8 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
     library="transformers",
     read_in="5.23.0",
     why="it builds an L x L mask, and waits for the device to find out whether documents are packed",
-    active="dataset.packing with flash attention, for models that use transformers' attention registry",
+    active="dataset.packing with flash attention, or preference.share_prompt, for models that use transformers' "
+    "attention registry",
     test="tests/unit/test_attention.py",
 )
 @replaces(
@@ -78,8 +79,21 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     takes_ours = require(model, "_supports_attention_backend", "transformers")
     by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
     if takes_ours and (by_kernels or has_sinks(model)):
-        _register()
-        model.set_attn_implementation(VARLEN)
+        set_varlen(model)
+
+
+def can_share_keys(model: Any) -> bool:
+    """Return whether our attention can compute documents that share keys in a loaded model: no sinks, no chunks."""
+    takes_ours = require(model, "_supports_attention_backend", "transformers") and takes_sdpa(model)
+    by_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
+    usual = model.config._attn_implementation in ("sdpa", VARLEN)
+    return takes_ours and usual and not by_chunks and not has_sinks(model)
+
+
+def set_varlen(model: Any) -> None:
+    """Let a loaded model use our attention."""
+    _register()
+    model.set_attn_implementation(VARLEN)
 
 
 def disable_varlen(model: Any) -> None:
@@ -151,6 +165,8 @@ def varlen_attention(
     max_seqlen: int | None = None,
     equal_documents: int = 0,
     others_seqlen: int = 0,
+    key_index: torch.Tensor | None = None,
+    key_seqlens: torch.Tensor | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -160,6 +176,9 @@ def varlen_attention(
     Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]). Without `cu_seqlens` (text generation) it is
     transformers' sdpa. The first `equal_documents` documents, if any, have max_seqlen tokens each, the others at most
     `others_seqlen`. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
+
+    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen,
+    the last of which belong to its own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -182,10 +201,11 @@ def varlen_attention(
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if sinks is not None:
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
-    if documents * max_seqlen == tokens and window is None:
+    if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
-        return _attend_varlen(query, key, value, cu_seqlens, longest, scaling, dropout, window).unsqueeze(0), None
+        more = longest, scaling, dropout, window, key_index, key_seqlens
+        return _attend_varlen(query, key, value, cu_seqlens, *more).unsqueeze(0), None
     # Split instead of sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
@@ -218,23 +238,44 @@ def _attend_varlen(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    key_index: torch.Tensor | None = None,
+    key_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
+    if key_index is not None:
+        # By rows [heads, head_dim], which lie together.
+        key, value = (each.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for each in (key, value))
+    if not has_flash(query.device, query.dtype):
+        return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
     # The operator below varlen_attn, which in torch 2.11 does not support shared key heads and copies them.
     out: torch.Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
         cu_seqlens,
-        cu_seqlens,
+        key_seqlens,
         max_seqlen,
         max_seqlen,
         dropout,
-        True,  # causal
+        True,  # causal: the last query of a document belongs to its last key
         False,  # no debug mask
         scale=scaling,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )
     return out
+
+
+def _attend_in_turn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, key_seqlens: torch.Tensor,
+    scaling: float | None, dropout: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute one document after the other in plain torch, [1, T, heads, head_dim]."""
+    outs = []
+    queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
+    for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
+        mask = _mask_of_one_text(q.shape[2], k.shape[2], window, q.device)
+        outs.append(sdpa_with_own_heads(_ALONE, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
+    return torch.cat(outs, 1)
 
 
 def _attend_batched(

@@ -16,14 +16,22 @@ from trainer.config import UserError
 from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, disable_varlen
-from trainer.patches.per_document import PerDocument, compute_per_document, find_tensors, is_mask
+from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, can_share_keys, disable_varlen, set_varlen
+from trainer.patches.per_document import (
+    PerDocument,
+    compute_per_document,
+    find_tensors,
+    has_separate_documents,
+    is_mask,
+)
 
 LENGTHS = (5, 4)
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
 """A changed token is seen at another position if the logits there change by more than this fraction of their change at
 a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With experts
 it may: they get different batches of tokens, round sums differently, and the choice of experts can flip."""
+ROUNDED = 0.05
+"""Difference of equal logits, as a fraction of them, that may be due to rounding in 16 bits."""
 
 
 @torch.no_grad()
@@ -71,6 +79,43 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
             return probe.flat
         fault = fault or found
     raise UserError(f"dataset.packing=true: in {type(base).__name__} {fault}; set dataset.packing: false")
+
+
+@torch.no_grad()
+def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> str | None:
+    """Let the answers of a pair share the keys of their prompt from now on, or return why the model cannot.
+
+    Every rank must call it. An answer must not see the other one, and must have the logits that it has alone.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    before = base.config._attn_implementation
+    if not can_share_keys(base) or has_separate_documents(base):
+        return "its layers are not attention that can be replaced"
+    prompt, chosen = _distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
+    rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
+
+    def logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
+        """Return the logits of the answers chosen and rejected, one after the other."""
+        ids = torch.cat([prompt, chosen, prompt, rejected]).tolist()
+        sample = Sample(ids, ([False] * LENGTHS[0] + [True] * LENGTHS[1]) * 2, [length, length])
+        batch = collate([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
+        found, targets = token_loss.logits(model, batch, device)
+        return found[targets != IGNORED]
+
+    with _evaluating(model):
+        alone = logits(chosen, shared=False)
+        set_varlen(base)
+        together = logits(chosen, shared=True)
+        change = logits(other_chosen, shared=True) - together
+    first, allowed = LENGTHS[1], _allowed(model)
+    if _size(change[first:]) > allowed * _size(change[:first]):
+        reason = "the answers of a pair would see each other"
+    elif _size(together - alone) > (allowed if alone.dtype == torch.float32 else ROUNDED) * _size(alone):
+        reason = "the answers would have other logits than alone"
+    else:
+        return None
+    base.set_attn_implementation(before)
+    return reason
 
 
 class _Probe:
@@ -206,4 +251,4 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _size(change: torch.Tensor) -> float:
-    return float(change.square().mean().sqrt())
+    return float(change.float().square().mean().sqrt())

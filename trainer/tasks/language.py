@@ -55,6 +55,8 @@ class LanguageTask:
         self._first_answers: dict[str, str] = {}
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
+        self.shares_prompts = False
+        """Whether the prompt of a pair is computed once."""
 
     @property
     def _any_token(self) -> int:
@@ -112,9 +114,7 @@ class LanguageTask:
             "accumulation": training.gradient_accumulation_steps,
             "rank": self._ranks.rank,
             "world_size": self._ranks.world_size,
-            "pad_token_id": self._any_token,
-            "flat": self.flat_packs,
-            "pairs": self.pairs,
+            **self._layout,
         }
         if isinstance(samples, Samples):
             dataset, seed = self._config.dataset, self._config.seed
@@ -128,15 +128,14 @@ class LanguageTask:
         return self._one_pass(samples, training.eval_batch_size or training.batch_size)
 
     def _one_pass(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        return evaluation_batches(
-            samples,
-            batch_size=batch_size,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            pad_token_id=self._any_token,
-            flat=self.flat_packs,
-            pairs=self.pairs,
-        )
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        return evaluation_batches(samples, batch_size=batch_size, rank=rank, world_size=world_size, **self._layout)
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """Arguments of `collate`."""
+        token, shared = self._any_token, self.shares_prompts
+        return {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
 
     def meter(self, model: Any) -> MfuMeter | None:
         return MfuMeter.for_device(model, self._device, self._precision)

@@ -14,13 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from trainer.config import UserError
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data import Sample, Samples
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.pairs import DESIRABLE, SIDES
+from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference_losses import PairScores, pair_losses
 
@@ -177,12 +180,29 @@ class PreferenceTask(LanguageTask):
         return list(found.items())
 
     def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """Check that no token sees a later one, and no answer another; cache the reference if it is asked for."""
+        """Check that no token sees a later one, and no answer another; share prompts; cache the reference if wanted."""
         super().check(engine, loss, varlen=varlen)
         assert isinstance(loss, PreferenceLoss)
+        self.shares_prompts = self._share_prompts(engine, loss)
+        self.flat_packs = self.flat_packs or self.shares_prompts
         for samples in (self._prepared.data.train, self._prepared.data.evaluation):
             if self._config.preference.reference == "cached" and samples is not None:
                 samples.reference = self._compute_reference(engine, loss, samples)
+
+    def _share_prompts(self, engine: Engine, loss: PreferenceLoss) -> bool:
+        """Share the prompts of pairs if the settings, the data and the model allow it; a collective call."""
+        config, samples = self._config, self._prepared.data.train
+        asked = config.preference.share_prompt
+        saved = measure_savings(samples) if isinstance(samples, Samples) and asked else 0.0
+        possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
+        if not asked or (asked == "auto" and (saved < WORTH_SHARING or not possible)):
+            return False
+        reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
+        if reason and asked is True:
+            raise UserError(f"preference.share_prompt=true: in this model {reason}; use auto")
+        savings = f", which saves {saved:.1%} of the tokens" if saved else ""
+        self._say(f"prompts: computed for each answer, as {reason}" if reason else f"prompts: shared by pairs{savings}")
+        return not reason
 
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:

@@ -1,0 +1,68 @@
+"""Pairs whose prompt is computed once: the rejected answer follows the chosen document without the prompt of both.
+
+A pair becomes two documents of a flat batch, (prompt, chosen answer) and (last token of the prompt, rejected answer).
+The positions of the second continue those of the prompt, and its attention also reads the prompt's keys and values.
+The last token of the prompt is repeated because it predicts the first token of both answers.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data.samples import Sample, Samples, split_documents
+
+WORTH_SHARING = 0.1
+"""Fraction of tokens to save from which prompts are shared by default: below, copies of keys and values, and unequal
+documents where dense attention computes equal ones, may cost more."""
+_MEASURED_SAMPLES = 1000
+
+
+def shared_length(chosen: Sample, rejected: Sample) -> int:
+    """Return how many tokens with which both documents begin need not be computed for the rejected answer."""
+    answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
+    most = max(0, min(answer - 1, len(chosen.input_ids)))
+    equal = np.asarray(chosen.input_ids[:most]) == np.asarray(rejected.input_ids[:most])
+    return most if equal.all() else int(equal.argmin())
+
+
+def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
+    """Return the documents of pairs without the shared part of each rejected one, and how long this part is."""
+    shortened, shared = [], []
+    for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+        at = shared_length(chosen, rejected)
+        rest = Sample(rejected.input_ids[at:], rejected.trained[at:], [len(rejected.input_ids) - at])
+        shortened += [chosen, rest]
+        shared += [0, at]
+    return shortened, shared
+
+
+def find_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments by which `varlen_attention` gets the keys of documents; empty if nothing is shared.
+
+    Document i of `lengths[i]` tokens also reads the first `shared[i]` keys of document i - 1.
+    """
+    if not any(shared):
+        return {}
+    starts = [0, *accumulate(lengths)]
+    parts = []
+    for number, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        before, own = starts[max(0, number - 1)], starts[number]
+        parts += [np.arange(before, before + common), np.arange(own, own + length)]
+    counts = [length + common for length, common in zip(lengths, shared, strict=True)]
+    return {
+        "key_index": torch.from_numpy(np.concatenate(parts)),
+        "key_seqlens": torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+        "max_seqlen": max(counts),
+    }
+
+
+def measure_savings(samples: Samples | Sequence[Sample]) -> float:
+    """Return the fraction of the tokens of pairs that need not be computed, from up to 1,000 samples spread evenly."""
+    saved = total = 0
+    for index in np.unique(np.linspace(0, len(samples) - 1, _MEASURED_SAMPLES, dtype=int)).tolist():
+        saved += sum(share_prompts(list(split_documents(samples[index])))[1])
+        total += len(samples[index].input_ids)
+    return saved / max(total, 1)
