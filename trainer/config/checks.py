@@ -352,7 +352,7 @@ def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
     training, switch = config.training, "training.gradient_checkpointing"
     no_adapter = "adapter: none trains all weights, and captured graphs need an adapter in one buffer"
     obstacles = (
-        (config.task == "preference", "task", "task: preference weights answers only after the pass"),
+        (config.task in ("preference", "reward"), "task", f"task: {config.task} weights answers only after the pass"),
         (config.adapter == "none", "adapter", no_adapter),
         (not config.ops.flat, "ops.flat", "ops.flat: false gives every factor a separate gradient"),
         (config.zero.stage == 3, "zero.stage", "zero.stage: 3 gathers weights within a pass"),
