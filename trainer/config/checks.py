@@ -30,6 +30,8 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     yield from _check_zero(config)
     yield from _check_data(config)
     yield from _check_preference(config)
+    if config.task == "reward":
+        yield from _check_reward(config)
     yield from _check_training(config)
     if config.scu.enabled:
         yield from _check_scu(config)
@@ -214,6 +216,30 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
     if preference.reference == "cached" and config.dataset.streaming:
         problem = "the answers of a stream are unknown before training"
         yield Mistake("preference.reference", "cached", problem, "use step", "dataset.streaming")
+
+
+def _check_reward(config: RunConfig) -> Iterator[Mistake]:
+    """Refuse what reward models do not support."""
+    lora, training = config.lora, config.training
+    if config.adapter == "none":
+        yield Mistake("adapter", "none", "reward models are trained as adapters", "use lora or qlora", "task")
+    if config.dataset.train_on != ("assistant",):
+        problem = "a reward model scores whole answers"
+        yield Mistake("dataset.train_on", config.dataset.train_on, problem, "remove it", "task")
+    for name, value, default in (
+        ("lora.adapter_path", lora.adapter_path, None),
+        ("lora.init", lora.init, "default"),
+        ("lora.modules_to_save", lora.modules_to_save, ()),
+        ("model.added_tokens", config.model.added_tokens, ()),
+        ("logging.sample_prompts", config.logging.sample_prompts, ()),
+        ("dataset.streaming", config.dataset.streaming, False),
+        ("training.qat", training.qat, None),
+        ("training.router_aux_loss", training.router_aux_loss, 0.0),
+        ("training.torch_compile", training.torch_compile, False),
+        ("scu.enabled", config.scu.enabled, False),
+    ):
+        if value != default:
+            yield Mistake(name, value, "reward models do not support it", "remove it", "task")
 
 
 def _check_kto(config: RunConfig) -> Iterator[Mistake]:

@@ -128,6 +128,8 @@ def _check_pairs(config: RunConfig, stats: DataStats) -> None:
                 f"set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: prompt, "
                 "completion: chosen} with your names of these fields"
             )
+        if config.task == "reward" and any("not used" in note and " margin (in " in note for note in part.notes):
+            raise UserError(f"task=reward: {label} has margins, which are not supported; rename or remove the field")
         if part.pairs and wanted:
             _check_labels(config, part, label)
         if wanted and part.pairs < part.documents:

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from trainer.config.preference_section import RewardSection
 from trainer.data.batches import MicroBatch, PairBatch
+from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
@@ -30,7 +31,8 @@ class RewardLoss(TokenLoss):
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
-        places = to_device(find_document_ends(batch)[: len(batch.document_targets)], device)
+        ends = find_last_tokens(batch, self._config.pad_token_id)[: len(batch.document_targets)]
+        places = to_device(ends, device)
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, places))
         chosen, rejected = scores.view(-1, 2).unbind(1)
         self._add(chosen.detach(), rejected.detach(), training=torch.is_grad_enabled())
@@ -77,16 +79,20 @@ class RewardLoss(TokenLoss):
         return {f"{prefix}/{name}": total / max(pairs, 1.0) for name, total in zip(REWARDS, totals, strict=True)}
 
 
-def find_document_ends(batch: MicroBatch) -> Tensor:
-    """Return the position of the last token of every document in the flattened batch, int64 [D], row by row."""
-    inside = torch.ones_like(batch.input_ids)
+def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
+    """Return the position in the flattened batch of every document's last token but padding tokens, int64 [D].
+
+    transformers also skips a padding token that ends the text itself, so that rewards are the same there.
+    """
     mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
-    if mask is not None:
-        inside = mask.long()
-    next_inside = torch.nn.functional.pad(inside[:, 1:], (0, 1))
+    inside = torch.ones_like(batch.input_ids) if mask is None else mask.long()
+    continues = pad(inside[:, 1:], (0, 1))
     if batch.position_ids is not None:
-        next_inside = next_inside * torch.nn.functional.pad(batch.position_ids[:, 1:], (0, 1)).clamp(max=1)
-    return (inside > next_inside).flatten().nonzero().squeeze(1)
+        continues = continues * pad(batch.position_ids[:, 1:], (0, 1)).clamp(max=1)
+    ends = (inside > continues).flatten().nonzero().squeeze(1)
+    tokens = (inside * (batch.input_ids != pad_token_id)).flatten().nonzero().squeeze(1)
+    documents = torch.searchsorted(ends, tokens)
+    return ends.scatter_reduce(0, documents, tokens, "amax", include_self=False)
 
 
 class RewardTask(LanguageTask):
@@ -95,7 +101,7 @@ class RewardTask(LanguageTask):
     pairs = True
     peft_type = "SEQ_CLS"
 
-    def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: Any) -> Any:
+    def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the base model with a score head."""
         model = super().load_base(dtype, engine_config, shards)
         model.config.pad_token_id = self._any_token  # transformers' forward needs it for several rows
