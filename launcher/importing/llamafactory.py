@@ -10,6 +10,7 @@ from launcher.importing.prompts import CHAT_TEMPLATES
 from launcher.importing.translation import Foreign, Key, Text, Translation, Whole, make_table, split_names
 
 NOTHING_TRAINED = "this configuration trains nothing"
+ONLINE = "online methods are not supported"
 KEYS = common.TRANSFORMERS | make_table(
     """
     copy lora_rank:8 lora_alpha lora_dropout:0.0 use_rslora use_dora additional_target=lora.modules_to_save
@@ -53,7 +54,7 @@ KEYS = common.TRANSFORMERS | make_table(
     },
     {"use_kt": "experts are computed on the GPU; zero.offload_parameters keeps them on the host"},
     {
-        "stage": Key(Text, values={name: name for name in ("sft", "pt", "dpo", "kto")}, otherwise=common.PREFERENCES),
+        "stage": Key(Text, values={name: name for name in ("sft", "pt", "dpo", "kto", "rm")}, otherwise=ONLINE),
         "pref_loss": Key(Text, values=common.PREFERENCE_LOSSES, otherwise=common.PREFERENCES),
         "finetuning_type": replace(common.LORA_OR_FULL, default="lora"),
         "quantization_method": Key(left_out="bitsandbytes quantises the base here", unless=("bnb", "bitsandbytes")),
@@ -104,6 +105,9 @@ def translate(foreign: Foreign) -> Translation:
     if t.get("stage") == "dpo":
         loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
         common.set_preference(t, loss, "cutoff_len", "stage", "pref_loss", sft=t.get("pref_ftx", 0.0))
+    elif t.get("stage") == "rm":
+        common.set_preference(t, None, "cutoff_len", "stage")
+        t.note("stage", "a new score head without a bias, in place of a value head")
     elif t.get("stage") == "kto":
         common.set_preference(t, "kto", "cutoff_len", "stage")
     else:
@@ -174,7 +178,8 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")
-    stage, kind = t.get("stage"), "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
+    stage = {"rm": "dpo"}.get(t.get("stage"), t.get("stage"))  # reward models learn from pairs too
+    kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
         needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
         t.refuse("dataset", f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")

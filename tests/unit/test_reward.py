@@ -1,4 +1,4 @@
-"""Reward models agree with plain PEFT and transformers, resume to the bit, load through PEFT; mistakes have one line."""
+"""Reward models agree with plain PEFT, resume to the bit, and load through PEFT; mistakes have one line."""
 
 import json
 import shutil
@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.plain_peft import with_adapter
 from tests.preferences import write_answers, write_pairs
 from tests.runs_in_process import make_ground, train
 from tests.tiny import write_chats
@@ -64,9 +63,8 @@ def metrics(folder: Path, name: str) -> list[float]:
 
 
 def plain_model(base: str) -> Any:
-    """What the documentation of transformers says, with the score head that zerolora draws if there is none."""
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
-    return model
+    """What the guide says; a new score head is random."""
+    return AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
 
 
 def reward(model: Any, document: Sample) -> torch.Tensor:
@@ -143,7 +141,11 @@ def test_losses_and_adapters_agree_with_plain_peft(
     for key, value in tensors.items():
         name = key.replace("modules_to_save.default.", "").replace(".default", "")
         torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=1e-5)
-    before = load_file(base / "model.safetensors")["score.weight"] if stored_head else draw_score(plain_model(str(base)).config)
+    before = (
+        load_file(base / "model.safetensors")["score.weight"]
+        if stored_head
+        else draw_score(plain_model(str(base)).config)
+    )
     assert (saved["base_model.model.score.weight"] - before).abs().max() > 1e-3
 
 
@@ -211,7 +213,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "controller": ({"scu__enabled": True}, "scu.enabled=true: reward models do not support it; remove it"),
     "samples": ({"logging__sample_prompts": ["red"]}, "logging.sample_prompts=[red]: reward models do not support it"),
     "preference loss": ({"preference__beta": 0.3}, "preference.beta=0.3"),
-    "center without rewards": ({"task": "preference", "reward__center": 0.1}, "reward.center=0.1: has no effect, because task"),
+    "center without rewards": (
+        {"task": "preference", "reward__center": 0.1},
+        "reward.center=0.1: has no effect, because task",
+    ),
     "center": ({"reward__center": -1}, "reward.center=-1"),
 }
 
@@ -232,7 +237,7 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
     (tmp_path / "margins.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for file, message in {
         "chats": "task=reward: 4 of 4 records of dataset are no pairs of a chosen and a rejected answer",
-        "answers": "task=reward: 4 records of dataset have one answer with a label, and a reward model learns from pairs",
+        "answers": "task=reward: 4 records of dataset have one answer with a label, and a reward model",
         "margins": "task=reward: dataset has margins, which are not supported; rename or remove the field",
     }.items():
         with pytest.raises(UserError) as error:

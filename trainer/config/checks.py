@@ -33,7 +33,9 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     if config.task == "reward":
         yield from _check_reward(config)
     elif center := config.reward.center:
-        yield Mistake("reward.center", f"{center:g}", f"has no effect, because task is {config.task}", "set task: reward")
+        yield Mistake(
+            "reward.center", f"{center:g}", f"has no effect, because task is {config.task}", "set task: reward"
+        )
     yield from _check_training(config)
     if config.scu.enabled:
         yield from _check_scu(config)

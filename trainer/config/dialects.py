@@ -11,7 +11,7 @@ LORA_TARGETS = "lora.target_modules"
 QLORA: dict[str, Any] = {"adapter": "qlora"}
 INT8: dict[str, Any] = {"adapter": "qlora", "quantization.quant_type": "int8"}
 NOTHING: dict[str, Any] = {}
-PREFERENCES = "reward models and online methods (PPO, GRPO) are not offered here"
+PREFERENCES = "online methods (PPO, GRPO) are not offered here"
 DPO: dict[str, Any] = {"task": "preference"}
 KTO = DPO | {"preference.loss": "kto"}
 DFT: dict[str, Any] = {"training.loss": "dft"}
@@ -24,7 +24,7 @@ _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "quantization_bit": {4: QLORA, 8: INT8},
     "quantization_method": {"bnb": NOTHING, "bitsandbytes": NOTHING},
     "finetuning_type": {"lora": NOTHING, "full": {"adapter": "none"}},
-    "stage": {"sft": NOTHING, "dpo": DPO, "kto": KTO},
+    "stage": {"sft": NOTHING, "dpo": DPO, "kto": KTO, "rm": {"task": "reward"}},
     "rl": {False: NOTHING, "dpo": DPO}
     | {name: DPO | {"preference.loss": name} for name in ("ipo", "simpo", "orpo", "kto")},
     "lora_target_linear": {True: {LORA_TARGETS: ["all-linear"]}, False: NOTHING},
@@ -46,7 +46,7 @@ _MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "train_on_eos train_on_eot": {"turn": NOTHING},
 }
 MEANINGS = {name: values for names, values in _MEANINGS.items() for name in names.split()}
-_PREFERENCE_STAGES = ("ppo", "grpo", "gdpo", "rm", "reward")
+_PREFERENCE_STAGES = ("ppo", "grpo", "gdpo", "reward")
 
 
 def translate_setting(name: str, value: Any) -> tuple[dict[str, Any], str] | None:

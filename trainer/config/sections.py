@@ -181,7 +181,8 @@ class RunConfig(Section):
     """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
     task: Literal["auto", "language", "preference", "reward", "image"] = "auto"
     """What is trained: a language model on texts or conversations (`language`) or on pairs of a better and a worse
-    answer (`preference`), a reward model on such pairs (`reward`), or an image model. `auto`: image if the model has a model_index.json, else language."""
+    answer (`preference`), a reward model on such pairs (`reward`), or an image model. `auto`: image if the model has a
+    model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""

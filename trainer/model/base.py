@@ -9,7 +9,15 @@ from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
-from trainer.model.model_kind import SCORE, auto_class, caps_scores, check_kind, has_score, is_stored_quantised, set_score_head
+from trainer.model.model_kind import (
+    SCORE,
+    auto_class,
+    caps_scores,
+    check_kind,
+    has_score,
+    is_stored_quantised,
+    set_score_head,
+)
 from trainer.model.model_source import (
     check_config_file,
     check_settings,

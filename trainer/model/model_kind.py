@@ -78,12 +78,11 @@ def auto_class(model_config: Any) -> Any:
     return AutoModelForMultimodalLM if known and not by_text_alone else AutoModelForCausalLM
 
 
-def check_kind(
-    base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False
-) -> None:
+def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
     """Raise UserError if the model is already quantised, or not a causal language model according to config.json.
 
-    With `may_score` it may have a score head. Weights in MXFP4 or FP8 can be the base of an adapter, but cannot be trained themselves (`all_trained`).
+    With `may_score` it may have a score head. Weights in MXFP4 or FP8 can be the base of an adapter, but cannot be
+    trained themselves (`all_trained`).
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:

@@ -44,9 +44,7 @@ class RewardLoss(TokenLoss):
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1))
         return scores.view(*batch.input_ids.shape, 1), to_device(batch.targets, device)
 
-    def _score(
-        self, model: Any, batch: MicroBatch, device: torch.device, select: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def _score(self, model: Any, batch: MicroBatch, device: torch.device, select: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the scores of the hidden states that `select` takes, fp32.
 
         The model picks one position of each row of its scores; it gets all selected scores at every position.

@@ -129,7 +129,8 @@ def _usage(config: RunConfig, name: str) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained({adapter})\n"
         f'base = {auto}.from_pretrained({base}, {"num_labels=1, " * is_reward}dtype="auto")\n'
         f"{grow}"
-        + "base.config.pad_token_id = tokenizer.pad_token_id\n" * is_reward
+        + "base.config.pad_token_id = tokenizer.pad_token_id\n"
+        * is_reward
         + f"model = PeftModel.from_pretrained(base, {adapter})\n"
         "```"
     )
