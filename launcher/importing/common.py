@@ -55,13 +55,16 @@ SHARED_ROWS = {
 }
 
 
-def set_preference(t: Translation, loss: str, length: str, *names: str, sft: float = 0.0) -> None:
-    """Set preference training with a loss, and that of the chosen answer with the weight `sft`.
+def set_preference(t: Translation, loss: str | None, length: str, *names: str, sft: float = 0.0) -> None:
+    """Set preference training with a loss, and that of the chosen answer with the weight `sft`; None: a reward model.
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """
-    t.put("task", "preference", *names)
-    t.put("preference.loss", {loss: 1.0, "sft": sft} if sft else loss, *names)
+    t.put("task", "reward" if loss is None else "preference", *names)
+    if loss is None:
+        t.drop("preference.")
+    else:
+        t.put("preference.loss", {loss: 1.0, "sft": sft} if sft else loss, *names)
     t.drop("dataset.train_on", "dataset.too_long")
     if (one := t.get_setting("dataset.max_length")) is not None:
         t.put("dataset.max_length", 2 * one, length)

@@ -46,6 +46,9 @@ def translate(foreign: Foreign) -> Translation:
     if t.get("stage") == "dpo":
         loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
         common.set_preference(t, loss, "cutoff_len", "stage", "pref_loss", sft=t.get("pref_ftx", 0.0))
+    elif t.get("stage") == "rm":
+        common.set_preference(t, None, "cutoff_len", "stage")
+        t.note("stage", "a new score head without a bias, in place of a value head")
     elif t.get("stage") == "kto":
         common.set_preference(t, "kto", "cutoff_len", "stage")
     else:
@@ -116,7 +119,8 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")
-    stage, kind = t.get("stage"), "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
+    stage = {"rm": "dpo"}.get(t.get("stage"), t.get("stage"))  # reward models learn from pairs too
+    kind = "kto" if "kto_tag" in columns else "dpo" if entry.get("ranking") else ""
     if (stage if stage in ("dpo", "kto") else "") != kind:
         needs = {"dpo": "has no pairs (ranking: true)", "kto": "has no labels (kto_tag)"}
         t.refuse("dataset", f"{name}: {needs.get(stage, f'is preference data; use stage: {kind}')}")

@@ -147,6 +147,24 @@ KTO: dict[str, dict[str, Any]] = {
     "cached": {"preference__reference": "cached", "zero__stage": 3},
 }
 
+# Reward models: the same global batches, in packs of several sizes or apart.
+SCORED: dict[str, Any] = PAIRED | {"task": "reward", "reward__center": 0.01, "training__learning_rate": 3e-3}
+REWARDS: dict[str, dict[str, Any]] = {
+    **{f"stage{stage}": {"zero__stage": stage} for stage in STAGES},
+    "by-module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
+}
+OTHER_REWARDS: dict[str, dict[str, Any]] = {
+    "packed-2": {"dataset__packing": True, "zero__stage": 2},
+    "packed-3": {"dataset__packing": True, "zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
+    "nf4-2": {"adapter": "qlora", "zero__stage": 2},
+    "nf4-3": {"adapter": "qlora", "zero__stage": 3, "ops__backend": "reference"},
+    "whole": {"training__max_steps": 6, "training__save_steps": 3, "zero__stage": 3},
+    "again": {
+        "training__max_steps": 6, "training__save_steps": 3, "zero__stage": 3, "output_dir": "reward-again",
+        "training__resume_from_checkpoint": "reward-whole/checkpoint-3",
+    },
+}  # fmt: skip
+
 TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
     *_resumes(),
@@ -176,6 +194,7 @@ TWO_RANKS: list[dict[str, Any]] = [
     ),
     *(case(f"pairs-{name}", **PAIRED, **changes) for name, changes in (PREFERENCES | OTHER_PREFERENCES).items()),
     *(case(f"kto-{name}", **LABELLED, training__batch_size=2, **changes) for name, changes in KTO.items()),
+    *(case(f"reward-{name}", **SCORED, **changes) for name, changes in (REWARDS | OTHER_REWARDS).items()),
     case("kto-nf4-2", **LABELLED, training__batch_size=2, adapter="qlora", zero__stage=2),
     case("kto-nf4-3", **LABELLED, training__batch_size=2, adapter="qlora", zero__stage=3, ops__backend="reference"),
     case("offload-2", zero__stage=2, zero__offload_optimizer=True),
@@ -252,6 +271,7 @@ ONE_RANK: list[dict[str, Any]] = [
     case("nonfinite-skip-2", training__max_steps=20, training__on_nonfinite="skip", **DIVERGES),
     case("pairs-one-rank", **PAIRED, training__gradient_accumulation_steps=4),
     case("kto-one-rank", **LABELLED, training__batch_size=4),
+    case("reward-one-rank", **SCORED, training__gradient_accumulation_steps=4),
     case("pairs-streamed", **PAIRED, dataset__shuffle=False, dataset__streaming=True),
     case("pairs-in-order", **PAIRED, dataset__shuffle=False),
     case("in-order", dataset__shuffle=False),

@@ -237,7 +237,7 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: grpo\n", "theirs.yml:40: rl=grpo: reward models and online methods are not supported"),
+        ("rl: grpo\n", "theirs.yml:40: rl=grpo: reward models and online methods are not imported"),
         (
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
@@ -281,7 +281,7 @@ def test_llama_factorys_other_kinds() -> None:
     assert whole.adapter == "none"
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
     assert "pictures: training on images" in refused(FACTORY.replace("pairs, talks", "pictures"))
-    assert "stage=ppo: reward" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
+    assert "stage=ppo: online" in refused(FACTORY.replace("stage: sft", "stage: ppo"))
     assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
     assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
@@ -367,7 +367,11 @@ def test_preference_training_says_the_same_here() -> None:
     config, _ = imported(FACTORY.replace("stage: sft", "stage: dpo\npref_ftx: 0.1").replace("pairs, talks", "choices"))
     assert (config.task, dict(config.preference.loss)) == ("preference", {"dpo": 1.0, "sft": 0.1})
     assert (config.dataset.format, config.dataset.max_length) == ("preference", 1024)
-    assert "pairs: has no pairs" in refused(FACTORY.replace("stage: sft", "stage: dpo"))
+    config, _ = imported(FACTORY.replace("stage: sft", "stage: rm").replace("pairs, talks", "choices"))
+    assert (config.task, config.dataset.format, config.dataset.max_length) == ("reward", "preference", 1024)
+    assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
+    for stage in ("dpo", "rm"):
+        assert "pairs: has no pairs" in refused(FACTORY.replace("stage: sft", f"stage: {stage}"))
     words = "trl dpo --model_name_or_path m --dataset_name d --use_peft --beta 0.2 --max_length 512 --loss_type robust"
     config, _ = written([*words.split(), "--label_smoothing", "0.1", "--precompute_ref_log_probs"])
     assert (dict(config.preference.loss), config.preference.beta) == ({"robust": 1.0}, 0.2)

@@ -173,7 +173,8 @@ def test_the_first_line_does_not_wait_for_imports_of_torch(folder: Path, name: s
     start = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "launcher.cli", name, "--help"],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
         first = (process.stderr if name in MODULES else process.stdout).readline()

@@ -87,6 +87,12 @@ def find_run(
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
+def refuse_reward_model(run: FinishedRun, reason: str) -> None:
+    """Raise UserError for a reward model, in commands for models that generate text."""
+    if run.config.task == "reward":
+        raise UserError(f"{run.folder}: the adapter is of a reward model, and {reason}")
+
+
 def _check_adapter(folder: Path, run_dir: Path) -> None:
     """Raise UserError, with the file's name, if the adapter is damaged."""
     if problem := find_adapter_damage(folder):

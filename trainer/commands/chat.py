@@ -15,6 +15,7 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     find_run,
     quiet_libraries,
+    refuse_reward_model,
     run_command,
     saved_tokenizer,
 )
@@ -118,6 +119,7 @@ def _run(arguments: argparse.Namespace) -> None:
     sampling.check()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, USE_DIFFUSERS)
+    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
     tokenizer = saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)

@@ -30,6 +30,7 @@ from trainer.checkpoint.finished_run import (
     find_run,
     load_trained,
     quiet_libraries,
+    refuse_reward_model,
     run_command,
     saved_tokenizer,
 )
@@ -274,6 +275,7 @@ def _run(arguments: argparse.Namespace) -> None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
+    refuse_reward_model(run, "its held-out loss and rewards are in metrics.jsonl")
     config = run.config
     tokenizer = saved_tokenizer(run)
     documents = held_out_documents(run, tokenizer, arguments.data, arguments.split)

@@ -26,6 +26,7 @@ from trainer.checkpoint.finished_run import (
     find_run,
     load_trained,
     quiet_libraries,
+    refuse_reward_model,
     run_command,
     saved_tokenizer,
 )
@@ -240,6 +241,7 @@ def _run(arguments: argparse.Namespace) -> None:
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, USE_DIFFUSERS)
+    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
     tokenizer = saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)

@@ -25,6 +25,7 @@ from trainer.checkpoint.finished_run import (
     load_full_base,
     load_trained,
     quiet_libraries,
+    refuse_reward_model,
     run_command,
     saved_tokenizer,
 )
@@ -59,6 +60,8 @@ def merge(
     if the files differ from memory or are not finite.
     """
     check_output(output)
+    if scale != 1.0 or quantize is not None:
+        refuse_reward_model(run, "--scale and --quantize are for models that write text; merge without them")
     integers = None if quantize is None else prepare_integers(run, quantize, dtype)
     model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
     if integers is not None:
@@ -135,6 +138,8 @@ def build_merged_model(
         if each.is_floating_point():
             each.data = each.data.to(types.get(name, dtype))
     model.config.use_cache = True  # training switched it off
+    if run.config.task == "reward":
+        model.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
     return model
 
 
@@ -277,7 +282,8 @@ def _run(arguments: argparse.Namespace) -> None:
     output = arguments.output or arguments.run / name
     if not is_image_run(run):
         merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize)
-        print(f"merged model written to {output}; load it with AutoModelForCausalLM.from_pretrained({str(output)!r})")
+        auto = "AutoModelForSequenceClassification" if run.config.task == "reward" else "AutoModelForCausalLM"
+        print(f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})")
         return
     if arguments.quantize is not None:
         raise UserError(f"--quantize={arguments.quantize}: is for language models; merge without it")

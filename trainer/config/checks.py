@@ -30,6 +30,12 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     yield from _check_zero(config)
     yield from _check_data(config)
     yield from _check_preference(config)
+    if config.task == "reward":
+        yield from _check_reward(config)
+    elif center := config.reward.center:
+        yield Mistake(
+            "reward.center", f"{center:g}", f"has no effect, because task is {config.task}", "set task: reward"
+        )
     yield from _check_training(config)
     if config.scu.enabled:
         yield from _check_scu(config)
@@ -233,6 +239,30 @@ def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(setting, value, problem, "set preference.share_prompt: auto", "preference.share_prompt")
 
 
+def _check_reward(config: RunConfig) -> Iterator[Mistake]:
+    """Refuse what reward models do not support."""
+    lora, training = config.lora, config.training
+    if config.adapter == "none":
+        yield Mistake("adapter", "none", "reward models are trained as adapters", "use lora or qlora", "task")
+    if config.dataset.train_on != ("assistant",):
+        problem = "a reward model scores whole answers"
+        yield Mistake("dataset.train_on", config.dataset.train_on, problem, "remove it", "task")
+    for name, value, default in (
+        ("lora.adapter_path", lora.adapter_path, None),
+        ("lora.init", lora.init, "default"),
+        ("lora.modules_to_save", lora.modules_to_save, ()),
+        ("model.added_tokens", config.model.added_tokens, ()),
+        ("logging.sample_prompts", config.logging.sample_prompts, ()),
+        ("dataset.streaming", config.dataset.streaming, False),
+        ("training.qat", training.qat, None),
+        ("training.router_aux_loss", training.router_aux_loss, 0.0),
+        ("training.torch_compile", training.torch_compile, False),
+        ("scu.enabled", config.scu.enabled, False),
+    ):
+        if value != default:
+            yield Mistake(name, value, "reward models do not support it", "remove it", "task")
+
+
 def _check_kto(config: RunConfig) -> Iterator[Mistake]:
     if config.preference.reference == "none":
         yield Mistake("preference.reference", "none", "kto compares with a reference", "use step", "preference.loss")
@@ -369,7 +399,7 @@ def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
     training, switch = config.training, "training.gradient_checkpointing"
     no_adapter = "adapter: none trains all weights, and captured graphs need an adapter in one buffer"
     obstacles = (
-        (config.task == "preference", "task", "task: preference weights answers only after the pass"),
+        (config.task in ("preference", "reward"), "task", f"task: {config.task} weights answers only after the pass"),
         (config.adapter == "none", "adapter", no_adapter),
         (not config.ops.flat, "ops.flat", "ops.flat: false gives every factor a separate gradient"),
         (config.zero.stage == 3, "zero.stage", "zero.stage: 3 gathers weights within a pass"),

@@ -7,10 +7,10 @@ from trainer.config.aliases import ALIASES, ELSEWHERE, OTHER_TRAINERS, split_nam
 from trainer.config.errors import UserError, shown
 from trainer.config.sections import RunConfig
 
-PREFERENCES = "reward models and online methods (PPO, GRPO) are not offered here"
+PREFERENCES = "online methods (PPO, GRPO) are not offered here"
 MEANINGS: dict[str, dict[Any, dict[str, Any]]] = split_names(OTHER_TRAINERS["meanings"])
 """Names -> value -> equivalent settings here. ELSEWHERE has the advice for all other values."""
-_PREFERENCE_STAGES = ("ppo", "grpo", "gdpo", "rm", "reward")
+_PREFERENCE_STAGES = ("ppo", "grpo", "gdpo", "reward")
 
 
 def translate_setting(name: str, value: Any) -> tuple[dict[str, Any], str] | None:

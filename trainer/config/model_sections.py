@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from trainer.config.needs import HUB, LANGUAGE, Needs
 from trainer.config.paths import PathText
@@ -40,6 +40,12 @@ class ModelSection(Section):
     pipeline: Annotated[PathText | None, Needs("task", ("image",))] = None
     """Folder or hub name of the diffusers pipeline of a single-file `base_model`, for its settings and tokenizers;
     default: the published pipeline that the file matches."""
+    _has_score: bool = PrivateAttr(default=False)
+
+    @property
+    def has_score(self) -> bool:
+        """Whether the model gets a score head instead of its output head, for `task: reward`."""
+        return self._has_score
 
 
 class LoraSection(Section):

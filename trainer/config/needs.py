@@ -58,7 +58,7 @@ class Needs:
         return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
 
 
-LANGUAGE = Needs("task", ("language", "preference"))
+LANGUAGE = Needs("task", ("language", "preference", "reward"))
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,11 @@ class PreferenceSection(Section):
     desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""
     undesirable_weight: Positive = 1.0
     """Weight of answers labelled false in the loss of `kto`."""
+
+
+class RewardSection(Section):
+    """Settings of `task: reward`: a reward model with a score head, trained on pairs (Bradley-Terry)."""
+
+    center: NonNegative = 0.0
+    """Weight of the squared sum of a pair's two rewards, added to the loss, which keeps rewards near 0 on average;
+    0.01 is usual."""

@@ -9,7 +9,7 @@ from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import PathText
-from trainer.config.preference_section import PreferenceSection
+from trainer.config.preference_section import PreferenceSection, RewardSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
 
@@ -179,9 +179,10 @@ class RunConfig(Section):
 
     base_model: PathText
     """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
-    task: Literal["auto", "language", "preference", "image"] = "auto"
+    task: Literal["auto", "language", "preference", "reward", "image"] = "auto"
     """What is trained: a language model on texts or conversations (`language`) or on pairs of a better and a worse
-    answer (`preference`), or an image model. `auto`: image if the model has a model_index.json, else language."""
+    answer (`preference`), a reward model on such pairs (`reward`), or an image model. `auto`: image if the model has a
+    model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""
@@ -194,6 +195,7 @@ class RunConfig(Section):
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
     dataset: DatasetSection
     preference: Annotated[PreferenceSection, Needs("task", ("preference",))] = PreferenceSection()
+    reward: Annotated[RewardSection, Needs("task", ("reward",))] = RewardSection()
     image: Annotated[ImageSection, Needs("task", ("image",))] = ImageSection()
     training: TrainingSection = TrainingSection()
     zero: ZeroSection = ZeroSection()
@@ -203,3 +205,10 @@ class RunConfig(Section):
     output: OutputSection = OutputSection()
     export: ExportSection = ExportSection()
     tier: TierSection = TierSection()
+
+    @model_validator(mode="after")
+    def _give_score_head(self) -> "RunConfig":
+        if self.task == "reward":  # into a copy: sections are shared, the default one by all configurations
+            self.__dict__["model"] = self.model.model_copy()
+            self.model._has_score = True
+        return self

@@ -250,8 +250,8 @@ def _reference(config: RunConfig) -> Decided[str]:
         return Decided("apart", "dataset.packing: false")
     if scu.controller == "none":
         return Decided("apart", "scu.controller: none wants no gradient of it")
-    if config.task == "preference":
-        return Decided("apart", "task: preference has a pass of its own for the reference")
+    if config.task in ("preference", "reward"):
+        return Decided("apart", f"task: {config.task} has a pass of its own for the reference")
     if config.training.router_aux_loss:
         return Decided("apart", "training.router_aux_loss balances experts over the training text alone")
     return Decided("packed")

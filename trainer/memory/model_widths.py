@@ -15,7 +15,7 @@ from trainer.memory.observed import decoder_layers, reduce_to_kinds
 from trainer.memory.widths import Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
-from trainer.model.model_kind import is_mxfp4
+from trainer.model.model_kind import is_mxfp4, output_layer
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
@@ -33,7 +33,7 @@ def read_shapes(
     fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
-    head, facts = model.get_output_embeddings(), inspect_base_model(model, frozen_norms=lora is not None)
+    head, facts = output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     hidden, rows = _embedding(model)
     if lora is not None:
         # The files of an initial adapter are not needed: the settings have its rank and targets.

@@ -13,6 +13,7 @@ from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import is_named
+from trainer.model.model_kind import has_score
 from trainer.model.reached_layers import find_reached
 from trainer.model.saved_adapter import check_reloadable, load_adapter, set_saved_targets, tail
 from trainer.model.targets import Targets, excluded_modules, resolve_targets
@@ -100,6 +101,8 @@ def apply_adapter(
 
     from trainer.model.expert_adapter import set_dropout, use_own_experts  # brings bitsandbytes
 
+    if task_type and has_score(model.config):
+        task_type = "SEQ_CLS"  # PEFT then trains and saves the score head
     if lora.adapter_path:
         misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
         adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)

@@ -1,5 +1,6 @@
 """Loading of the base model and its tokenizer: checks before any weight is read, then whole or partitioned weights."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +9,15 @@ from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
-from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
+from trainer.model.model_kind import (
+    SCORE,
+    auto_class,
+    caps_scores,
+    check_kind,
+    has_score,
+    is_stored_quantised,
+    set_score_head,
+)
 from trainer.model.model_source import (
     check_config_file,
     check_settings,
@@ -17,9 +26,9 @@ from trainer.model.model_source import (
     unreadable_error,
 )
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import byte_tokenizer, random_config
+from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
-from trainer.model.weights_fit import check_weights_fit
+from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 
 PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
@@ -34,7 +43,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
 
     if is_random(base_model):
-        return random_config(base_model)
+        return _give_head(base_model, section, random_config(base_model))
     check_source("base_model", base_model)
     check_config_file(base_model)
     disable_retries_without_network(base_model)
@@ -45,7 +54,13 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     except Exception as error:  # configuration classes raise many kinds of errors for bad values
         raise unreadable_error("base_model", base_model, error) from None
     check_settings(f"base_model={base_model}", config)
-    return config
+    return _give_head(base_model, section, config)
+
+
+def _give_head(base_model: str, section: ModelSection, model_config: Any) -> Any:
+    if section.has_score:
+        set_score_head(base_model, model_config)
+    return model_config
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
@@ -150,7 +165,7 @@ def load_base_model(
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)
-    check_kind(base_model, config)
+    check_kind(base_model, config, may_score=section.has_score)
     config.use_cache = False
     if hasattr(config, "rescale_every") and not unpack:
         # In evaluation RWKV would divide weights in place, even packed ones, but not those of the adapters.
@@ -175,15 +190,18 @@ def load_base_model(
         )
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)
-    model = auto_class(config).from_pretrained(
-        base_model,
-        config=config,
-        revision=section.revision or "main",
-        dtype=dtype,
-        attn_implementation=attention,
-        trust_remote_code=section.trust_remote_code,
-        use_safetensors=True,
-    )
+    with suppress_loading_output() if has_score(config) else nullcontext():
+        model = auto_class(config).from_pretrained(
+            base_model,
+            config=config,
+            revision=section.revision or "main",
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+        )
+    if has_score(config) and SCORE not in files.shapes():
+        model.score.weight.data = draw_score(config).to(dtype)
     return model.to(device)
 
 

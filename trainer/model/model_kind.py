@@ -8,11 +8,14 @@ from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
 from trainer.model.stored_fp8 import fp8_form, quantization_settings
 
+SEQUENCE_CLASS = "ForSequenceClassification"
+SCORE = "score.weight"
+"""Weight of the score head of reward models."""
 # Suffixes of class names in config.json of models that do not predict the next token.
 OTHER_HEADS = (
     "ForMaskedLM",
     "ForPreTraining",
-    "ForSequenceClassification",
+    SEQUENCE_CLASS,
     "ForTokenClassification",
     "ForQuestionAnswering",
     "ForMultipleChoice",
@@ -21,13 +24,53 @@ OTHER_HEADS = (
 )
 
 
+def has_score(model_config: Any) -> bool:
+    """Return whether config.json names a model with a score or class per sequence."""
+    return bool(((getattr(model_config, "architectures", None) or [""])[0] or "").endswith(SEQUENCE_CLASS))
+
+
+def set_score_head(base_model: str, model_config: Any) -> None:
+    """Change the configuration to that of a reward model. Raises UserError if the model cannot be one."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    setting, kind = f"base_model={base_model}", model_config.model_type
+    if has_score(model_config) and model_config.num_labels != 1:
+        raise UserError(
+            f"{setting}: has a head of {model_config.num_labels} classes, and a reward is one number; use a language "
+            "model, or a reward model with num_labels 1"
+        )
+    mapping = AutoModelForSequenceClassification._model_mapping
+    model_class = mapping[type(model_config)] if type(model_config) in mapping else None
+    if model_class is None or not issubclass(model_class, GenericForSequenceClassification):
+        raise UserError(
+            f"{setting}: transformers has no score head for causal language models of model_type {kind}; use a model "
+            "such as Llama, Qwen or Mistral"
+        )
+    if model_config.get_text_config() is not model_config or quantization_method(model_config):
+        what = "has parts besides text" if model_config.get_text_config() is not model_config else "is quantised"
+        raise UserError(f"{setting}: {what}, and reward models need a text model in 16 or 32 bits; use such a model")
+    model_config.num_labels, model_config.architectures = 1, [model_class.__name__]
+
+
+def output_layer(model: Any) -> Any:
+    """Return the output head, the score head of a reward model, or None."""
+    head = model.get_output_embeddings()
+    return getattr(model, "score", None) if head is None else head
+
+
 def auto_class(model_config: Any) -> Any:
     """Return AutoModelForMultimodalLM for a model of text and images or audio, AutoModelForCausalLM for all others.
+
+    A configuration changed by `set_score_head` gets AutoModelForSequenceClassification.
 
     AutoModelForCausalLM loads only the text part of some multimodal models (Qwen3.5, Llama 4) and rejects others
     (Qwen3-VL, Mistral 3). An adapter must fit the whole model of the checkpoint, where parameters have other paths.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
+
+    if has_score(model_config):
+        return AutoModelForSequenceClassification
 
     kind, has_parts = type(model_config), model_config.get_text_config() is not model_config
     by_text_alone = kind in AutoModelForCausalLM._model_mapping and not has_parts
@@ -35,10 +78,11 @@ def auto_class(model_config: Any) -> Any:
     return AutoModelForMultimodalLM if known and not by_text_alone else AutoModelForCausalLM
 
 
-def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False) -> None:
+def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
     """Raise UserError if the model is already quantised, or not a causal language model according to config.json.
 
-    Weights in MXFP4 or FP8 can be the base of an adapter, but cannot be trained themselves (`all_trained`).
+    With `may_score` it may have a score head. Weights in MXFP4 or FP8 can be the base of an adapter, but cannot be
+    trained themselves (`all_trained`).
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
@@ -67,7 +111,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
             "quantization.quant_type: fp8 or int8"
         )
     named = (getattr(model_config, "architectures", None) or [""])[0] or ""
-    if named.endswith(OTHER_HEADS):
+    if named.endswith(OTHER_HEADS) and not (may_score and has_score(model_config)):
         raise UserError(
             f"{setting}: config.json names {named}, which does not predict the next token; use a causal language model"
         )

@@ -12,9 +12,10 @@ import torch
 
 from trainer.config import UserError
 from trainer.model.expert_layers import experts_per_token, router_weights
+from trainer.model.model_kind import SCORE
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
-from trainer.model.stored_layout import BLOCKS, SCALES
+from trainer.model.stored_layout import BLOCKS, SCALES, StoredTensors
 from trainer.parallel.engine.linear_layers import find_expert_weights
 
 STANDARD_DEVIATION = 0.02
@@ -187,6 +188,28 @@ class RandomTensors:
     def _draw(self, name: str, like: torch.Tensor) -> torch.Tensor:
         drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._generator(name))
+
+
+def draw_score(model_config: Any) -> torch.Tensor:
+    """Return a new score head [1, H], fp32: the same for every run and rank."""
+    drawn = torch.empty(1, model_config.hidden_size)
+    return drawn.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
+
+
+class WithScore:
+    """The tensors of a checkpoint, and a new score head if it has none."""
+
+    def __init__(self, stored: StoredTensors, model_config: Any) -> None:
+        self._stored, self._config = stored, model_config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors."""
+        return {SCORE: (1, self._config.hidden_size)} | self._stored.shapes()
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Return a tensor; see `StoredTensors`."""
+        is_new = name == SCORE and name not in self._stored.shapes()
+        return draw_score(self._config) if is_new else self._stored.read(name, index)
 
 
 def _select_experts(count: int, index: int | None) -> Sequence[int]:

@@ -22,11 +22,11 @@ from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
-from trainer.model.model_kind import auto_class, is_mxfp4
+from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
 from trainer.model.mxfp4 import full_precision
 from trainer.model.packed_experts import ExpertsLayout, PackedExperts, eight_bit_layout, mxfp4_layout, nf4_layout
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import RandomTensors
+from trainer.model.random_weights import RandomTensors, WithScore
 from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
@@ -35,7 +35,7 @@ from trainer.parallel.engine.kept_types import widen_fp32_weights
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
 
-Tensors = SafetensorsFiles | RandomTensors | Fp8Files
+Tensors = SafetensorsFiles | RandomTensors | Fp8Files | WithScore
 
 
 @replaces(
@@ -77,6 +77,7 @@ def load_streamed(
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
         form = fp8_form(config)
         files = stored if form is None else Fp8Files(stored, form)
+        files = WithScore(files, config) if has_score(config) else files
     layout = stored_layout(model, files, base_model)
     if shards is not None:
         shards.plan(model)
@@ -136,7 +137,7 @@ def fill(
     Models of transformers keep the dtype of each parameter; others get all weights in `dtype`.
     """
     is_typed = isinstance(model, PreTrainedModel)
-    output_head = model.get_output_embeddings()
+    output_head = output_layer(model)
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
     fp8 = files if isinstance(files, Fp8Files) and not unpack else None
     to_quantize = quantization if fp8 is None else None

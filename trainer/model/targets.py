@@ -30,6 +30,7 @@ from trainer.model.expert_targets import (
     matches_aliases,
     other_parameters,
 )
+from trainer.model.model_kind import output_layer
 from trainer.model.older_names import find_expert_like_names, find_refused_names
 from trainer.model.reached_layers import find_reached
 from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
@@ -73,7 +74,7 @@ def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     """Yield the paths of the layers adapted by `lora`, without experts and parameters; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
-    excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), expert_modules(model)
+    excluded, head, experts = excluded_modules(model, lora), output_layer(model), expert_modules(model)
     usual = set(model.usual_targets()) if hasattr(model, "usual_targets") else None
     for path, module in model.named_modules():
         if lora.target_modules == ALL_LINEAR and usual is not None:
@@ -181,7 +182,7 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     for path, module in _find_unadapted(base):
         if not all_linear and not (_is_target(path, lora) and path in special):
             continue
-        if module is base.get_output_embeddings():
+        if module is output_layer(base):
             reasons["the output head"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
             reasons["outside the language model, never sees text"].append(tower)

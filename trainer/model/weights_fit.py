@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
-from trainer.model.model_kind import is_mxfp4
+from trainer.model.model_kind import SCORE, has_score, is_mxfp4
 from trainer.model.mxfp4 import full_precision, unpacked_shapes
 from trainer.model.stored_fp8 import SAME_MODEL, fp8_form, plain_shapes, scales_by_weight
 from trainer.model.stored_layout import BLOCKS, SCALES
@@ -35,7 +35,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
         stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
     model_config = full_precision(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
-    with _suppress_loading_output():
+    with suppress_loading_output():
         try:
             model, found = model_class.from_pretrained(
                 None,
@@ -57,6 +57,12 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
     """Check the loading info of transformers (`output_loading_info`) as `check_weights_fit` does."""
     name, asked = type(model).__name__, len(model.state_dict())
+    if has_score(model.config):
+        # A language model has an output head instead.
+        found = found | {
+            "missing_keys": set(found["missing_keys"]) - {SCORE},
+            "unexpected_keys": set(found["unexpected_keys"]) - {"lm_head.weight"},
+        }
     extra = _describe_extra_layers(model, found["unexpected_keys"])
     if found["missing_keys"]:
         first, count = min(found["missing_keys"], key=_natural_sort_key), len(found["missing_keys"])
@@ -144,7 +150,7 @@ def _natural_sort_key(name: str) -> list[tuple[int, str]]:
 
 
 @contextmanager
-def _suppress_loading_output() -> Iterator[None]:
+def suppress_loading_output() -> Iterator[None]:
     """Suppress the loading report and progress bar of transformers; our messages replace them."""
     from transformers.utils import logging
 

@@ -24,6 +24,7 @@ from trainer.parallel.ranks.progress import phase
 from trainer.tasks.images.task import ImageTask
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference import PreferenceTask
+from trainer.tasks.reward import RewardTask
 from trainer.tasks.task import Task
 
 
@@ -60,7 +61,7 @@ def join(
     set_up_torch(config.training, device)
     memory = plan_memory(config, prepared, ranks, device, precision)
     resolved = memory.config
-    language = PreferenceTask if config.task == "preference" else LanguageTask
+    language = {"preference": PreferenceTask, "reward": RewardTask}.get(config.task, LanguageTask)
     kind: type[LanguageTask | ImageTask] = language if prepared.tokenizer is not None else ImageTask
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:

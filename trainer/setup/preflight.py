@@ -112,7 +112,7 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
 
 def _check_pairs(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError if the data has pairs of answers and the task is another, or the reverse."""
-    wanted = config.task == "preference"
+    wanted = config.task in ("preference", "reward")
     if not wanted and stats.desirable + stats.undesirable:
         raise UserError(
             f"task={config.task}: dataset has answers labelled true or false, which is preference data; set task: "
@@ -126,11 +126,13 @@ def _check_pairs(config: RunConfig, stats: DataStats) -> None:
                 f"set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: prompt, "
                 "completion: chosen} with your names of these fields"
             )
+        if config.task == "reward" and any("not used" in note and " margin (in " in note for note in part.notes):
+            raise UserError(f"task=reward: {label} has margins, which are not supported; rename or remove the field")
         if part.pairs and wanted:
             _check_labels(config, part, label)
         if wanted and part.pairs < part.documents:
             raise UserError(
-                f"task=preference: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
+                f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
                 "pairs of a chosen and a rejected answer; remove them, or use task: language"
             )
 
@@ -138,6 +140,13 @@ def _check_pairs(config: RunConfig, stats: DataStats) -> None:
 def _check_labels(config: RunConfig, part: DataStats, label: str) -> None:
     """Raise UserError unless answers have labels if and only if the loss is `kto`, and labels of both kinds."""
     labelled, loss = part.desirable + part.undesirable, next(iter(config.preference.loss))
+    if config.task == "reward":
+        if labelled:
+            raise UserError(
+                f"task=reward: {labelled:,} records of {label} have one answer with a label, and a reward model learns "
+                "from pairs; use task: preference with preference.loss: kto"
+            )
+        return
     if loss != "kto" and labelled:
         raise UserError(
             f"preference.loss={loss}: {labelled:,} records of {label} have one answer with a label, not a pair; use kto"
@@ -184,7 +193,8 @@ def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
 def read_model_files(config: RunConfig) -> ModelFiles:
     """Read the model's configuration and tokenizer, and check its weights and layers. Raises UserError."""
     model_config = load_model_config(config.base_model, config.model)
-    check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
+    is_full = config.adapter == "none"
+    check_kind(config.base_model, model_config, all_trained=is_full, may_score=config.model.has_score)
     check_settings_fit(config, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)

@@ -17,6 +17,7 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     find_run,
     quiet_libraries,
+    refuse_reward_model,
     run_command,
 )
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
@@ -118,6 +119,8 @@ def export(
     check_output(output)
     if is_image_run(run):
         return export_images(run, form, output)
+    if form != "peft":
+        refuse_reward_model(run, f"--format {form} is for models that write text; use peft, or `zerolora merge`")
     if form == "kohya":
         raise UserError("--format kohya: is for image models, and this run trained a language model; use peft")
     if form in ADAPTER_FORMS:

@@ -74,7 +74,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
     about += [("held out", public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
     parts = [
-        _front_matter(base, config.adapter, sources),
+        _front_matter(config, base, sources),
         OURS,
         f"# {name.rpartition('/')[2]}",
         f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
@@ -89,15 +89,16 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(base: str, adapter: str, sources: list[str]) -> str:
-    data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation"}
+def _front_matter(config: RunConfig, base: str, sources: list[str]) -> str:
+    kind = "text-classification" if config.task == "reward" else "text-generation"
+    data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": kind}
     # The hub rejects a card whose base model cannot be on the hub.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [public_name(source) for source in sources if is_on_hub(source)]
     if datasets:
         data["datasets"] = datasets
-    data["tags"] = ["lora", *(["qlora"] if adapter == "qlora" else []), "transformers", "zerolora"]
+    data["tags"] = ["lora", *(["qlora"] if config.adapter == "qlora" else []), "transformers", "zerolora"]
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
 
 
@@ -115,16 +116,20 @@ def _usage(config: RunConfig, name: str) -> str:
         if config.model.added_tokens
         else ""
     )
+    is_reward = config.task == "reward"
+    auto = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
     uploaded = not Path(name).is_absolute()
     adapter = f'"{name}"' if uploaded else python_path(name)
     base = python_path(config.base_model, uploaded=uploaded)
     code = (
         "```python\n" + "import os\n\n" * ("os." in adapter + base) + "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"from transformers import {auto}, AutoTokenizer\n\n"
         f"tokenizer = AutoTokenizer.from_pretrained({adapter})\n"
-        f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")\n'
+        f'base = {auto}.from_pretrained({base}, {"num_labels=1, " * is_reward}dtype="auto")\n'
         f"{grow}"
-        f"model = PeftModel.from_pretrained(base, {adapter})\n"
+        + "base.config.pad_token_id = tokenizer.pad_token_id\n"
+        * is_reward
+        + f"model = PeftModel.from_pretrained(base, {adapter})\n"
         "```"
     )
     if config.adapter == "qlora":

@@ -1,0 +1,109 @@
+"""Reward models: a score per answer, trained on pairs of a chosen and a rejected answer (Bradley and Terry, 1952)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, pad
+
+from trainer.config.preference_section import RewardSection
+from trainer.data.batches import MicroBatch, PairBatch
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.ranks.group import sum_over_ranks
+from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.patches.plain_head import replace_head
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.preference import MEASURED
+
+REWARDS = MEASURED[:4]
+
+
+class RewardLoss(TokenLoss):
+    """The sum over pairs of -log sigmoid(r_chosen - r_rejected), where r is the score at an answer's last token."""
+
+    def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
+        """Prepare the loss of a model; `options` are those of TokenLoss."""
+        super().__init__(module, **options)
+        self._center = settings.center
+        self._sums: dict[bool, Tensor] = {}
+
+    def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
+        """Return the sum of the losses of the batch's pairs, fp32."""
+        assert isinstance(batch, PairBatch)
+        ends = find_last_tokens(batch, self._config.pad_token_id)[: len(batch.document_targets)]
+        places = to_device(ends, device)
+        scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, places))
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        self._add(chosen.detach(), rejected.detach(), training=torch.is_grad_enabled())
+        losses = -logsigmoid(chosen - rejected) + self._center * (chosen + rejected).square()
+        return losses.sum()
+
+    def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the score of every position [B, K, 1], and targets [B, K], on the device."""
+        scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1))
+        return scores.view(*batch.input_ids.shape, 1), to_device(batch.targets, device)
+
+    def _score(self, model: Any, batch: MicroBatch, device: torch.device, select: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the scores of the hidden states that `select` takes, fp32.
+
+        The model picks one position of each row of its scores; it gets all selected scores at every position.
+        """
+        inputs, _ = self._inputs(batch, device)
+        head = self._base.score
+        rows, length = batch.input_ids.shape
+
+        def score(hidden: Tensor) -> Tensor:
+            selected = type(head).forward(head, select(hidden))
+            return selected.view(1, 1, -1).expand(rows, length, -1)
+
+        with replace_head(head, score):
+            picked: Tensor = model(**inputs, use_cache=False).logits
+        return picked[0].float()
+
+    @torch.no_grad()
+    def _add(self, chosen: Tensor, rejected: Tensor, *, training: bool) -> None:
+        values = (chosen, rejected, chosen - rejected, chosen > rejected, torch.ones_like(chosen))
+        sums = torch.stack([value.double().sum() for value in values])
+        self._sums[training] = self._sums.get(training, 0.0) + sums
+
+    def values(self, *, training: bool = True) -> dict[str, float]:
+        """Return the averages of REWARDS over all pairs since the last call; every rank must call it."""
+        sums = self._sums.pop(training, None)
+        if sums is None:
+            return {}
+        *totals, pairs = sum_over_ranks(sums).tolist()
+        prefix = "train" if training else "eval"
+        return {f"{prefix}/{name}": total / max(pairs, 1.0) for name, total in zip(REWARDS, totals, strict=True)}
+
+
+def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
+    """Return the position in the flattened batch of every document's last token but padding tokens, int64 [D].
+
+    transformers also skips a padding token that ends the text itself, so that rewards are the same there.
+    """
+    mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
+    inside = torch.ones_like(batch.input_ids) if mask is None else mask.long()
+    continues = pad(inside[:, 1:], (0, 1))
+    if batch.position_ids is not None:
+        continues = continues * pad(batch.position_ids[:, 1:], (0, 1)).clamp(max=1)
+    ends = (inside > continues).flatten().nonzero().squeeze(1)
+    tokens = (inside * (batch.input_ids != pad_token_id)).flatten().nonzero().squeeze(1)
+    documents = torch.searchsorted(ends, tokens)
+    return ends.scatter_reduce(0, documents, tokens, "amax", include_self=False)
+
+
+class RewardTask(LanguageTask):
+    """Language models with a score head; a sample is a pair, or a pack of pairs."""
+
+    pairs = True
+    peft_type = "SEQ_CLS"
+
+    def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
+        """Load the base model with a score head."""
+        model = super().load_base(dtype, engine_config, shards)
+        model.config.pad_token_id = self._any_token  # transformers' forward needs it for several rows
+        return model
+
+    def loss(self, model: Any, *, fused_head: bool | None) -> RewardLoss:
+        return RewardLoss(model, self._config.reward)
