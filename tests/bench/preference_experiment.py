@@ -4,7 +4,8 @@ python -m tests.bench.preference_experiment FOLDER MODEL [--seeds 1,2,3] [--para
 A prompt names two to four facts. Chosen is their shortest JSON, rejected is the same JSON on indented lines, alone or
 after a sentence. Each seed trains DPO with five betas, whose divergence K is only measured, and with the default beta
 under the Shannon Control Unit with two targets of K. All of them measure K on the same reference text.
-An answer wins if it is JSON with exactly the facts asked for, and the answer of the base is longer or is not such JSON. Greedy answers of transformers and PEFT. What is in FOLDER already is not run again.
+An answer wins if it is JSON with exactly the facts asked for, and the base's answer is longer or is not such JSON.
+Answers are greedy, by transformers and PEFT. Runs that are in FOLDER already are kept.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def pair(draw: random.Random) -> dict[str, object]:
 
 def write_pairs(folder: Path) -> None:
     draw, seen = random.Random(0), set()
-    rows = []
+    rows: list[str] = []
     while len(rows) < 640:
         row = json.dumps(pair(draw))
         asked = row[: row.index('"chosen"')]
