@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import DATA_WANTED, Mistake, UserError
-from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
+from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection, RewardSection
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
@@ -32,10 +32,9 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     yield from _check_preference(config)
     if config.task == "reward":
         yield from _check_reward(config)
-    elif center := config.reward.center:
-        yield Mistake(
-            "reward.center", f"{center:g}", f"has no effect, because task is {config.task}", "set task: reward"
-        )
+    elif config.reward != RewardSection():
+        problem = f"has no effect, because task is {config.task}"
+        yield Mistake("reward.center", f"{config.reward.center:g}", problem, "set task: reward")
     yield from _check_training(config)
     if config.scu.enabled:
         yield from _check_scu(config)
