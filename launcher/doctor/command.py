@@ -83,8 +83,8 @@ def doctor(
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
     """Check this host, the connections to others, the others, and all ranks together, as far as possible."""
-    PROGRESS.show("checking this machine", on_pipe=True)
     chosen = request.chosen_launcher()
+    PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
     num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
