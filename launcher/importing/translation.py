@@ -83,7 +83,7 @@ def read_tables() -> dict[str, Any]:
 
 
 def load_table(name: str, others: Table | None = None) -> dict[str, Key]:
-    """Return a row for each key of a table in tables.yaml; `others` are rows whose types only code can describe."""
+    """Return a row for each key of a table in tables.yaml; `others` are rows with types that only code can describe."""
     source = read_tables()[name]
     table = dict(others or {})
     for names, row in source.get("rows", {}).items():

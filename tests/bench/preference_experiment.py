@@ -2,7 +2,7 @@
 
 python -m tests.bench.preference_experiment FOLDER MODEL [--seeds 1,2,3] [--parallel 8] [--steps 150]
 A prompt names two to four facts. Chosen is their shortest JSON, rejected is the same JSON on indented lines, alone or
-after a sentence. Each seed trains DPO with five betas, whose divergence K is only measured, and with the default beta
+after a sentence. Each seed trains DPO with five betas, which only measure the divergence K, and with the default beta
 under the Shannon Control Unit with two targets of K. All of them measure K on the same reference text.
 An answer wins if it is JSON with exactly the facts asked for, and the base's answer is longer or is not such JSON.
 Answers are greedy, by transformers and PEFT. Runs that are in FOLDER already are kept.
@@ -109,7 +109,7 @@ def is_right(answer: str, wanted: object) -> bool:
 
 
 def win_rates(folder: Path, location: str, names: list[str]) -> dict[str, float]:
-    """The fraction of held-out prompts whose answer wins, for every run and, as `base`, how often the base is right."""
+    """Return the fraction of answers that win, for every run, and as `base` how often the base is right."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -164,6 +164,7 @@ def main() -> None:
     runs = dict(itertools.chain.from_iterable(plan(folder, options.model, s, options.steps).items() for s in seeds))
     train(folder, runs, options.parallel)
     found = {name: figures(folder / name, float(runs[name]["preference.beta"])) for name in runs}
+    (folder / "figures.json").write_text(json.dumps({"runs": found}, indent=1))
     won = {} if options.no_answers else win_rates(folder, options.model, list(runs))
     for name, values in found.items():
         values["win_rate"] = won.get(name, float("nan"))

@@ -1,4 +1,4 @@
-"""Pairs whose prompt is computed once: the rejected answer follows the chosen document without the prompt of both.
+"""Pairs that compute their prompt once: the rejected answer follows the chosen document without the prompt of both.
 
 A pair becomes two documents of a flat batch, (prompt, chosen answer) and (last token of the prompt, rejected answer).
 The positions of the second continue those of the prompt, and its attention also reads the prompt's keys and values.

@@ -4,7 +4,7 @@ Both answers are documents of the same pack or batch, so one pass computes them.
 its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -40,6 +40,36 @@ SEARCHED = 1000
 """Documents among which the report's examples of both labels are searched."""
 
 
+class Sums:
+    """Sums since they were last taken, of training and of evaluation."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._sums: dict[bool, torch.Tensor] = {}
+
+    def add(self, sums: torch.Tensor, *, training: bool) -> None:
+        """Add `sums` to those of this rank."""
+        self._sums[training] = self._sums.get(training, 0.0) + sums
+
+    def add_pairs(self, values: Iterable[torch.Tensor], *, training: bool) -> None:
+        """Add values [P] of pairs, and their number."""
+        values = tuple(values)
+        found = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
+        self.add(torch.stack(found), training=training)
+
+    def take(self, *, training: bool) -> list[float]:
+        """Return and forget the sums over all ranks; empty if nothing was added. Every rank must call it."""
+        sums = self._sums.pop(training, None)
+        return [] if sums is None else sum_over_ranks(sums).tolist()
+
+    def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
+        """Return and forget the averages over all pairs, by the names of their values; every rank must call it."""
+        if not (sums := self.take(training=training)):
+            return {}
+        prefix = "train" if training else "eval"
+        return {f"{prefix}/{name}": total / max(sums[-1], 1.0) for name, total in zip(names, sums[:-1], strict=True)}
+
+
 class PreferenceLoss(TokenLoss):
     """The sum over pairs of their loss, and metrics of the pairs."""
 
@@ -49,8 +79,7 @@ class PreferenceLoss(TokenLoss):
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
         self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
-        # Sums of MEASURED and the number of pairs, of training and of evaluation.
-        self._sums: dict[bool, torch.Tensor] = {}
+        self._sums = Sums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
@@ -67,7 +96,9 @@ class PreferenceLoss(TokenLoss):
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         """Return the sum of the losses, and add the metrics."""
-        self._add(scores, training=torch.is_grad_enabled())
+        chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
+        values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
+        self._sums.add_pairs(values, training=torch.is_grad_enabled())
         return pair_losses(scores, self._settings).sum()
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
@@ -81,21 +112,9 @@ class PreferenceLoss(TokenLoss):
         sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
         return sums.view(-1, 2)
 
-    @torch.no_grad()
-    def _add(self, scores: PairScores, *, training: bool) -> None:
-        chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
-        values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
-        sums = torch.stack([value.double().sum() for value in (*values, torch.ones_like(chosen))])
-        self._sums[training] = self._sums.get(training, 0.0) + sums
-
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages of MEASURED over all pairs since the last call; every rank must call it."""
-        sums = self._sums.pop(training, None)
-        if sums is None:
-            return {}
-        *totals, pairs = sum_over_ranks(sums).tolist()
-        prefix = "train" if training else "eval"
-        return {f"{prefix}/{name}": total / max(pairs, 1.0) for name, total in zip(MEASURED, totals, strict=True)}
+        return self._sums.take_averages(MEASURED, training=training)
 
 
 class KtoLoss(PreferenceLoss):
@@ -124,14 +143,13 @@ class KtoLoss(PreferenceLoss):
         values = torch.stack([self._settings.beta * scores.ratios[0], scores.chosen, torch.ones_like(scores.chosen)])
         kinds = torch.stack([is_desirable, ~is_desirable]).double()
         sums = torch.cat([(values.double() @ kinds.T).flatten(), torch.stack([baseline.double(), kinds.new_ones(())])])
-        self._sums[training] = self._sums.get(training, 0.0) + sums
+        self._sums.add(sums, training=training)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
-        sums = self._sums.pop(training, None)
-        if sums is None:
+        if not (sums := self._sums.take(training=training)):
             return {}
-        *totals, baseline, calls = sum_over_ranks(sums).tolist()
+        *totals, baseline, calls = sums
         prefix, counts = "train" if training else "eval", totals[4:]
         found = {f"{prefix}/kl": baseline / calls}
         for kind, (side, count) in enumerate(zip(("chosen", "rejected"), counts, strict=True)):

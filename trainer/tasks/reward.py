@@ -10,11 +10,10 @@ from torch.nn.functional import logsigmoid, pad
 from trainer.config.preference_section import RewardSection
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import MEASURED
+from trainer.tasks.preference import MEASURED, Sums
 
 REWARDS = MEASURED[:4]
 
@@ -26,7 +25,7 @@ class RewardLoss(TokenLoss):
         """Prepare the loss of a model; `options` are those of TokenLoss."""
         super().__init__(module, **options)
         self._center = settings.center
-        self._sums: dict[bool, Tensor] = {}
+        self._sums = Sums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
@@ -35,7 +34,8 @@ class RewardLoss(TokenLoss):
         places = to_device(ends, device)
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, places))
         chosen, rejected = scores.view(-1, 2).unbind(1)
-        self._add(chosen.detach(), rejected.detach(), training=torch.is_grad_enabled())
+        values = (chosen, rejected, chosen - rejected, chosen > rejected)
+        self._sums.add_pairs(values, training=torch.is_grad_enabled())
         losses = -logsigmoid(chosen - rejected) + self._center * (chosen + rejected).square()
         return losses.sum()
 
@@ -61,20 +61,9 @@ class RewardLoss(TokenLoss):
             picked: Tensor = model(**inputs, use_cache=False).logits
         return picked[0].float()
 
-    @torch.no_grad()
-    def _add(self, chosen: Tensor, rejected: Tensor, *, training: bool) -> None:
-        values = (chosen, rejected, chosen - rejected, chosen > rejected, torch.ones_like(chosen))
-        sums = torch.stack([value.double().sum() for value in values])
-        self._sums[training] = self._sums.get(training, 0.0) + sums
-
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages of REWARDS over all pairs since the last call; every rank must call it."""
-        sums = self._sums.pop(training, None)
-        if sums is None:
-            return {}
-        *totals, pairs = sum_over_ranks(sums).tolist()
-        prefix = "train" if training else "eval"
-        return {f"{prefix}/{name}": total / max(pairs, 1.0) for name, total in zip(REWARDS, totals, strict=True)}
+        return self._sums.take_averages(REWARDS, training=training)
 
 
 def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
