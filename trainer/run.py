@@ -260,7 +260,7 @@ class Run:
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
         given = SteeringInputs(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs, packed=self.decided.reference.value == "packed",
+            flat=self.task.flat_packs,
             total_steps=total_steps, step=position.step, say=self.say,
         )  # fmt: skip
         steering, notes = start_steering(given, self.restored_scu, self.folder.path)
@@ -342,7 +342,7 @@ class Run:
             return None
         graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.use_captured(graphs.penalty, graphs.with_reference)
+            self.steering.use_captured(graphs.penalty, graphs.divergence)
         return graphs
 
     @phase("save")

@@ -346,62 +346,6 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
     return replace(batch, position_ids=positions, shared_keys=find_shared_keys(lengths, shared))
 
 
-def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Return a packed batch with more documents appended: in the same row if it is flat, else in further rows.
-
-    Further rows have the width of the existing ones, or of the longest document.
-    """
-    assert batch.position_ids is not None, "only packs keep documents apart"
-    width = batch.input_ids.shape[1]
-    rows = documents if batch.cu_seqlens is not None else _split_into_rows(documents, width)
-    more = collate(rows, pad_token_id, packed=True, flat=batch.cu_seqlens is not None)
-    assert more.position_ids is not None
-    if batch.cu_seqlens is None or more.cu_seqlens is None:
-        width = max(width, more.input_ids.shape[1])
-        parts, along = [_widened(part, width, pad_token_id) for part in (batch, more)], 0
-        bounds = None
-    else:
-        parts, along = [batch, more], 1
-        bounds = torch.cat([batch.cu_seqlens, more.cu_seqlens[1:] + batch.cu_seqlens[-1]])
-    return MicroBatch(
-        torch.cat([part.input_ids for part in parts], along),
-        torch.cat([part.targets for part in parts], along),
-        batch.tokens + more.tokens,
-        position_ids=torch.cat([part.position_ids for part in parts if part.position_ids is not None], along),
-        cu_seqlens=bounds,
-        max_seqlen=max(batch.max_seqlen, more.max_seqlen),
-    )
-
-
-def _split_into_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
-    """Return the documents joined into rows, in order: as many per row as fit into its width, at least one."""
-    rows: list[Sample] = []
-    for document in documents:
-        if not rows or len(rows[-1].input_ids) + len(document.input_ids) > width:
-            rows.append(Sample([], [], []))
-        last = rows[-1]
-        rows[-1] = Sample(
-            [*last.input_ids, *document.input_ids],
-            [*last.trained, *document.trained],
-            [*last.document_lengths, *document.document_lengths],
-        )
-    return rows
-
-
-def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
-    """Return the batch padded on the right to a width; the padding is a separate document."""
-    assert batch.position_ids is not None
-    rows, before = batch.input_ids.shape
-    added = torch.arange(width - before).expand(rows, -1)
-    return replace(
-        batch,
-        input_ids=torch.cat([batch.input_ids, torch.full_like(added, pad_token_id)], 1),
-        targets=torch.cat([batch.targets, torch.full_like(added, IGNORED)], 1),
-        position_ids=torch.cat([batch.position_ids, added], 1),
-        unpadded=None,
-    )
-
-
 def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import JointShape, sizes_of
+from trainer.data.static_shapes import StaticShape, sizes_of
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NoRoom, NotCapturable, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
-from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
+from trainer.patches.graphed_passes import DivergencePass, LossPass, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 UNMEASURED = 3
@@ -29,6 +29,7 @@ HOST_BOUND = 0.8
 """Capture is tried if launching takes the host at least this fraction of a forward pass."""
 MOST_CAPTURES = 16
 Say = Callable[[str], None]
+Shape = tuple[type[LossPass], StaticShape]
 Replayed = tuple[Shape, tuple[StaticInputs, CapturedPass]]
 
 
@@ -40,14 +41,14 @@ class GraphedLoss:
 
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
         self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
-        self._capturer: GraphCapturer | None = None
+        # Both passes of a step are replayed before their backward passes, so each has memory of its own.
+        self._capturers: dict[type[LossPass], GraphCapturer] = {}
         self._captures: dict[Shape, tuple[StaticInputs, CapturedPass]] = {}
         self._penalties: list[GraphedPenalty] = []
         self._seen: Counter[Shape] = Counter()
         self._sizes: list[tuple[int, int]] = []
         self._host_fractions: list[float] = []
         self._calls = self._replayed = 0
-        self._refused: set[Shape] = set()
         self._launches_reference = False
         self.why_not = ""
         """Why nothing is replayed any more; empty while graphs are in use."""
@@ -80,15 +81,16 @@ class GraphedLoss:
         """Return the sum of the losses of the batch's targets, nats, fp32."""
         return self._run(LossPass(self._loss, batch), model, device)
 
-    def with_reference(
-        self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """See `TokenLoss.with_reference`."""
-        both = self._run(JointPass(self._loss, own, batch, base_states), model, device)
-        loss, divergence = both.unbind()
-        return loss, divergence
+    def divergence(
+        self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: Tensor, with_gradient: bool
+    ) -> Tensor:
+        """See `TokenLoss.divergence`; replayed once micro-batches are."""
+        if self._launches_reference or not self._captures or not with_gradient:
+            return self._loss.divergence(model, batch, device, base_states=base_states, with_gradient=with_gradient)
+        with self._flat.keep_views():
+            return self._run(DivergencePass(self._loss, batch, base_states), model, device)
 
-    def _run(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
+    def _run(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         self._calls += 1
         if self.why_not or not self._may_replay():
             return wanted.launch(model, device)
@@ -98,7 +100,7 @@ class GraphedLoss:
         if found is None:
             return wanted.launch(model, device)
         shape, (inputs, captured) = found
-        wanted.fill(inputs, shape)
+        wanted.fill(inputs, shape[1])
         self._replayed += 1
         # Through the engine: its hooks on a model's outputs prepare the backward pass.
         with self._flat.build_stacks_only(), replace_forward(self._module, lambda: captured()):
@@ -120,9 +122,9 @@ class GraphedLoss:
         if why_not and not self.why_not:
             self.why_not = why_not
             self._say(f"CUDA graphs: off: {escape(why_not)}")
-        if self._capturer is not None:
+        if self._capturers:
             self._captures.clear()
-            self._capturer = None
+            self._capturers.clear()
             for penalty in self._penalties:
                 penalty.drop()
             release_workspaces()
@@ -136,7 +138,7 @@ class GraphedLoss:
     def _may_replay(self) -> bool:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
-    def _measure(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
+    def _measure(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
         self._sizes.append(sizes_of(wanted.batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
@@ -154,18 +156,19 @@ class GraphedLoss:
             self.drop(f"the host needs only {share:.0%} of a forward pass to launch it")
         return found
 
-    def _find_capture(self, wanted: Pass, device: torch.device) -> Replayed | None:
+    def _find_capture(self, wanted: LossPass, device: torch.device) -> Replayed | None:
         """Return the graph that replays this pass, captured now if its shape recurs; None to launch the pass."""
-        if self._capturer is not None and not self._capturer.is_current:
+        if not all(capturer.is_current for capturer in self._capturers.values()):
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
-        shape = wanted.shape(usual)
-        if shape is None or shape in self._refused or (self._launches_reference and isinstance(shape, JointShape)):
+        static = wanted.shape(usual)
+        if static is None:
             return None
-        fitting = [other for other in self._captures if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
+        shape = type(wanted), static
+        fitting = [other for other in self._captures if other[0] is type(wanted) and other[1].holds(static)]
         if fitting:
-            best = shape if shape in fitting else min(fitting, key=lambda other: other.places)
+            best = shape if shape in fitting else min(fitting, key=lambda other: other[1].places)
             return best, self._captures[best]
         self._seen[shape] += 1
         recurs = self._seen[shape] > 1 or not self._captures
@@ -173,16 +176,15 @@ class GraphedLoss:
             return None
         return self._capture(wanted, shape, device)
 
-    def _capture(self, wanted: Pass, shape: Shape, device: torch.device) -> Replayed | None:
+    def _capture(self, wanted: LossPass, shape: Shape, device: torch.device) -> Replayed | None:
+        kind, static = shape
         started, refusal, no_room = time.perf_counter(), "", False
         try:
-            if self._capturer is None:
-                self._capturer = GraphCapturer(self._flat)
-            inputs = wanted.static(shape, device)
-            captured = self._capturer.capture(
-                lambda: wanted.compute(self._module, inputs), must_pay=self._mode == "auto"
-            )
-            self._capturer.check_room()
+            if kind not in self._capturers:
+                self._capturers[kind] = GraphCapturer(self._flat, shares_workspaces=bool(self._capturers))
+            capturer, inputs = self._capturers[kind], wanted.static(static, device)
+            captured = capturer.capture(lambda: wanted.compute(self._module, inputs), must_pay=self._mode == "auto")
+            capturer.check_room()
             if not self._captures:
                 for penalty in self._penalties:
                     penalty.capture()
@@ -194,7 +196,7 @@ class GraphedLoss:
             self._give_up(_first_line(error), warn=True)
             return None
         if refusal:  # after the except blocks, whose error keeps the captured tensors alive
-            self._refuse(shape, refusal, no_room=no_room)
+            self._refuse(kind, refusal, no_room=no_room)
             return None
         if not self._captures:
             took = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
@@ -204,23 +206,17 @@ class GraphedLoss:
         self._captures[shape] = inputs, captured
         return shape, self._captures[shape]
 
-    def _refuse(self, shape: Shape, reason: str, *, no_room: bool) -> None:
-        """Launch what cannot be captured from now on: this shape, all shapes with reference text, or everything.
-
-        The reference text of a step is in one of its micro-batches, which may be many times longer than the others.
-        """
-        joint = [other for other in self._captures if isinstance(other, JointShape)]
-        if not (joint or isinstance(shape, JointShape)):
+    def _refuse(self, kind: type[LossPass], reason: str, *, no_room: bool) -> None:
+        """Launch what cannot be captured from now on: reference text, or everything."""
+        if kind is LossPass:
             self._give_up(reason, warn=self._mode == "on")
-        elif joint and not no_room:
-            self._refused.add(shape)
-        else:
-            if self._mode == "on":
-                self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
-            self._launches_reference = True
-            self._say(f"CUDA graphs: off for micro-steps with reference text: {escape(reason)}")
-            if no_room:
-                self.drop()  # the other shapes are captured again
+            return
+        if self._mode == "on":
+            self._say("[yellow]warning:[/yellow] the pass over reference text could not be captured")
+        self._launches_reference = True
+        self._say(f"CUDA graphs: off for reference text: {escape(reason)}")
+        if no_room:
+            self.drop()  # micro-batches are captured again
 
     def _give_up(self, reason: str, *, warn: bool) -> None:
         if warn:

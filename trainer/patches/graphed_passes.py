@@ -1,15 +1,13 @@
-"""Passes that CUDA graphs can replay: the loss of a micro-batch, alone or with the divergence on reference text."""
+"""Passes that CUDA graphs can replay: the loss of a micro-batch, and the divergence on reference text."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, pad_to_shape, shape_of
+from trainer.data.static_shapes import StaticShape, pad_to_shape, shape_of
 from trainer.patches.loss_head import TokenLoss
-
-Shape = StaticShape | JointShape
 
 
 class StaticInputs:
@@ -42,88 +40,65 @@ class StaticInputs:
         return tensors | self._numbers, self._views[""]
 
 
-class Pass(Protocol):
-    """One forward pass of a step, to launch or to replay."""
-
-    batch: MicroBatch
-    """Training text."""
-
-    def launch(self, model: Any, device: torch.device) -> Tensor:
-        """Return the loss, without a graph."""
-
-    def shape(self, usual: tuple[int, int]) -> Shape | None:
-        """Return the shape to pad the batch to (see `shape_of`); None to launch the pass."""
-
-    def static(self, shape: Any, device: torch.device) -> StaticInputs:
-        """Return static memory for inputs of a shape that fits the batch, filled with the batch."""
-
-    def fill(self, inputs: StaticInputs, shape: Any) -> None:
-        """Copy the batch into static memory."""
-
-    def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
-        """Return the loss of the inputs in static memory."""
-
-
 class LossPass:
-    """The loss sum of a micro-batch."""
+    """The loss sum of a micro-batch, to launch or to replay."""
 
     def __init__(self, loss: TokenLoss, batch: MicroBatch) -> None:
         self._loss, self.batch = loss, batch
 
     def launch(self, model: Any, device: torch.device) -> Tensor:
+        """Return the loss, without a graph."""
         return self._loss(model, self.batch, device)
 
     def shape(self, usual: tuple[int, int]) -> StaticShape | None:
+        """Return the shape to pad the batch to (see `shape_of`); None to launch the pass."""
         return shape_of(self.batch, usual) if self.batch.weights is None else None
 
     def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
+        """Return static memory for inputs of a shape that fits the batch, filled with the batch."""
         return StaticInputs(*self._on_host(shape), device)
 
     def fill(self, inputs: StaticInputs, shape: StaticShape) -> None:
+        """Copy the batch into static memory."""
         inputs.fill(*self._on_host(shape))
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
+        """Return the loss of the inputs in static memory."""
         return self._loss.compute_from_inputs(module, *inputs.read())
 
     def _on_host(self, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
         return self._loss.build_host_inputs(pad_to_shape(self.batch, shape), shape.places)
 
 
-class JointPass:
-    """Loss and divergence [2] of a flat pack `batch` with reference documents behind it, `together`."""
+class DivergencePass(LossPass):
+    """The divergence on a batch of reference text."""
 
-    def __init__(self, loss: TokenLoss, batch: MicroBatch, together: MicroBatch, base_states: Tensor) -> None:
-        self._loss, self.batch, self._together, self._base_states = loss, batch, together, base_states
+    def __init__(self, loss: TokenLoss, batch: MicroBatch, base_states: Tensor) -> None:
+        super().__init__(loss, batch)
+        self._base_states = base_states
 
     def launch(self, model: Any, device: torch.device) -> Tensor:
-        return torch.stack(
-            self._loss.with_reference(model, self._together, device, own=self.batch, base_states=self._base_states)
-        )
+        return self._loss.divergence(model, self.batch, device, base_states=self._base_states, with_gradient=True)
 
-    def shape(self, usual: tuple[int, int]) -> JointShape | None:
-        if self._together.cu_seqlens is None or self._loss.states_dtype is None or self.batch.weights is not None:
-            return None
-        return joint_shape_of(self.batch, self._together, usual)
+    def shape(self, usual: tuple[int, int]) -> StaticShape | None:
+        # Only in a flat pack are the targets of the padding behind all others.
+        return shape_of(self.batch) if self._loss.states_dtype and self.batch.cu_seqlens is not None else None
 
-    def static(self, shape: JointShape, device: torch.device) -> StaticInputs:
-        size = shape.reference, self._base_states.shape[1]
-        inputs = StaticInputs(*self._on_host(shape), device)
+    def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
+        inputs = super().static(shape, device)
+        size = shape.places, self._base_states.shape[1]
         inputs.base_states = torch.zeros(size, dtype=self._loss.states_dtype, device=device)
         self._fill_states(inputs.base_states)
         return inputs
 
-    def fill(self, inputs: StaticInputs, shape: JointShape) -> None:
-        inputs.fill(*self._on_host(shape))
+    def fill(self, inputs: StaticInputs, shape: StaticShape) -> None:
+        super().fill(inputs, shape)
         assert inputs.base_states is not None
         self._fill_states(inputs.base_states)
 
     def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
         assert inputs.base_states is not None
-        return self._loss.compute_both_from_inputs(module, *inputs.read(), inputs.base_states)
-
-    def _on_host(self, shape: JointShape) -> tuple[dict[str, Any], Tensor]:
-        batch = pad_to_shape(self._together, shape.whole)
-        return self._loss.build_host_inputs_with_reference(batch, shape, self.batch.target_count)
+        return self._loss.compute_divergence_from_inputs(module, *inputs.read(), inputs.base_states)
 
     def _fill_states(self, static: Tensor) -> None:
         static[: len(self._base_states)].copy_(self._base_states)
