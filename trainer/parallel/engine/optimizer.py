@@ -93,3 +93,8 @@ def restore_schedule(schedule: Any, steps: int) -> None:
 def planned_rates(schedule: Any, total_steps: int) -> list[float]:
     """Return the learning rate of the first parameter group at every step."""
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]
+
+
+def has_moved(schedule: Any) -> bool:
+    """Return whether weights must have changed: the first step of a warm-up has a learning rate of zero."""
+    return sum(planned_rates(schedule, schedule.last_epoch)) > 0
