@@ -259,14 +259,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-@replaces(
-    "the model's forward in a replayed micro-step",
-    library="transformers",
-    read_in="5.23.0",
-    why="a captured pass already has its inputs, but the engine's hooks around the model's forward must still run",
-    active="training.cuda_graphs, in captured micro-steps",
-    test="tests/unit/test_static_shapes.py",
-)
+@replaces("the model's forward in a replayed micro-step")
 @contextmanager
 def replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the module's forward within the block; its hooks still run."""

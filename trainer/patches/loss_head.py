@@ -315,14 +315,7 @@ def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.T
     return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
-@replaces(
-    "`_disable_adapters` of adapted layers",
-    library="peft",
-    read_in="0.21.2",
-    why="disable_adapter also changes requires_grad of every factor, which breaks an engine that holds them",
-    active="scu.measure: kl, during the base model's own pass",
-    test="tests/unit/test_divergence.py: test_the_adapter_is_off_without_a_gradient_flag_being_touched",
-)
+@replaces("`_disable_adapters` of adapted layers")
 @contextmanager
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
     """Disable the adapter within the block, without PEFT's changes to requires_grad of every factor.
@@ -343,14 +336,7 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-@replaces(
-    "`load_balancing_loss_func` of modeling files",
-    library="transformers",
-    read_in="5.23.0",
-    why="it counts the padding of packed rows, for which the model gets no mask",
-    active="training.router_aux_loss",
-    test="tests/unit/test_router_loss.py: test_padding_of_packed_rows_is_not_balanced",
-)
+@replaces("`load_balancing_loss_func` of modeling files")
 @contextmanager
 def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
     """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""

@@ -52,24 +52,8 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
         copy_shared_heads()
 
 
-@replaces(
-    "attention over packed documents",
-    library="transformers",
-    read_in="5.23.0",
-    why="it builds an L x L mask, and waits for the device to find out whether documents are packed",
-    active="dataset.packing with flash attention, or preference.share_prompt, for models that use transformers' "
-    "attention registry",
-    test="tests/unit/test_attention.py",
-)
-@replaces(
-    "attention sinks over packed documents",
-    library="torch",
-    read_in="2.13.0",
-    why="flash attention does not support sinks; its backward is exact if it gets the output and log-sum-exp "
-    "with the sink",
-    active="dataset.packing with gpt-oss",
-    test="tests/unit/test_attention_sinks.py",
-)
+@replaces("attention over packed documents")
+@replaces("attention sinks over packed documents")
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Let a loaded model that uses transformers' attention registry compute packed documents separately.
 
@@ -107,15 +91,7 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@replaces(
-    "transformers' attention `sdpa`",
-    library="transformers",
-    read_in="5.23.0",
-    why="it leaves grouped key heads to torch, which without flash attention keeps L x L probabilities per head",
-    active="GPUs without flash attention: fp32, or compute capability below 8.0",
-    test="tests/unit/test_workarounds.py: test_transformers_leaves_shared_heads_to_torch",
-    upstream="https://github.com/huggingface/transformers/issues/48633",
-)
+@replaces("transformers' attention `sdpa`")
 def copy_shared_heads() -> None:
     """Replace transformers' `sdpa` in this process by `sdpa_with_own_heads`."""
     from transformers import AttentionInterface

@@ -39,14 +39,7 @@ def build_optimizer(
     return torch.optim.AdamW(param_groups, betas=betas, eps=training.adam_epsilon, fused=fused)
 
 
-@replaces(
-    "`lr_lambdas` of the learning rate schedule",
-    library="torch",
-    read_in="2.13.0",
-    why="transformers' schedules have no minimum learning rate that applies after warm-up",
-    active="scu.rate_floor above 0, while the controller is active",
-    test="tests/unit/test_controller.py",
-)
+@replaces("`lr_lambdas` of the learning rate schedule")
 def build_schedule(
     optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int, *, floor: float = 0.0
 ) -> Any:

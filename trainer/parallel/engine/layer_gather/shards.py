@@ -88,15 +88,7 @@ class LayerShards:
             keep_own_values(parameter)
             self._unit_of[id(parameter)] = unit
 
-    @replaces(
-        "the all-gather of a frozen base in ZeRO stage 3",
-        library="deepspeed",
-        read_in="0.19.8",
-        why="DeepSpeed's hooks gather parameter by parameter, which the host cannot keep up with; its start would "
-        "broadcast rank 0's weights over the shards of the others",
-        active="zero.stage: 3 with zero.gather: layer",
-        test="tests/unit/test_layer_shards.py",
-    )
+    @replaces("the all-gather of a frozen base in ZeRO stage 3")
     def attach(self, model: Any) -> None:
         """Register hooks on the modules of the adapted model that read the units, before its first forward pass."""
         assert not self._plan, f"never filled: {sorted(self._plan)}"
