@@ -22,8 +22,7 @@ from benchmarks.bench.cases import write_texts
 from tests.runs_in_process import make_ground, train
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, Member
-from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.graphed_passes import DivergencePass, LossPass
+from trainer.patches.graphed_loss import DivergencePass, GraphedLoss, LossPass
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,7 @@ from trainer.data.samples import Sample
 from trainer.data.static_shapes import StaticShape, pad_to_shape, rounded_up, shape_of
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter
-from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.graphed_passes import DivergencePass, LossPass, StaticInputs
+from trainer.patches.graphed_loss import DivergencePass, GraphedLoss, LossPass, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 CPU = torch.device("cpu")

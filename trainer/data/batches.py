@@ -1,6 +1,10 @@
 """Micro-batches of an optimizer step: the same global batch in the same order on any number of ranks.
 
 Shapes: B sequences in a micro-batch, L the longest of them, D documents.
+
+By tokens, steps have sequences of similar length: an epoch's order is cut into windows of global batches, each window
+is sorted by length and its batches are shuffled, so that a step's sequences come from one 32nd of the lengths. Within a
+step, micro-batches have about equally many padded tokens: few long rows or many short ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
-from trainer.data.by_tokens import like_lengths_together, like_tokens
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
@@ -365,3 +368,49 @@ def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> to
 
 def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+
+
+Index = NDArray[np.int64]
+WINDOW = 32
+"""Number of global batches sorted together."""
+
+
+def like_lengths_together(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
+    """Return an epoch's order with samples of similar lengths in each global batch; an incomplete batch stays last."""
+    windows = []
+    for start in range(0, len(order), WINDOW * global_batch):
+        window = order[start : start + WINDOW * global_batch]
+        whole = len(window) - len(window) % global_batch
+        window = window[np.argsort(-lengths[window], kind="stable")]
+        # The shortest remain for the incomplete last batch.
+        batches = window[:whole].reshape(-1, global_batch)
+        windows += [*generator.permutation(batches), window[whole:]]
+    return np.concatenate(windows) if windows else order
+
+
+def like_tokens(lengths: Index, count: int) -> list[Index]:
+    """Return the positions of a step's samples for each of `count` micro-batches, with padded tokens balanced.
+
+    No micro-batch has more padded tokens than with equally many rows each; some are empty if there are few samples.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    low, high = int(descending[0]), int(descending[0]) * -(-len(order) // count)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_bounds(descending, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    bounds = _bounds(descending, low)
+    bounds += [len(order)] * (count - len(bounds))
+    return [order[start:end] for start, end in zip([0, *bounds[:-1]], bounds, strict=True)]
+
+
+def _bounds(descending: Index, most: int) -> list[int]:
+    """Return the ends of micro-batches of at most `most` padded tokens, filled one after the other."""
+    bounds, start = [], 0
+    while start < len(descending):
+        start = min(len(descending), start + max(1, most // int(descending[start])))
+        bounds.append(start)
+    return bounds
