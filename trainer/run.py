@@ -286,7 +286,6 @@ class Run:
             engine=engine,
             schedule=self.schedule,
             loss=graphs or self.loss,
-            graphs=graphs,
             batches=self.batches,
             ranks=self.ranks,
             reporter=self.metrics,
