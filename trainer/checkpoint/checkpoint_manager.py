@@ -59,21 +59,25 @@ class CheckpointManager:
 
     def restore(self, engine: Engine, total_steps: int) -> tuple[Position, dict[str, Any]]:
         """Load the checkpoint, if any, into the engine; return its position and `state.json`."""
+        training = self._config.training
         if self.checkpoint is None:
-            return Position(), {}
+            return Position(best_metric=training.best_metric), {}
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
         self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
-        training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {describe_finished(position.step, total_steps)}")
-        best = position.best_step
+        best, now = position.best_step, training.best_metric
+        why = f"training.best_metric is now {now}" if position.best_metric != now else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
-            self._say(f"note: the best checkpoint so far (step {best}) is missing; the search for the best starts over")
+            why = f"the best checkpoint so far (step {best}) is missing"
+        if best and why:
+            self._say(f"note: {why}; the search for the best starts over")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
+        position.best_metric = now
         return position, state
 
     def prepare_saves(self, engine: Engine, also: Callable[[], object]) -> None:
@@ -164,7 +168,7 @@ class CheckpointManager:
             shutil.copytree(source, target)
 
     def restore_best(self, engine: Engine, position: Position) -> int | None:
-        """Restore the weights with the lowest held-out loss if `best_checkpoint` is set; return their step.
+        """Restore the weights with the best `best_metric` if `best_checkpoint` is set; return their step.
 
         Returns None if the last weights are kept: they are the best, or the best checkpoint is damaged.
         """
@@ -175,8 +179,11 @@ class CheckpointManager:
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)
-        position.last_evaluation, position.evaluated_at = position.best_loss, position.step
-        self._say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+        metric, scored = position.best_metric, self._config.evaluation
+        is_known = metric == "loss" and not (scored.tasks or scored.metrics)
+        position.last_evaluation, position.evaluated_at = position.best_loss, position.step if is_known else -1
+        named = "lowest held-out loss" if metric == "loss" else f"best {metric}"
+        self._say(f"the weights of step {position.best_step} have the {named} and are kept")
         return position.best_step
 
     def _checkpoint_path(self, step: int) -> Path:
