@@ -146,17 +146,9 @@ class Run:
         self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision, prompt_text)
         if self.measurement is None:
             self.folder.prepare_saves(engine)
-        asked = self.config.evaluation
-        self.evaluation = Evaluation(
-            self.task,
-            engine,
-            self.loss,
-            self.say,
-            self.measurement,
-            held_out=self.prepared.data.evaluation is not None,
-            scored=bool(asked.tasks or asked.metrics),
-            best=self.config.training.best_metric,
-        )
+        measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
+        best = self.config.training.compared_metric
+        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         loop = Loop(self._build_parts(engine, total_steps), self.config.training, position, total_steps)
         try:
@@ -322,8 +314,8 @@ class Run:
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
         """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
-        is_known = loss is not None or (position.evaluated_at == position.step and not self.evaluation.has_data)
-        if self.evaluation.is_defined and not is_known:
+        is_done = position.evaluated_at == position.step and (loss is not None or not self.evaluation.has_data)
+        if self.evaluation.is_defined and not is_done:
             _, values = self.evaluation.measure(first=when == "before")
             loss = values.get("eval/loss")
             if self.metrics is not None:

@@ -171,7 +171,7 @@ def test_every_rank_computes_as_many_batches_and_all_are_computed(batches: int, 
 
 
 BAD_TASKS = {
-    "gone.yaml": "--tasks=gone.yaml: no such file; use a task's YAML file or the name of a task of lm-eval",
+    "gone.yaml": "--tasks=gone.yaml: no such file; use a YAML file or the name of a task",
     "broken.yaml": "--tasks=broken.yaml: lm-eval cannot load it (",
     "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (FileNotFoundError: ",
 }
@@ -193,7 +193,9 @@ def test_a_task_that_cannot_be_loaded_is_one_line(
 
 def test_without_lm_eval_the_message_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.tasks.lm_eval_scores.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"evaluation.tasks=gsm8k: needs lm-eval.*; pip install lm_eval==0.4.13"):
+    with pytest.raises(
+        UserError, match=r"evaluation.tasks=gsm8k: lm-eval is not installed; pip install lm_eval==0.4.13"
+    ):
         load_tasks(("gsm8k",))
 
 

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from trainer.checkpoint.checkpoint import RankState, checkpoint_sizes
 from trainer.checkpoint.checkpoint_files import publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
 from trainer.contract.output_files import collect_disk_errors
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, gather_objects
 from trainer.parallel.ranks.progress import phase
 
 POLL_INTERVAL_S = 0.05
@@ -143,10 +141,7 @@ class CheckpointSaver:
 
     def _exchange_outcomes(self, report: "_Report", folder: Path, save: "_Save | None" = None) -> None:
         """Exchange the outcome between ranks; if any rank failed, remove what was written and raise on all."""
-        reports: list[_Report] = [report]
-        if dist.is_initialized() and self._ranks.world_size > 1:
-            reports = [report] * self._ranks.world_size
-            dist.all_gather_object(reports, _Report(report.failures, report.error))
+        reports: list[_Report] = gather_objects(_Report(report.failures, report.error))
         failures = [reason for other in reports for reason in other.failures]
         errors = [(rank, other.error) for rank, other in enumerate(reports) if other.error]
         if not failures and not errors:

@@ -49,7 +49,7 @@ class CheckpointManager:
         self._identity: dict[str, Any] | None = None
         self._saved, self._begun_at = False, 0
         self._saves = CheckpointSaver(self._run_dir, ranks)
-        resumption = agree_on_resumption(config, prepared, ranks, device, precision)
+        resumption = agree_on_resumption(config, prepared, ranks, precision)
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
@@ -61,7 +61,7 @@ class CheckpointManager:
         """Load the checkpoint, if any, into the engine; return its position and `state.json`."""
         training = self._config.training
         if self.checkpoint is None:
-            return Position(best_metric=training.best_metric), {}
+            return Position(best_metric=training.compared_metric), {}
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
@@ -70,7 +70,7 @@ class CheckpointManager:
             self._say("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {describe_finished(position.step, total_steps)}")
-        best, now = position.best_step, training.best_metric
+        best, now = position.best_step, training.compared_metric
         why = f"training.best_metric is now {now}" if position.best_metric != now else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
             why = f"the best checkpoint so far (step {best}) is missing"
@@ -179,8 +179,8 @@ class CheckpointManager:
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)
-        metric, scored = position.best_metric, self._config.evaluation
-        is_known = metric == "loss" and not (scored.tasks or scored.metrics)
+        metric = position.best_metric
+        is_known = metric == "loss" and not self._config.evaluation.has_scores
         position.last_evaluation, position.evaluated_at = position.best_loss, position.step if is_known else -1
         named = "lowest held-out loss" if metric == "loss" else f"best {metric}"
         self._say(f"the weights of step {position.best_step} have the {named} and are kept")

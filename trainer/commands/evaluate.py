@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -282,29 +281,23 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
     """Print the scores of --tasks for base and adapter, and return them for JSON."""
     if arguments.data is not None or arguments.scale != 1.0:
         raise UserError(f"--tasks={arguments.tasks}: not with --data or --scale; remove them")
-    settings = EvaluationSection(
-        tasks=arguments.tasks,
-        num_fewshot=arguments.num_fewshot,
-        limit=arguments.limit,
-        apply_chat_template=arguments.apply_chat_template,
-    )
-    scorer, device = TaskScores(settings, tokenizer, batch_size, Ranks(0, 1, 0), "--tasks"), default_device()
+    asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
+    try:
+        scorer = TaskScores(EvaluationSection(**asked), tokenizer, batch_size, Ranks(0, 1, 0))
+    except UserError as error:
+        raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
+    device = default_device()
     model = load_trained(run, tokenizer, device)
     adapter = scorer.measure(model, device, errors=True)
     with model.disable_adapter():
         base = scorer.measure(model, device, errors=True)
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "base", "base + adapter"):
-        table.add_column(name, justify="right" if name else "left")
+    both = {"base": base, "adapter": adapter}
+    table = Table("", "base", "base + adapter", box=None, pad_edge=False)
     for name in adapter.values:
-        cells = [f"{of.values[name]:.4f}" + _plus_minus(of.errors.get(name)) for of in (base, adapter)]
-        table.add_row(escape(name), *cells)
-    Console().print(table)
-    return {name: {"scores": of.values, "errors": of.errors} for name, of in (("base", base), ("adapter", adapter))}
-
-
-def _plus_minus(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
+        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in both.values()]
+        table.add_row(name, f"{base.values[name]:.4f}{errors[0]}", f"{adapter.values[name]:.4f}{errors[1]}")
+    Console(markup=False).print(table)
+    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in both.items()}
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -48,3 +48,8 @@ class EvaluationSection(Section):
     without a group, the model's answer must have a match."""
     json_schema: Annotated[PathText | None, Needs(".metrics", ("json_schema",))] = None
     """File with the JSON schema of the metric `json_schema`."""
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether anything is measured."""
+        return bool(self.tasks or self.metrics)

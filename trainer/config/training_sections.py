@@ -190,6 +190,11 @@ class TrainingSection(Section):
     launcher_timeout: NonNegative = 120.0
     """Seconds without a heartbeat of the `zerolora` process after which ranks on other hosts exit; 0: never."""
 
+    @property
+    def compared_metric(self) -> str:
+        """The metric that evaluations are compared by."""
+        return self.best_metric if self.best_checkpoint or self.early_stopping else "loss"
+
     @model_validator(mode="before")
     @classmethod
     def _read_fractions_of_the_run(cls, given: Any) -> Any:

@@ -1,6 +1,5 @@
 """Prompts formatted as in training, and the model's current answers to them."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,16 +21,15 @@ def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_n
 
 @phase("generate")
 @torch.no_grad()
-def answer_prompts(engine: Engine, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[str]:
+def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
     """Return the greedy answers to a batch of prompts, given as token ids; every rank must call it."""
-    longest, model = max(map(len, prompts)), engine.module
-    input_ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    model = engine.module
+    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(engine.device)
     was_training = model.training
     model.eval()
     generated = model.generate(
-        input_ids=input_ids.to(engine.device),
-        attention_mask=mask.to(engine.device),
+        input_ids=padded["input_ids"],
+        attention_mask=padded["attention_mask"],
         max_new_tokens=max_new_tokens,
         do_sample=False,
         temperature=None,
@@ -43,7 +41,7 @@ def answer_prompts(engine: Engine, tokenizer: Any, prompts: Sequence[Sequence[in
         synced_gpus=needs_synced_passes(engine),
     )
     model.train(was_training)
-    answers: list[str] = tokenizer.batch_decode(generated[:, longest:], skip_special_tokens=True)
+    answers: list[str] = tokenizer.batch_decode(generated[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
     return answers
 
 

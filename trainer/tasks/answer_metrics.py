@@ -1,13 +1,14 @@
 """Metrics of the answers that a model generates to held-out prompts, compared with the answers of the records."""
 
-import importlib.util
 import json
 import math
 import re
+import runpy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
@@ -15,23 +16,21 @@ from trainer.data import Sample
 from trainer.data.samples import split_documents
 from trainer.model.answers import answer_prompts
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
+from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects, run_on_main
 
 Metric = Callable[[str, str, str], float | None]
 """Function of prompt, answer and expected answer; None if it does not apply to the record."""
-PACKAGES = {"json_schema": ("jsonschema", "jsonschema"), "rouge_l": ("rouge_score", "rouge-score")}
-"""Metric -> package that it imports, and its name for pip."""
+PACKAGES = {"json_schema": "jsonschema", "rouge_l": "rouge_score"}
 _XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
 _XML_ARGUMENT = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _NAME_BEFORE_ARGUMENTS = re.compile(r"([\w.-]+)\[ARGS\]\s*$")
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A held-out record as a prompt with the expected answer."""
 
-    prompt: list[int]
-    text: str
+    ids: list[int]
+    prompt: str
     expected: str
 
 
@@ -41,78 +40,60 @@ class AnswerMetrics:
     def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
         """Choose the records and try each metric on them; raises UserError if one cannot be measured."""
         self._settings, self._tokenizer = settings, tokenizer
-        self._metrics = {_short_name(name): (name, _build_metric(name, settings)) for name in settings.metrics}
-        self._questions = list(_find_questions(samples, tokenizer, settings.samples))
-        if not self._questions:
-            problem = "no held-out record has a prompt and an answer"
-            raise UserError(f"evaluation.metrics=[{', '.join(settings.metrics)}]: {problem}; remove it")
-        for name, metric in self._metrics.values():
-            expected = ((each.text, each.expected, each.expected) for each in self._questions)
-            if all(_apply(name, metric, *texts) is None for texts in expected):
-                raise UserError(f"evaluation.metrics={name}: applies to no held-out record's answer; remove it")
+        self._metrics = {name: _build_metric(name, settings) for name in settings.metrics}
+        self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
+        for name, metric in self._metrics.items():
+            if all(_apply(name, metric, each, each.expected) is None for each in self._questions):
+                problem = "no held-out record has a prompt with an answer that it applies to"
+                raise UserError(f"evaluation.metrics={name}: {problem}; remove it")
 
     def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
         """Answer all prompts and return the mean of each metric; every rank must call it."""
-        order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].prompt))
+        order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].ids))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         own: dict[int, str] = {}
         for batch in deal_batches(batches, ranks):
-            prompts = [self._questions[index].prompt for index in batch]
+            prompts = [self._questions[index].ids for index in batch]
             texts = answer_prompts(engine, self._tokenizer, prompts, self._settings.max_new_tokens)
             own |= zip(batch, texts, strict=True)
-        answers = {index: answer for part in gather_objects(own) for index, answer in part.items()}
-        found, problem = self._average(answers) if ranks.is_main else ({}, None)
-        found, problem = gather_objects((found, problem))[0]
-        if problem is not None:
-            raise UserError(problem)
-        return found
+        answers = {index: text for part in gather_objects(own) for index, text in part.items()}
+        # A user's function may differ from call to call.
+        return run_on_main(ranks, lambda: self._average([answers[index] for index in sorted(answers)]))
 
-    def _average(self, answers: dict[int, str]) -> tuple[dict[str, float], str | None]:
-        """Return the mean of each metric, or an error message; on one rank, for functions that differ by call."""
+    def _average(self, answers: list[str]) -> dict[str, float]:
         means = {}
-        try:
-            for short, (name, metric) in self._metrics.items():
-                texts = ((each.text, answers[index], each.expected) for index, each in enumerate(self._questions))
-                found = [value for each in texts if (value := _apply(name, metric, *each)) is not None]
-                means[short] = math.fsum(found) / max(len(found), 1)
-        except UserError as error:
-            return {}, str(error)
-        return means, None
+        for name, metric in self._metrics.items():
+            found = [_apply(name, metric, *pair) for pair in zip(self._questions, answers, strict=True)]
+            counted = [value for value in found if value is not None]
+            means[name.rpartition(":")[2]] = math.fsum(counted) / max(len(counted), 1)
+        return means
 
 
-def _short_name(metric: str) -> str:
-    return metric.rpartition(":")[2]
-
-
-def _find_questions(samples: Iterable[Sample], tokenizer: Any, most: int) -> Iterator[Question]:
-    """Yield up to `most` records that have text before their last trained part."""
-    count = 0
+def _find_questions(samples: Iterable[Sample], tokenizer: Any) -> Iterator[Question]:
+    """Yield the records that have text before their last trained part."""
     for document in (part for sample in samples for part in split_documents(sample)):
-        trained = [weight > 0 for weight in document.trained]
-        end = len(trained) - trained[::-1].index(True) if any(trained) else 0
-        start = end - next((at for at, is_trained in enumerate(trained[:end][::-1]) if not is_trained), end)
-        text = tokenizer.decode(document.input_ids[:start], skip_special_tokens=True)
-        if text.strip():
-            expected = tokenizer.decode(document.input_ids[start:end], skip_special_tokens=True)
-            yield Question(document.input_ids[:start], text, expected)
-            count += 1
-        if count == most:
-            return
+        runs = list(re.finditer("1+", "".join("01"[weight > 0] for weight in document.trained)))
+        start, end = runs[-1].span() if runs else (0, 0)
+        prompt, expected = (
+            tokenizer.decode(document.input_ids[part], skip_special_tokens=True)
+            for part in (slice(start), slice(start, end))
+        )
+        if prompt.strip():
+            yield Question(document.input_ids[:start], prompt, expected)
 
 
-def _apply(name: str, metric: Metric, prompt: str, answer: str, expected: str) -> float | None:
+def _apply(name: str, metric: Metric, question: Question, answer: str) -> float | None:
     try:
-        value = metric(prompt, answer, expected)
+        value = metric(question.prompt, answer, question.expected)
         return None if value is None else float(value)
     except Exception as error:  # of the user's function
-        problem = f"{type(error).__name__}: {error}, for the expected answer {expected[:80]!r}"
+        problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
         raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
 
 
 def _build_metric(name: str, settings: EvaluationSection) -> Metric:
-    package, pip_name = PACKAGES.get(name, ("json", ""))
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"evaluation.metrics={name}: needs {pip_name}, which is not installed; pip install {pip_name}")
+    if (package := PACKAGES.get(name)) and find_spec(package) is None:
+        raise UserError(f"evaluation.metrics={name}: needs {package}, which is not installed; pip install {package}")
     if name == "exact_match":
         return lambda prompt, answer, expected: answer.strip() == expected.strip()
     if name == "regex":
@@ -126,7 +107,13 @@ def _build_metric(name: str, settings: EvaluationSection) -> Metric:
 
         scorer = RougeScorer(["rougeL"])
         return lambda prompt, answer, expected: scorer.score(expected, answer)["rougeL"].fmeasure
-    return _load_function(name)
+    file, _, function = name.rpartition(":")
+    try:
+        found: Metric = runpy.run_path(file)[function]
+    except Exception as error:  # of the user's file
+        problem = f"cannot be loaded ({type(error).__name__}: {error})"
+        raise UserError(f"evaluation.metrics={name}: {problem}; use FILE.py:FUNCTION") from None
+    return found
 
 
 def _build_regex(pattern: re.Pattern[str]) -> Metric:
@@ -153,11 +140,10 @@ def _build_schema(path: Path) -> Metric:
     except (OSError, ValueError, jsonschema.SchemaError) as error:
         problem = f"{type(error).__name__}: {getattr(error, 'message', error)}"
         raise UserError(f"evaluation.json_schema={path}: {problem}; use the file of a JSON schema") from None
-    validator = kind(schema)
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:
         try:
-            return bool(validator.is_valid(json.loads(answer)))
+            return bool(kind(schema).is_valid(json.loads(answer)))
         except ValueError:
             return 0.0
 
@@ -183,10 +169,8 @@ def find_tool_calls(text: str) -> list[str]:
         except (ValueError, RecursionError):
             at = start + 1
             continue
-        if name := _NAME_BEFORE_ARGUMENTS.search(text[:start]):
-            calls.append((name[1], value))
-        else:
-            calls += _named_calls(value)
+        name = _NAME_BEFORE_ARGUMENTS.search(text[:start])
+        calls += [(name[1], value)] if name else _named_calls(value)
     return sorted(json.dumps(call, sort_keys=True) for call in calls)
 
 
@@ -200,18 +184,3 @@ def _named_calls(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _named_calls(part)
-
-
-def _load_function(name: str) -> Metric:
-    """Load a user's function from FILE.py:FUNCTION."""
-    file, _, function = name.rpartition(":")
-    try:
-        spec = importlib.util.spec_from_file_location("zerolora_metric", file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        found: Metric = getattr(module, function)
-    except Exception as error:  # of the user's file
-        problem = f"cannot be loaded ({type(error).__name__}: {error})"
-        raise UserError(f"evaluation.metrics={name}: {problem}; use FILE.py:FUNCTION") from None
-    return found

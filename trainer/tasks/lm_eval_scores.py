@@ -29,9 +29,8 @@ from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
 from trainer.parallel.ranks.progress import phase
 
-SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "few-shot": 1234}
+PYTHON_SEED, SEED = 0, 1234
 """The default seeds of `lm_eval run`."""
-BOOTSTRAPS = 100_000
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class Scores:
 
 
 @cache
-def load_tasks(names: tuple[str, ...], setting: str = "evaluation.tasks") -> dict[str, Any]:
+def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     """Return lm-eval's tasks and groups with their data; raises UserError if one cannot be loaded."""
     if find_spec("lm_eval") is None:
-        raise UserError(f"{setting}={names[0]}: needs lm-eval, which is not installed; pip install lm_eval==0.4.13")
+        raise UserError(f"evaluation.tasks={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")
     files = [name for name in names if name.endswith(".yaml")]
     for name in files:
         if not Path(name).is_file():
-            raise UserError(f"{setting}={name}: no such file; use a task's YAML file or the name of a task of lm-eval")
+            raise UserError(f"evaluation.tasks={name}: no such file; use a YAML file or the name of a task")
 
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -64,20 +63,20 @@ def load_tasks(names: tuple[str, ...], setting: str = "evaluation.tasks") -> dic
         if name not in files and not manager.match_tasks([name]):
             near = get_close_matches(name, manager.all_tasks, n=1)
             fix = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
-            raise UserError(f"{setting}={name}: not a task of lm-eval; {fix}")
+            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; {fix}")
         try:
             absolute = str(Path(name).absolute())
             with _hide_progress(), _seeds_of_lm_eval():
                 found = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
         except Exception as error:  # lm-eval and datasets raise any exception for a bad file
             problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
-            raise UserError(f"{setting}={name}: {problem}; check the task and its data") from None
+            raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
         for kind in loaded:
             loaded[kind] |= found[kind]
         for task in found["tasks"].values():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 problem = "reads images or runs code that the model writes, which zerolora does not support"
-                raise UserError(f"{setting}={name}: {problem}; use `lm_eval run`")
+                raise UserError(f"evaluation.tasks={name}: {problem}; use `lm_eval run`")
     return loaded
 
 
@@ -106,16 +105,9 @@ class _Model:
 class TaskScores:
     """Measures the scores of a model, as `lm_eval run --model hf` does."""
 
-    def __init__(
-        self,
-        settings: EvaluationSection,
-        tokenizer: Any,
-        batch_size: int,
-        ranks: Ranks,
-        setting: str = "evaluation.tasks",
-    ) -> None:
-        """Load the tasks; `setting` names them in errors. Raises UserError."""
-        self._loaded = load_tasks(settings.tasks, setting)
+    def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:
+        """Load the tasks. Raises UserError."""
+        self._loaded = load_tasks(settings.tasks)
         self._settings, self._batch_size, self._ranks = settings, batch_size, ranks
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
 
@@ -138,13 +130,13 @@ class TaskScores:
             own = task.get_config("num_fewshot")
             if own is None or (own and shots is not None):
                 task.set_config(key="num_fewshot", value=shots or 0)
-            task.set_fewshot_seed(seed=SEEDS["few-shot"])
+            task.set_fewshot_seed(seed=SEED)
         with phase("generate"), _hide_progress(), _seeds_of_lm_eval(), _share_batches(self._ranks):
             found = evaluate(
                 model,
                 self._loaded,
                 limit=self._settings.limit,
-                bootstrap_iters=BOOTSTRAPS if errors else 0,
+                bootstrap_iters=100_000 if errors else 0,
                 log_samples=False,
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
@@ -183,9 +175,9 @@ def _seeds_of_lm_eval() -> Iterator[None]:
     """Seed as lm-eval does within the block; training continues with its own random numbers after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        random.seed(SEEDS["python"])
-        np.random.seed(SEEDS["numpy"])
-        torch.manual_seed(SEEDS["torch"])
+        random.seed(PYTHON_SEED)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
         try:
             yield
         finally:

@@ -110,10 +110,7 @@ class Task(Protocol):
         ...
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        """Return the scores of the `evaluation` section, or those of the base; every rank must call it.
-
-        The base's are those without the adapter that the run starts from, and may be asked for after the first scores.
-        """
+        """Return the scores of the `evaluation` section, or after the first those of the base; a collective call."""
         ...
 
     def meter(self, model: Any) -> Any:

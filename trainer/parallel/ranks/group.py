@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -34,7 +34,7 @@ from trainer.contract.rendezvous import (
 from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
 
-Batch = TypeVar("Batch")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,22 @@ def gather_objects(value: Any) -> list[Any]:
     return found
 
 
-def deal_batches(batches: Sequence[Batch], ranks: Ranks) -> Sequence[Batch]:
+def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """Return on every rank what rank 0 computes, or raise its UserError on all; every rank must call it."""
+    answer: T | UserError | None = None
+    if ranks.is_main:
+        try:
+            answer = compute()
+        except UserError as error:
+            answer = error
+    found = gather_objects(answer)[0]
+    if isinstance(found, UserError):
+        raise found
+    result: T = found
+    return result
+
+
+def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
     """Return the batches that this rank computes, as many on every rank: some repeat the first."""
     own = batches[ranks.rank :: ranks.world_size]
     return [*own, batches[0]] if len(own) * ranks.world_size < len(batches) else own
