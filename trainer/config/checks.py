@@ -337,7 +337,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
     interval = getattr(training, when)
     users = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
     tasks = config.evaluation.tasks  # which need no held-out data
-    has_scores = tasks and training.best_metric not in LOSSES
+    has_scores = tasks and training.compared_metric not in LOSSES
     if not (config.dataset.val_split or config.dataset.evaluation or has_scores):
         also = "" if interval else " training.eval_steps"
         fix = f"set dataset.val_split or dataset.evaluation{also and f', and{also}'}"
@@ -351,7 +351,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_scores(config: RunConfig) -> Iterator[Mistake]:
-    asked, best = config.evaluation, config.training.best_metric
+    asked, best = config.evaluation, config.training.compared_metric
     for name in asked.metrics:
         if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
             fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"
