@@ -220,6 +220,11 @@ class ZeroSection(Section):
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
     """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
     replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
+    shard_within: Annotated[
+        Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)], _STAGE_3, Needs(".gather", ("layer",))
+    ] = "auto"
+    """Ranks that share one copy of the frozen base at stage 3: those of a `host`, so that no weight crosses the network
+    in training, groups of this many ranks, or `all`. `auto`: host if its shards fit by the memory estimate."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False

@@ -24,7 +24,7 @@ from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, host_names
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.tasks.images.pipeline import Pipeline
@@ -49,16 +49,16 @@ def plan_memory(
     with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    neighbours = _ranks_on_this_host(ranks)
+    hosts = host_names(ranks)
     answer: list[Any] = [None]
     if ranks.is_main:
         on_gpu = device.type == "cuda"
         flash = has_flash(device, DTYPES[precision])
         try:
             own = _has_own_kernels(config, device)
-            machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels())
+            machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
             plan = plan_for_machine(machine, config, prepared, memory)
-            answer[0] = plan if on_gpu else check_host_memory(plan, neighbours)
+            answer[0] = plan if on_gpu else check_host_memory(plan, hosts.count(host_name()))
         except UserError as error:
             answer[0] = str(error)
     if dist.is_initialized() and ranks.world_size > 1:
@@ -142,14 +142,6 @@ def describe_cpu_memory(config: RunConfig, prepared: Prepared) -> str:
     free, _ = host_memory_left()
     there = f"a rank on this machine's CPU takes {gib(plan.found.needed)}, {gib(free)} free"
     return there if plan.found.needed <= free else f"{there}: too little"
-
-
-def _ranks_on_this_host(ranks: Ranks) -> int:
-    """Count the ranks on this host, including this one; every rank must call it."""
-    names: list[Any] = [host_name()] * ranks.world_size
-    if dist.is_initialized() and ranks.world_size > 1:
-        dist.all_gather_object(names, host_name())
-    return names.count(host_name())
 
 
 def check_host_memory(plan: MemoryPlan, processes: int) -> MemoryPlan:

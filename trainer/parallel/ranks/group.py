@@ -213,6 +213,14 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
+def host_names(ranks: Ranks) -> list[str]:
+    """Return the host of each rank; every rank must call it."""
+    names = [host_name()] * ranks.world_size
+    if dist.is_initialized() and ranks.world_size > 1:
+        dist.all_gather_object(names, host_name())
+    return names
+
+
 @phase("reduce")
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place."""
