@@ -34,6 +34,13 @@ def _checkpointing_word(value: Any) -> Any:
     return value
 
 
+def _ranks_or_word(value: Any) -> Any:
+    """Raise ValueError unless the value is `auto`, `host`, `all` or a whole number from 2 on, also as text."""
+    if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
+        return value
+    raise ValueError("must be auto, host, all, or a number of ranks from 2 on")
+
+
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _WARMUP = Needs(
     ".lr_scheduler",
@@ -221,7 +228,10 @@ class ZeroSection(Section):
     """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
     replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
     shard_within: Annotated[
-        Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)], _STAGE_3, Needs(".gather", ("layer",))
+        Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)],
+        BeforeValidator(_ranks_or_word),
+        _STAGE_3,
+        Needs(".gather", ("layer",)),
     ] = "auto"
     """Ranks that share one copy of the frozen base at stage 3: those of a `host`, so that no weight crosses the network
     in training, groups of this many ranks, or `all`. `auto`: host if its shards fit by the memory estimate."""

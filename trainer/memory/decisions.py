@@ -275,9 +275,9 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
 
 
 def _shard_group(config: RunConfig, machine: Machine) -> Decided[int]:
-    within = config.zero.shard_within
     if config.zero.stage < 3 or not gathers_by_layer(config):
         return Decided(machine.world_size)
+    within = config.zero.shard_within
     groups = list_groups(within, machine.hosts or ("",) * machine.world_size)
     size = min(map(len, groups))
     return Decided(size) if len(groups) == 1 else Decided(size, f"zero.shard_within: {within}")
