@@ -293,6 +293,11 @@ def test_settings_with_a_counterpart_are_taken_over() -> None:
     assert (training.timeout_minutes, training.saves_per_epoch, training.evals_per_epoch) == (120, 1, 1)
     assert (training.early_stopping, training.min_lr_ratio, config.dataset.shuffle) == (3, 0.1, False)
     assert "enable_thinking: false" in text
+    restarts = "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\n"
+    assert imported(FACTORY + restarts)[0].training.lr_cycles == 3
+    stable = "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 20, min_lr_ratio: 0.1}\n"
+    training = imported(FACTORY + stable + "max_steps: 100\n")[0].training
+    assert (training.lr_scheduler, training.decay_ratio, training.min_lr_ratio) == ("warmup_stable_decay", 0.2, 0.1)
     config, text = imported(
         AXOLOTL.replace("chat_template}", "chat_template, train_on_eos: last}")
         + "train_on_eot: all\nsave_strategy: 'no'\nauto_resume_from_checkpoints: true\nmax_steps: 50\neval_steps: 0.1\n"

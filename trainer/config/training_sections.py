@@ -34,11 +34,21 @@ def _checkpointing_word(value: Any) -> Any:
     return value
 
 
+def _ranks_or_word(value: Any) -> Any:
+    """Raise ValueError unless the value is `auto`, `host`, `all` or a whole number from 2 on, also as text."""
+    if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
+        return value
+    raise ValueError("must be auto, host, all, or a number of ranks from 2 on")
+
+
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _WARMUP = Needs(
     ".lr_scheduler",
-    ("linear", "cosine", "cosine_with_min_lr", "constant_with_warmup", "polynomial", "inverse_sqrt"),
-)
+    (
+        "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "warmup_stable_decay", "constant_with_warmup",
+        "polynomial", "inverse_sqrt",
+    ),
+)  # fmt: skip
 _PARTITIONED, _STAGE_3, _BY_MODULE = (Needs(".stage", (1, 2, 3)), Needs(".stage", (3,)), Needs(".gather", ("module",)))
 # The first step also compiles, tunes and allocates.
 FIRST_STEP_FACTOR = 3.0
@@ -64,11 +74,16 @@ class TrainingSection(Section):
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
     """Peak learning rate."""
     lr_scheduler: Literal[
-        "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = "cosine"
+        "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "warmup_stable_decay", "constant",
+        "constant_with_warmup", "polynomial", "inverse_sqrt",
+    ] = "cosine"  # fmt: skip
     """Learning rate schedule (those of transformers)."""
-    min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr",))] = 0.0
-    """Final learning rate as a fraction of the peak, for cosine_with_min_lr."""
+    min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr", "warmup_stable_decay"))] = 0.0
+    """Final learning rate as a fraction of the peak, for cosine_with_min_lr and warmup_stable_decay."""
+    lr_cycles: Annotated[PositiveInt, Needs(".lr_scheduler", ("cosine_with_restarts",))] = 1
+    """Number of times that cosine_with_restarts falls to zero."""
+    decay_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("warmup_stable_decay",))] = 0.1
+    """Fraction of the steps, at the end, in which the learning rate of warmup_stable_decay falls (by a cosine)."""
     warmup_ratio: Annotated[Fraction, _WARMUP, Needs(".warmup_steps", (None,), replaces=True)] = 0.03
     """Fraction of the steps for warm-up, in which the learning rate rises from zero."""
     warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
@@ -228,6 +243,14 @@ class ZeroSection(Section):
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
     """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
     replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
+    shard_within: Annotated[
+        Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)],
+        BeforeValidator(_ranks_or_word),
+        _STAGE_3,
+        Needs(".gather", ("layer",)),
+    ] = "auto"
+    """Ranks that share one copy of the frozen base at stage 3: those of a `host`, so that no weight crosses the network
+    in training, groups of this many ranks, or `all`. `auto`: host if its shards fit by the memory estimate."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False

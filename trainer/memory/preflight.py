@@ -23,7 +23,7 @@ from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
+from trainer.parallel.ranks.group import Ranks, host_names, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.tasks.images.pipeline import Pipeline
@@ -48,14 +48,14 @@ def plan_memory(
     with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    neighbours = gather_objects(host_name()).count(host_name())
+    hosts = host_names()
 
     def plan() -> MemoryPlan:
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
         own = _has_own_kernels(config, device)
-        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels())
+        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
         found = plan_for_machine(machine, config, prepared, memory)
-        return found if on_gpu else check_host_memory(found, neighbours)
+        return found if on_gpu else check_host_memory(found, hosts.count(host_name()))
 
     return run_on_main(ranks, plan)
 

@@ -216,6 +216,12 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
+def host_names() -> list[str]:
+    """Return the host of each rank; every rank must call it."""
+    names: list[str] = gather_objects(host_name())
+    return names
+
+
 @phase("reduce")
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place."""
