@@ -10,9 +10,8 @@ import yaml
 
 from launcher.commands import main as zerolora
 from launcher.importing import axolotl, llamafactory, llamafactory_v1, trl
-from launcher.importing.command import read_foreign, translate_arguments
+from launcher.importing.command import format_yaml, read_foreign, translate_arguments
 from launcher.importing.translation import Table
-from launcher.importing.writing import format_yaml
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.messages import setting_names

@@ -163,14 +163,7 @@ def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
-@replaces(
-    "Triton's `JITFunction.run`",
-    library="torch",
-    read_in="2.13.0",
-    why="a kernel that gets tensors of the meta device reads address 0, which ends every later use of the GPU",
-    active="the memory estimate, for layers with Triton kernels, such as those of flash-linear-attention",
-    test="tests/gpu/test_recurrent_packs.py",
-)
+@replaces("Triton's `JITFunction.run`")
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Raise RuntimeError within the block where a layer would launch a Triton kernel."""
@@ -347,14 +340,7 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
     return (result, None) if return_final_states else result
 
 
-@replaces(
-    "`scaled_dot_product_attention`",
-    library="torch",
-    read_in="2.13.0",
-    why="on the meta device it is computed in parts and keeps its scores, unlike flash attention on a GPU",
-    active="the memory estimate, which runs layers of an empty model once",
-    test="tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
-)
+@replaces("`scaled_dot_product_attention`")
 @contextmanager
 def flash_attention(*, copied: bool = False) -> Iterator[None]:
     """Replace attention, which torch decomposes on the meta device so that scores would be saved."""
