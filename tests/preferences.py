@@ -10,18 +10,32 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from tests.plain_peft import with_adapter
+from tests.plain_peft import train_steps, with_adapter
+from tests.runs_in_process import make_ground
 from tests.tiny import WORDS
 from trainer.config import RunConfig
-from trainer.data import Batches, Sample, Samples
+from trainer.data import Sample
 from trainer.data.samples import split_documents
 from trainer.model.base import load_base_model
-from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
 Formula = Callable[[Any, Any, Any, Any, int, int, float], torch.Tensor]
 """log p and log p_ref of the chosen and the rejected answer, their numbers of tokens, beta."""
+
+
+def make_pairs_ground(folder: Path, count: int, held_out: int) -> Path:
+    """`make_ground` with ragged pairs for training and held-out ones."""
+    make_ground(folder)
+    write_pairs(folder / "train.jsonl", count)
+    write_pairs(folder / "held_out.jsonl", held_out, seed=1)
+    return folder
+
+
+def read_metric(folder: Path, name: str) -> list[float]:
+    """Values of a metric of a run, step by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
 
 
 def write_pairs(path: Path, count: int, *, seed: int = 0) -> Path:
@@ -75,24 +89,16 @@ FORMULAS: dict[str, Formula] = {
 
 def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> tuple[list[float], dict[str, Any]]:
     """Loss per pair at each step of `config`, and the trained factors by name."""
-    training, formula, beta = config.training, FORMULAS[name], config.preference.beta
+    formula, beta = FORMULAS[name], config.preference.beta
     prepared = prepare(config)
     device = torch.device("cpu")
     model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=device, attention="sdpa")
     set_seed(config.seed)
     model = with_adapter(model, config, None, [])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
-    assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
-    schedule = build_schedule(optimizer, training, training.max_steps)
-    batches = Batches(
-        prepared.data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps * ranks,
-        rank=0, world_size=1, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
-    )  # fmt: skip
-    losses, epoch, offset = [], 0, 0
-    for _ in range(training.max_steps):
-        indices = batches.order(epoch)[offset : offset + batches.global_batch_size].tolist()
-        documents = [document for index in indices for document in split_documents(prepared.data.train[index])]
+    losses = []
+    for samples in train_steps(trained, config, prepared, ranks=ranks):
+        documents = [document for sample in samples for document in split_documents(sample)]
         pairs = list(zip(documents[::2], documents[1::2], strict=True))
         total = 0.0
         for chosen, rejected in pairs:
@@ -103,13 +109,6 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
             (loss / len(pairs)).backward()
             total += loss.item()
         losses.append(total / len(pairs))
-        torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        offset += len(indices)
-        if offset >= len(prepared.data.train):
-            epoch, offset = epoch + 1, 0
     return losses, {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from ops.head import TrainedRows, token_losses
-from tests.preferences import FORMULAS, LN_2, plain_preference_losses, write_pairs
-from tests.runs_in_process import make_ground, train
+from tests.preferences import FORMULAS, LN_2, make_pairs_ground, plain_preference_losses, read_metric
+from tests.runs_in_process import train
 from trainer.config import UserError, load_config
 from trainer.data import Sample, Samples
 from trainer.data.samples import split_documents
@@ -29,15 +29,7 @@ def said(role: str, text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_ground(tmp_path_factory.mktemp("preference"))
-    write_pairs(folder / "train.jsonl", 30)
-    write_pairs(folder / "held_out.jsonl", 6, seed=1)
-    return folder
-
-
-def metrics(folder: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+    return make_pairs_ground(tmp_path_factory.mktemp("preference"), 30, 6)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +53,7 @@ def test_every_loss_agrees_with_plain_peft(ground: Path, name: str, *, packing: 
     config = load_config(ground / "base.yaml", [*given, "output.overwrite=true"]).config
     expected, factors = plain_preference_losses(config, name)
     folder = ground / f"{name}-{packing}"
-    assert metrics(folder, "train/loss") == pytest.approx(expected, rel=1e-5)
+    assert read_metric(folder, "train/loss") == pytest.approx(expected, rel=1e-5)
     saved = load_file(folder / "adapter_model.safetensors")
     assert len(saved) == len(factors)
     for key, value in factors.items():
@@ -74,10 +66,10 @@ def test_packed_pairs_start_at_ln_2(ground: Path) -> None:
         dataset__evaluation={"path": str(ground / "held_out.jsonl")},
     )  # fmt: skip
     assert "30 pairs in" in console
-    assert metrics(ground / "start", "train/loss") == pytest.approx([LN_2], abs=1e-6)
-    assert metrics(ground / "start", "eval/loss")[0] == pytest.approx(LN_2, abs=1e-6)
-    assert metrics(ground / "start", "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)
-    assert metrics(ground / "start", "train/logps/chosen")[0] < -5.0
+    assert read_metric(ground / "start", "train/loss") == pytest.approx([LN_2], abs=1e-6)
+    assert read_metric(ground / "start", "eval/loss")[0] == pytest.approx(LN_2, abs=1e-6)
+    assert read_metric(ground / "start", "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)
+    assert read_metric(ground / "start", "train/logps/chosen")[0] < -5.0
 
 
 def test_losses_of_tokens_have_the_gradient_of_their_weights() -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,21 @@ from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, SourceSection, UserError
 from trainer.config.command_line import positive_int
+from trainer.config.preference_section import RewardSection
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
-from trainer.data.batches import MicroBatch, collate
+from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.samples import split_documents
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.patches.loss_head import TokenLoss
+from trainer.setup.preflight import check_pairs
+from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
 FEW_DOCUMENTS = 30
+TOKEN_VALUES, REWARD_VALUES = ("loss", "bits_per_token", "perplexity"), ("loss", "accuracy", "margin")
 Losses = NDArray[np.float64]
 
 
@@ -155,10 +160,52 @@ def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, 
     return Evaluation(len(tokens), int(total), estimates[0], estimates[1], estimates[2])
 
 
-def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
-    """Return the documents that the run held out, or all of `data`, read with the run's settings.
+@torch.no_grad()
+def measure_rewards(
+    model: Any, samples: Samples, settings: RewardSection, pad_token_id: int, batch_size: int
+) -> NDArray[np.float64]:
+    """Return loss, accuracy and margin of every pair with the base and with the adapter, [2, 3, P]."""
+    loss = RewardLoss(model, settings)
+    documents = [document for sample in samples for document in split_documents(sample)]
+    margins = torch.tensor([margin for sample in samples for margin in sample.margins], device=model.device)
+    found: list[list[torch.Tensor]] = [[], []]
+    for start in range(0, len(margins), batch_size):
+        pairs = slice(start, start + batch_size)
+        rows = documents[2 * start : 2 * (start + batch_size)]
+        batch = collate(rows, pad_token_id, packed=False, flat=False, pairs=True)
+        assert isinstance(batch, PairBatch)
+        for parts, without in zip(found, (model.disable_adapter, nullcontext), strict=True):
+            with without():
+                scores = loss.score_answers(model, batch, model.device)
+            gain = scores[:, 0] - scores[:, 1]
+            parts.append(torch.stack([loss.pair_losses(scores, margins[pairs]), (gain > 0).float(), gain]).double())
+    return torch.stack([torch.cat(parts, 1) for parts in found]).cpu().numpy()
 
-    Raises UserError if the run held nothing out and no data is given.
+
+def evaluate_rewards(values: NDArray[np.float64], *, resamples: int, seed: int) -> dict[str, Any]:
+    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
+    pairs = values.shape[2]
+    found: dict[str, Any] = {"pairs": pairs}
+    for name, base, adapter in zip(REWARD_VALUES, *values, strict=True):
+        result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=seed)
+        for model in ("base", "adapter", "difference"):
+            estimate: Estimate = getattr(result, model)
+            ends = [estimate.low, estimate.high]
+            found.setdefault(model, {}).update({name: estimate.loss, f"{name}_interval": ends})
+    return found
+
+
+def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
+    """Return the documents that the run held out, or all of `data`; see `held_out_samples`."""
+    return [
+        document for sample in held_out_samples(run, tokenizer, data, split) for document in split_documents(sample)
+    ]
+
+
+def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> Samples:
+    """Return the samples that the run held out, or all of `data`, read with the run's settings.
+
+    Raises UserError if the run held nothing out and no data is given, and for data of another task.
     """
     section = run.config.dataset
     source = section.evaluation
@@ -189,14 +236,16 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         raise UserError(named) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    if (prepared.stats.evaluation or prepared.stats).pairs:
+    if run.config.task == "reward":
+        check_pairs(run.config, prepared.stats)
+    elif (prepared.stats.evaluation or prepared.stats).pairs:
         raise UserError(
             f"{run.folder}: the data has pairs of answers, which eval does not measure; see eval/rewards in "
             f"{run.folder}/metrics.jsonl, or pass texts or conversations with --data"
         )
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
-    return [document for sample in samples for document in split_documents(sample)]
+    return samples
 
 
 def _document_losses(
@@ -228,20 +277,34 @@ def show(evaluation: Evaluation, heading: str, console: Console) -> None:
     for name in ("loss (nats/token)", "bits/token", "perplexity"):
         table.add_column(name, justify="right")
     for name, estimate in (("base", evaluation.base), ("base + adapter", evaluation.adapter)):
-        table.add_row(name, *_cells(estimate, (".4f", ".4f", ",.2f")))
-    loss, bits, ratio = _cells(evaluation.difference, ("+.4f", "+.4f", ".3f"))
+        table.add_row(name, *_cells(estimate.to_dict(), (".4f", ".4f", ",.2f")))
+    loss, bits, ratio = _cells(evaluation.difference.to_dict(), ("+.4f", "+.4f", ".3f"))
     table.add_row("difference", loss, bits, f"x {ratio}")
+    _print_table(heading, table, evaluation.documents, "documents", console)
+
+
+def show_rewards(found: dict[str, Any], heading: str, console: Console) -> None:
+    """Print the results of a reward model as `show` does those of a model that writes text."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("loss (nats/pair)", "accuracy", "reward margin"):
+        table.add_column(name, justify="right")
+    for name, model, sign in (("base", "base", ""), ("base + adapter", "adapter", ""), ("difference",) * 2 + ("+",)):
+        table.add_row(name, *_cells(found[model], (f"{sign}.4f", f"{sign}.1%", f"{sign}.4f"), REWARD_VALUES))
+    _print_table(heading, table, found["pairs"], "pairs", console)
+
+
+def _print_table(heading: str, table: Table, count: int, unit: str, console: Console) -> None:
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over documents[/dim]", highlight=False)
-    if evaluation.documents < FEW_DOCUMENTS:
-        console.print(f"[yellow]only {evaluation.documents} documents: the intervals are rough[/yellow]")
+    console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over {unit}[/dim]", highlight=False)
+    if count < FEW_DOCUMENTS:
+        console.print(f"[yellow]only {count} {unit}: the intervals are rough[/yellow]")
 
 
-def _cells(estimate: Estimate, forms: Sequence[str]) -> list[str]:
-    values = estimate.to_dict()
+def _cells(values: dict[str, Any], forms: Sequence[str], names: Sequence[str] = TOKEN_VALUES) -> list[str]:
     cells = []
-    for name, form in zip(("loss", "bits_per_token", "perplexity"), forms, strict=True):
+    for name, form in zip(names, forms, strict=True):
         low, high = values[f"{name}_interval"]
         cells.append(f"{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]")
     return cells
@@ -275,29 +338,38 @@ def _run(arguments: argparse.Namespace) -> None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
-    refuse_reward_model(run, "its held-out loss and rewards are in metrics.jsonl")
-    config = run.config
+    config, scores = run.config, run.config.task == "reward"
+    if arguments.scale != 1.0:
+        refuse_reward_model(run, "--scale is for models that write text; evaluate without it")
     tokenizer = saved_tokenizer(run)
-    documents = held_out_documents(run, tokenizer, arguments.data, arguments.split)
+    samples = held_out_samples(run, tokenizer, arguments.data, arguments.split)
     device = default_device()
     model = load_trained(run, tokenizer, device)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
-    evaluation = evaluate(
-        model,
-        documents,
-        tokenizer.pad_token_id,
-        batch_size=batch_size,
-        resamples=arguments.samples,
-        seed=config.seed,
-        scale=arguments.scale,
-    )
+    drawn: dict[str, Any] = {"resamples": arguments.samples, "seed": config.seed}
+    found: dict[str, Any]
+    if scores:
+        model.config.pad_token_id = tokenizer.pad_token_id
+        values = measure_rewards(model, samples, config.reward, tokenizer.pad_token_id, batch_size)
+        found = evaluate_rewards(values, **drawn)
+        size = f"{found['pairs']:,} pairs"
+    else:
+        documents = [document for sample in samples for document in split_documents(sample)]
+        evaluation = evaluate(
+            model, documents, tokenizer.pad_token_id, batch_size=batch_size, scale=arguments.scale, **drawn
+        )
+        found = evaluation.to_dict()
+        size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
     elif config.training.qat:
         precision = f"{precision}, merged weights in {config.training.qat}"
-    size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
-    show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
+    heading = f"{config.base_model}, {precision} on {device.type}; {size}"
+    if scores:
+        show_rewards(found, heading, Console())
+    else:
+        show(evaluation, heading, Console())
     if arguments.scale == AUTO:
         print(f"best scale {evaluation.scale:g}; each half of the documents measured at the best scale of the other")
         print(f"zerolora merge {arguments.run} --scale {evaluation.scale:g}")
@@ -309,9 +381,8 @@ def _run(arguments: argparse.Namespace) -> None:
             "precision": precision,
             "device": device.type,
             "confidence": CONFIDENCE,
-            "resamples": arguments.samples,
-            "seed": config.seed,
-            **evaluation.to_dict(),
+            **drawn,
+            **found,
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

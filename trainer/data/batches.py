@@ -68,6 +68,8 @@ class PairBatch(MicroBatch):
     """Number of targets of each document, int64 [D]; empty without a pair."""
     reference: torch.Tensor | None = None
     """`Sample.reference` of the documents, fp32 [D]; None if it is not cached."""
+    margins: torch.Tensor | None = None
+    """`Sample.margins` of the pairs, fp32 [D / 2]; None if all are 0."""
 
     @property
     def target_count(self) -> int:
@@ -300,7 +302,13 @@ def collate(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
         known = [value for sample in samples for value in sample.reference]
-        return PairBatch(**vars(batch), document_targets=counts, reference=torch.tensor(known) if known else None)
+        margins = [margin for sample in samples for margin in sample.margins]
+        return PairBatch(
+            **vars(batch),
+            document_targets=counts,
+            reference=torch.tensor(known) if known else None,
+            margins=torch.tensor(margins) if any(margins) else None,
+        )
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     found = [_targets(row) for row in rows]
