@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.families import FAMILIES, save_family
 from tests.plain_peft import train_steps
 from tests.preferences import make_pairs_ground, read_metric, write_answers
 from tests.runs_in_process import train
 from tests.tiny import write_chats
-from trainer.commands import chat, evaluate, generate, merge
+from trainer.checkpoint.finished_run import find_run
+from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data import Sample, Samples
@@ -178,6 +180,43 @@ def test_eval_measures_rewards(ground: Path, finished: Path, capsys: pytest.Capt
     assert "nats per token" not in (finished / "report.html").read_text()
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"lora__dora": True},
+    "dropout": {"lora__dropout": 0.2},
+    "bf16": {"training__precision": "bf16"},
+    "by tokens": {"dataset__batching": "tokens", "dataset__packing": False},
+    "recomputed": {"training__gradient_checkpointing": "non_reentrant"},
+    "qwen2": {},
+    "gemma3_text": {},
+    "mistral": {},
+    "mixtral": {},
+    "fp8": {"adapter": "qlora", "quantization__quant_type": "fp8"},
+    "int8": {"adapter": "qlora", "quantization__quant_type": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_plain_peft_gives_the_rewards_of_every_kind(ground: Path, name: str) -> None:
+    """On held-out pairs after training, up to the rounding of bf16 and of 8-bit products."""
+    base, folder = ground / "model", ground / f"kind-{name}"
+    if name in FAMILIES:
+        base = save_family(ground / name, name)
+    changes = STEPS | KINDS[name] | {"base_model": str(base)}
+    held_out = {"dataset__evaluation": {"path": str(ground / "held_out.jsonl")}, "training__eval_steps": 5}
+    train(ground, **changes, **held_out, output_dir=str(folder))
+    losses = read_metric(folder, "eval/loss")
+    assert losses[-1] < losses[0] - 1e-3
+    alone = {"dataset__path": str(ground / "held_out.jsonl"), "dataset__packing": False, "dataset__batching": "samples"}
+    samples = prepare(configure(ground, **(changes | alone))).data.train
+    assert isinstance(samples, Samples)
+    model = PeftModel.from_pretrained(plain_model(str(base)), folder).eval()
+    with torch.no_grad():
+        scores = torch.stack([reward(model, one) for sample in samples for one in split_documents(sample)]).view(-1, 2)
+    rounding = 3e-2 if name in ("bf16", "fp8", "int8") else 1e-5
+    for side, values in zip(("chosen", "rejected"), scores.unbind(1), strict=True):
+        assert read_metric(folder, f"eval/rewards/{side}")[-1] == pytest.approx(values.mean().item(), abs=rounding)
+
+
 def test_plain_peft_gives_the_same_rewards(ground: Path, finished: Path, tmp_path: Path) -> None:
     """The adapter with a score head at random, and the merged model, in a padded batch."""
     config = configure(ground, **(STEPS | {"dataset__path": str(ground / "held_out.jsonl"), "dataset__packing": False}))
@@ -303,5 +342,9 @@ def test_commands_that_write_text_refuse(
         assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert export.main([str(finished), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0
+    (tmp_path / "hub").mkdir()
+    pushed = [path.name for path in push.stage(find_run(finished), "me/scores", tmp_path / "hub")]
+    assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= {*pushed}
+    assert "pipeline_tag: text-classification" in (tmp_path / "hub" / "README.md").read_text()
     card = (finished / "README.md").read_text()
     assert "AutoModelForSequenceClassification.from_pretrained" in card and "num_labels=1" in card
