@@ -88,8 +88,8 @@ FORMULAS: dict[str, Formula] = {
 
 
 def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> tuple[list[float], dict[str, Any]]:
-    """Loss per pair at each step of `config`, and the trained factors by name."""
-    formula, beta = FORMULAS[name], config.preference.beta
+    """Loss per pair at each step of `config`, and the trained factors by name; `wpo` is DPO with WPO's weights."""
+    formula, beta = FORMULAS[name.replace("wpo", "dpo")], config.preference.beta
     prepared = prepare(config)
     device = torch.device("cpu")
     model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=device, attention="sdpa")
@@ -106,6 +106,8 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
             with torch.no_grad(), model.disable_adapter():
                 (reference_c, _), (reference_r, _) = log_p(model, chosen), log_p(model, rejected)
             loss = formula(c, r, reference_c, reference_r, n, m, beta)
+            if name == "wpo":
+                loss = loss * wpo_weight(model, chosen) * wpo_weight(model, rejected)
             (loss / len(pairs)).backward()
             total += loss.item()
         losses.append(total / len(pairs))
@@ -114,10 +116,24 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
 
 def log_p(model: Any, document: Sample) -> tuple[torch.Tensor, int]:
     """log p of the trained tokens of one document, and their number."""
+    logits, wanted = answer_logits(model, document)
+    return -cross_entropy(logits, wanted, reduction="sum"), len(wanted)
+
+
+def answer_logits(model: Any, document: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [K, V] and ids [K] of the trained tokens of one document."""
     ids = torch.tensor([document.input_ids])
-    wanted = torch.where(torch.tensor([document.trained]) > 0, ids, -100)[:, 1:]
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return -cross_entropy(logits[0].float(), wanted[0], ignore_index=-100, reduction="sum"), int((wanted != -100).sum())
+    trained = torch.tensor(document.trained[1:]) > 0
+    return model(input_ids=ids, use_cache=False).logits[0, :-1][trained].float(), ids[0, 1:][trained]
+
+
+@torch.no_grad()
+def wpo_weight(model: Any, document: Sample) -> torch.Tensor:
+    """Equation 2 of Zhou et al. 2024 for one answer, per token."""
+    logits, wanted = answer_logits(model, document)
+    p = logits.softmax(1)
+    aligned: torch.Tensor = p.gather(1, wanted[:, None])[:, 0] / p.square().sum(1)
+    return aligned.log().mean().exp()
 
 
 LN_2 = math.log(2)

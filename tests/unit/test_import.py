@@ -376,8 +376,8 @@ def test_preference_training_says_the_same_here() -> None:
     config, text = imported(FACTORY.replace("stage: sft", f"stage: dpo\n{mixed}").replace("pairs, talks", "choices"))
     assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.1, "bco_pair": 0.2}
     assert config.preference.length_weight == 0.5 and "not shifted by their running mean" in " ".join(text.split())
-    config, _ = imported(theirs.replace("rl: ipo", "rl: dpo\nrpo_alpha: 0.7"))
-    assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7}
+    config, _ = imported(theirs.replace("rl: ipo", "rl: dpo\nrpo_alpha: 0.7\ndpo_use_weighting: true"))
+    assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7} and config.preference.weighting == "wpo"
     words = "trl dpo --model_name_or_path m --dataset_name d --use_peft --beta 0.2 --max_length 512 --loss_type robust"
     config, _ = written([*words.split(), "--label_smoothing", "0.1", "--precompute_ref_log_probs"])
     assert (dict(config.preference.loss), config.preference.beta) == ({"robust": 1.0}, 0.2)
@@ -385,9 +385,9 @@ def test_preference_training_says_the_same_here() -> None:
     assert config.training.learning_rate == 1e-6
     assert (config.dataset.max_length, config.dataset.format) == (1024, "auto")
     several = words.replace("--loss_type robust", "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1")
-    config, _ = written([*several.split(), "--ld_alpha", "0.5"])
+    config, _ = written([*several.split(), "--ld_alpha", "0.5", "--use_weighting"])
     assert dict(config.preference.loss) == {"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0}
-    assert config.preference.length_weight == 0.5
+    assert (config.preference.length_weight, config.preference.weighting) == (0.5, "wpo")
     config, _ = written([*words.replace("robust", "sigmoid").split(), "--rpo_alpha", "0.7"])
     assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7}
     for wrong, message in (("aot", "loss_type=aot: aot: online"), ("ipo --loss_weights 1 2", "a number for each loss")):

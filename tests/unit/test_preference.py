@@ -6,20 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributions import Categorical, kl_divergence
 from torch.nn.functional import cross_entropy
 
-from ops.head import TrainedRows, token_losses
-from tests.preferences import FORMULAS, LN_2, make_pairs_ground, plain_preference_losses, read_metric
+from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS, TrainedRows, measure_tokens
+from tests.preferences import (
+    FORMULAS,
+    LN_2,
+    answer_logits,
+    make_pairs_ground,
+    plain_preference_losses,
+    read_metric,
+)
 from tests.runs_in_process import train
 from trainer.config import UserError, load_config
 from trainer.data import Sample, Samples
 from trainer.data.samples import split_documents
+from trainer.model.base import load_base_model
 from trainer.setup.preflight import prepare
 
 PAIR: dict[str, Any] = {"prompt": "red cat", "chosen": "cat red", "rejected": "blue dog"}
 ASK = {"role": "user", "content": "red cat"}
-FAST = ("dpo", "ipo", "orpo")
+FAST = ("dpo", "ipo", "orpo", "wpo")
 SETTINGS: dict[str, Any] = {"task": "preference", "dataset__packing": True, "dataset__max_length": 192}
 
 
@@ -36,7 +46,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "packing"),
     [
         pytest.param(name, packing, marks=[] if name in FAST else [pytest.mark.slow])
-        for index, name in enumerate(FORMULAS)
+        for index, name in enumerate([*FORMULAS, "wpo"])
         for packing in ([True, False] if name == "dpo" else [index % 2 == 0])
     ],
 )
@@ -44,9 +54,10 @@ def test_every_loss_agrees_with_plain_peft(ground: Path, name: str, *, packing: 
     """Losses of five steps, and every factor after them."""
     beta = {"ipo": 0.5, "sppo_hard": 0.5, "simpo": 2.0}.get(name, 0.1)
     changes = SETTINGS | {
-        "preference__loss": name, "preference__beta": beta, "dataset__packing": packing, "training__max_steps": 5,
-        "training__batch_size": 2, "training__gradient_accumulation_steps": 2, "training__learning_rate": 3e-3,
-        "output_dir": str(ground / f"{name}-{packing}"),
+        "preference__loss": name.replace("wpo", "dpo"), "preference__beta": beta, "dataset__packing": packing,
+        "training__max_steps": 5, "training__batch_size": 2, "training__gradient_accumulation_steps": 2,
+        "training__learning_rate": 3e-3,
+        "output_dir": str(ground / f"{name}-{packing}"), "preference__weighting": "wpo" if name == "wpo" else "none",
     }  # fmt: skip
     train(ground, **changes)
     given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
@@ -72,17 +83,60 @@ def test_packed_pairs_start_at_ln_2(ground: Path) -> None:
     assert read_metric(ground / "start", "train/logps/chosen")[0] < -5.0
 
 
+@pytest.mark.parametrize("reference", ["step", "cached"])
+def test_entropy_and_divergence_agree_with_plain_peft(ground: Path, reference: str) -> None:
+    """Of held-out answers, before and after training; a cached reference has no states to compare with."""
+    folder, held_out = ground / f"entropy-{reference}", {"path": str(ground / "held_out.jsonl")}
+    changes: dict[str, Any] = SETTINGS | {
+        "preference__reference": reference, "training__max_steps": 4, "training__learning_rate": 1e-2,
+        "training__batch_size": 2, "output_dir": str(folder),
+    }  # fmt: skip
+    train(ground, **changes, dataset__evaluation=held_out, training__eval_steps=4)
+    given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
+    given += [f"dataset.path={held_out['path']}", "output.overwrite=true"]
+    config = load_config(ground / "base.yaml", given).config
+    samples = prepare(config).data.train
+    assert isinstance(samples, Samples)
+    base = load_base_model(
+        config.base_model, config.model, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
+    )
+    model = PeftModel.from_pretrained(base, folder)
+    answers = [document for sample in samples for document in split_documents(sample)]
+    with torch.no_grad():
+        p = Categorical(logits=torch.cat([answer_logits(model, answer)[0] for answer in answers]))
+        with model.disable_adapter():
+            q = Categorical(logits=torch.cat([answer_logits(model, answer)[0] for answer in answers]))
+    entropies, bits = read_metric(folder, "eval/entropy"), read_metric(folder, "eval/kl_bits")
+    assert [entropies[0], entropies[-1]] == pytest.approx([p.entropy().mean().item() for p in (q, p)], abs=1e-5)
+    assert read_metric(folder, "train/entropy")[0] == pytest.approx(entropies[0], abs=0.1)
+    if reference == "cached":
+        assert not bits and not read_metric(folder, "train/kl_bits")
+        return
+    assert bits[0] == read_metric(folder, "train/kl_bits")[0] == 0.0
+    expected = kl_divergence(p, q).mean().item() / LN_2
+    assert expected > 1e-3 and bits[-1] == pytest.approx(expected, abs=1e-5)
+
+
 def test_losses_of_tokens_have_the_gradient_of_their_weights() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(37, 16, dtype=torch.double).float(), torch.randn(50, 16)
     targets, weights = torch.randint(0, 50, (37,)), torch.randn(37)
     rows = TrainedRows(torch.tensor([3, 7]), torch.randn(2, 16, requires_grad=True))
     hidden.requires_grad_()
-    found = token_losses(hidden, weight, targets, factor=0.5, rows=rows)
+    base = hidden.detach() + 0.3 * torch.randn(37, 16)
+    measures = measure_tokens(hidden, weight, targets, factor=0.5, rows=rows, base_hidden=base)
+    found = measures[LOSS]
     ours = torch.autograd.grad((found * weights).sum(), [hidden, rows.values])
     whole = weight.index_copy(0, rows.indices, rows.values)
     expected = cross_entropy(0.5 * hidden @ whole.t(), targets, reduction="none")
     torch.testing.assert_close(found, expected)
+    p, q = Categorical(logits=0.5 * hidden @ whole.t()), Categorical(logits=0.5 * base @ weight.t())
+    for row, value in (
+        (ENTROPY, p.entropy()), (COLLISION, p.probs.square().sum(1).log()), (BASE_LOSS, -q.log_prob(targets)),
+        (DIVERGENCE, kl_divergence(p, q)),
+    ):  # fmt: skip
+        torch.testing.assert_close(measures[row], value)
+    assert not measure_tokens(hidden, weight, targets)[BASE_LOSS:].any()
     for one, other in zip(ours, torch.autograd.grad((expected * weights).sum(), [hidden, rows.values]), strict=True):
         torch.testing.assert_close(one, other)
 

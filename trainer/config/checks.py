@@ -265,6 +265,9 @@ def _check_reward(config: RunConfig) -> Iterator[Mistake]:
 def _check_kto(config: RunConfig) -> Iterator[Mistake]:
     if config.preference.reference == "none":
         yield Mistake("preference.reference", "none", "kto compares with a reference", "use step", "preference.loss")
+    if config.preference.weighting != "none":
+        problem = "weights pairs, and kto learns from single answers"
+        yield Mistake("preference.weighting", config.preference.weighting, problem, "remove it", "preference.loss")
     if config.preference.length_weight != 1.0:
         problem, given = "shortens the longer answer of a pair, and kto has no pairs", config.preference.length_weight
         yield Mistake("preference.length_weight", f"{given:g}", problem, "remove it", "preference.loss")

@@ -4,6 +4,7 @@ Both answers are documents of the same pack or batch, so one pass computes them.
 its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
 from trainer.config import UserError
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data import Sample, Samples
@@ -36,6 +38,9 @@ MEASURED = (
     "logps/rejected",
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
+MEASURED_OF_TOKENS = ("entropy", "kl_bits")
+"""Metrics, averages over tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
+reference in bits, if the reference is computed in the step from the head's input."""
 SEARCHED = 1000
 """Documents among which the report's examples of both labels are searched."""
 
@@ -73,26 +78,56 @@ class Sums:
 class PreferenceLoss(TokenLoss):
     """The sum over pairs of their loss, and metrics of the pairs."""
 
+    answers = 2
+    """Documents of a row that are answers to its prompt."""
+
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
         super().__init__(module, **options)
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
         self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
-        self._sums = Sums()
+        self._sums, self._tokens = Sums(), Sums()
+        self._token_names = MEASURED_OF_TOKENS
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
-        reference = torch.zeros(1, device=device)
+        counts, reference, states = batch.document_targets, torch.zeros(1, device=device), None
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
+        elif self._has_reference and self.in_chunks(batch, device):
+            states = self.compute_base_states(model, batch, device)
         elif self._has_reference:
             reference = self.reference(model, batch, device)
-        ours = self._sum_answers(self.by_token(model, batch, device), batch.document_targets)
-        lengths = to_device(batch.document_targets.view(-1, 2).float(), device)
-        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
+        measures = self.by_token(model, batch, device, states)
+        if states is not None:
+            reference = self._sum_answers(measures[BASE_LOSS], counts)
+        self._add_tokens(measures.detach(), counts, with_reference=states is not None)
+        ours = self._sum_answers(measures[LOSS], counts)
+        lengths = to_device(counts.view(-1, 2).float(), device)
+        weights = self._weigh_pairs(measures.detach(), counts) if self._settings.weighting == "wpo" else 1.0
+        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1), weights)
         return self._finish(scores, batch)
+
+    def _weigh_pairs(self, measures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return WPO's weights of the pairs [P] (Zhou et al. 2024, equation 2).
+
+        The weight of an answer is the geometric mean of p(token) / sum_v p(v)^2.
+        """
+        documents, lengths = (to_device(each, measures.device) for each in (torch.repeat_interleave(counts), counts))
+        sums = torch.zeros_like(lengths, dtype=torch.float32).index_add(
+            0, documents, measures[LOSS] + measures[COLLISION]
+        )
+        return (-sums / lengths).view(-1, 2).sum(1).exp()
+
+    def _add_tokens(self, measures: torch.Tensor, counts: torch.Tensor, *, with_reference: bool) -> None:
+        """Add the metrics of the tokens of answers, without those of mismatched answers."""
+        counted = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts).nonzero().squeeze(1)
+        measures = measures.index_select(1, to_device(counted, measures.device))
+        values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
+        self._token_names = MEASURED_OF_TOKENS[: len(values)]
+        self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         """Return the sum of the losses, and add the metrics."""
@@ -103,7 +138,7 @@ class PreferenceLoss(TokenLoss):
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the log-probabilities of chosen and rejected answers without the adapter, fp32 [P, 2]."""
-        return self._sum_answers(self.base_by_token(model, batch, device), batch.document_targets)
+        return self._sum_answers(self.base_by_token(model, batch, device)[LOSS], batch.document_targets)
 
     def _sum_answers(self, token_losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         device = token_losses.device
@@ -113,8 +148,9 @@ class PreferenceLoss(TokenLoss):
         return sums.view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages of MEASURED over all pairs since the last call; every rank must call it."""
-        return self._sums.take_averages(MEASURED, training=training)
+        """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
+        of_tokens = self._tokens.take_averages(self._token_names, training=training)
+        return self._sums.take_averages(MEASURED, training=training) | of_tokens
 
 
 class KtoLoss(PreferenceLoss):
@@ -123,6 +159,8 @@ class KtoLoss(PreferenceLoss):
     The baseline is the mean of log p - log p_ref of the mismatched answers of this micro-step on all ranks, at least 0,
     without a gradient.
     """
+
+    answers = 1
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         own, mismatched = scores.ratios
@@ -147,11 +185,12 @@ class KtoLoss(PreferenceLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
+        found = self._tokens.take_averages(self._token_names, training=training)
         if not (sums := self._sums.take(training=training)):
-            return {}
+            return found
         *totals, baseline, calls = sums
         prefix, counts = "train" if training else "eval", totals[4:]
-        found = {f"{prefix}/kl": baseline / calls}
+        found[f"{prefix}/kl"] = baseline / calls
         for kind, (side, count) in enumerate(zip(("chosen", "rejected"), counts, strict=True)):
             for name, total in zip(("rewards", "logps"), (totals[kind], totals[2 + kind]), strict=True):
                 found |= {f"{prefix}/{name}/{side}": total / count} if count else {}

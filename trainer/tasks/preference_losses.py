@@ -25,6 +25,8 @@ class PairScores:
     reference_rejected: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
+    weights: Tensor | float = 1.0
+    """Weights of the pairs in the loss."""
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
@@ -38,9 +40,9 @@ class PairScores:
 
 
 def pair_losses(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Return the weighted sum of the configured losses of each pair [P]."""
+    """Return the weighted sum of the configured losses of each pair, times its weight [P]."""
     losses = [weight * LOSSES[name](scores, settings) for name, weight in settings.loss.items()]
-    return torch.stack(losses).sum(0)
+    return torch.stack(losses).sum(0) * scores.weights
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
