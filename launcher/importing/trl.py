@@ -12,6 +12,7 @@ from launcher.importing.translation import (
     Foreign,
     Key,
     Names,
+    Number,
     Text,
     Translation,
     Whole,
@@ -43,7 +44,11 @@ ACCELERATE: dict[str, Any] = {
     "fsdp_config": common.FSDP,
 }
 SOURCE = {"path": Text, "name": Text, "data_dir": Text, "data_files": Names, "split": Text, "columns": [Text]}
-ROWS = common.SHARED_ROWS | {"datasets": Key([SOURCE]), "accelerate_config": Key((Text, ACCELERATE))}
+ROWS = common.SHARED_ROWS | {
+    "datasets": Key([SOURCE]),
+    "accelerate_config": Key((Text, ACCELERATE)),
+    "loss_weights": Key([Number]),
+}
 KEYS = load_table("trl", ROWS)
 SCRIPTS = {name: load_table(f"trl_{name}", ROWS) for name in ("dpo", "kto", "reward")}
 """Scripts that train on pairs or labelled answers."""
@@ -129,12 +134,10 @@ def read_losses(t: Translation) -> dict[str, float]:
     for name in names:
         if name not in common.PREFERENCE_LOSSES:
             t.refuse("loss_type", f"{name}: {common.REASONS['preferences']}")
-    try:
-        weights = [float(weight) for weight in split_names(t.get("loss_weights")) or ["1"] * len(names)]
-        losses = dict(zip([common.PREFERENCE_LOSSES.get(name, "dpo") for name in names], weights, strict=True))
-    except ValueError:
+    weights = t.get("loss_weights", [1.0] * len(names))
+    if len(weights) != len(names):
         t.refuse("loss_weights", "must have a number for each loss of loss_type")
-        return {"dpo": 1.0}
+    losses = {common.PREFERENCE_LOSSES.get(name, "dpo"): weight for name, weight in zip(names, weights, strict=False)}
     return losses | ({"sft": t.get("rpo_alpha")} if t.get("rpo_alpha") else {})
 
 

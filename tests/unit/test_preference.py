@@ -12,10 +12,12 @@ from torch.distributions import Categorical, kl_divergence
 from torch.nn.functional import cross_entropy
 
 from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS, TrainedRows, measure_tokens
+from tests.plain_peft import train_steps
 from tests.preferences import (
     FORMULAS,
     LN_2,
     answer_logits,
+    log_p,
     make_pairs_ground,
     plain_preference_losses,
     read_metric,
@@ -115,6 +117,54 @@ def test_entropy_and_divergence_agree_with_plain_peft(ground: Path, reference: s
     assert bits[0] == read_metric(folder, "train/kl_bits")[0] == 0.0
     expected = kl_divergence(p, q).mean().item() / LN_2
     assert expected > 1e-3 and bits[-1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_adapter_is_start_and_reference(ground: Path) -> None:
+    """Losses and factors agree with plain PEFT, whose reference is computed before the first step; also resumed."""
+    first, folder = ground / "first-adapter", ground / "from-adapter"
+    train(ground, **SETTINGS, output_dir=str(first), training__max_steps=3, training__learning_rate=1e-2)
+    changes: dict[str, Any] = SETTINGS | {
+        "lora__adapter_path": str(first), "preference__reference": "cached", "training__max_steps": 4,
+        "training__batch_size": 2, "training__learning_rate": 3e-3, "output_dir": str(folder),
+    }  # fmt: skip
+    train(ground, **changes)
+    given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
+    config = load_config(ground / "base.yaml", [*given, "output.overwrite=true"]).config
+    cpu = torch.device("cpu")
+    base = load_base_model(config.base_model, config.model, dtype=torch.float32, device=cpu, attention="sdpa")
+    model = PeftModel.from_pretrained(base, first, is_trainable=True)
+    frozen = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = []
+    for samples in train_steps(trained, config, prepare(config)):
+        documents = [document for sample in samples for document in split_documents(sample)]
+        with torch.no_grad():
+            before = [functional_log_p(model, frozen, document) for document in documents]
+        ratios = torch.stack([log_p(model, one)[0] - known for one, known in zip(documents, before, strict=True)])
+        loss = -torch.nn.functional.logsigmoid(0.1 * (ratios[::2] - ratios[1::2])).mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(LN_2, abs=1e-6) and losses[-1] < LN_2 - 1e-3
+    assert read_metric(folder, "train/loss") == pytest.approx(losses, abs=1e-5)
+    saved = load_file(folder / "adapter_model.safetensors")
+    for key, value in model.named_parameters():
+        if value.requires_grad:
+            torch.testing.assert_close(saved[key.replace(".default", "")], value.detach(), atol=1e-5, rtol=1e-5)
+    again = changes | {
+        "output_dir": str(ground / "from-adapter-again"),
+        "training__resume_from_checkpoint": str(folder / "checkpoint-2"),
+    }
+    train(ground, **again)
+    assert read_metric(ground / "from-adapter-again", "train/loss") == read_metric(folder, "train/loss")[2:]
+
+
+def functional_log_p(model: Any, weights: dict[str, torch.Tensor], document: Sample) -> torch.Tensor:
+    """`log_p` of the model with other weights."""
+    now = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    found = log_p(model, document)[0]
+    model.load_state_dict(now)
+    return found
 
 
 def test_losses_of_tokens_have_the_gradient_of_their_weights() -> None:
@@ -265,7 +315,10 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
         ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs train their answers alone"),
         ({"adapter": "none"}, "adapter=none: the reference is the model without its adapter"),
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),
-        ({"lora__adapter_path": "/nowhere"}, "lora.adapter_path=/nowhere: the reference would be the base without"),
+        (
+            {"lora__adapter_path": "/nowhere"},
+            "lora.adapter_path=/nowhere: is the reference as well, which must be computed before",
+        ),
         ({"scu__enabled": True}, "scu.measure=delta: compares with a loss per token, not per pair"),
         ({"preference__loss": "dpoo"}, "preference.loss"),
     ],

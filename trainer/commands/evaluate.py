@@ -53,7 +53,14 @@ from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
 FEW_DOCUMENTS = 30
-TOKEN_VALUES, REWARD_VALUES = ("loss", "bits_per_token", "perplexity"), ("loss", "accuracy", "margin")
+COLUMNS = {
+    "documents": {
+        "loss": ("loss (nats/token)", ".4f"), "bits_per_token": ("bits/token", ".4f"),
+        "perplexity": ("perplexity", ",.2f"),
+    },
+    "pairs": {"loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f")},
+}  # fmt: skip
+"""Values of texts and of pairs -> title and format of their column."""
 Losses = NDArray[np.float64]
 
 
@@ -65,20 +72,18 @@ class Estimate:
     low: float
     high: float
 
+    def named(self, name: str) -> dict[str, Any]:
+        """Return the value and its interval for JSON, under `name`."""
+        return {name: self.loss, f"{name}_interval": [self.low, self.high]}
+
     def to_dict(self) -> dict[str, Any]:
         """Return loss (nats), bits per token and perplexity, each with its interval.
 
         For a difference of losses, `perplexity` is the ratio of perplexities; see `Evaluation.to_dict`.
         """
-        ends = [self.low, self.high]
-        return {
-            "loss": self.loss,
-            "loss_interval": ends,
-            "bits_per_token": self.loss / math.log(2),
-            "bits_per_token_interval": [end / math.log(2) for end in ends],
-            "perplexity": _exp(self.loss),
-            "perplexity_interval": [_exp(end) for end in ends],
-        }
+        values = (self.loss, self.low, self.high)
+        bits, perplexity = Estimate(*(value / math.log(2) for value in values)), Estimate(*map(_exp, values))
+        return self.named("loss") | bits.named("bits_per_token") | perplexity.named("perplexity")
 
 
 @dataclass(frozen=True)
@@ -185,13 +190,11 @@ def measure_rewards(
 def evaluate_rewards(values: NDArray[np.float64], *, resamples: int, seed: int) -> dict[str, Any]:
     """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
     pairs = values.shape[2]
-    found: dict[str, Any] = {"pairs": pairs}
-    for name, base, adapter in zip(REWARD_VALUES, *values, strict=True):
+    found: dict[str, Any] = {"pairs": pairs, "base": {}, "adapter": {}, "difference": {}}
+    for name, base, adapter in zip(COLUMNS["pairs"], *values, strict=True):
         result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=seed)
         for model in ("base", "adapter", "difference"):
-            estimate: Estimate = getattr(result, model)
-            ends = [estimate.low, estimate.high]
-            found.setdefault(model, {}).update({name: estimate.loss, f"{name}_interval": ends})
+            found[model] |= getattr(result, model).named(name)
     return found
 
 
@@ -270,44 +273,29 @@ def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     return TokenLoss(model).by_row(model, batch, model.device)
 
 
-def show(evaluation: Evaluation, heading: str, console: Console) -> None:
-    """Print the results as a table with intervals below the values."""
-    table = Table(box=None, pad_edge=False)
+def show(found: dict[str, Any], heading: str, console: Console) -> None:
+    """Print the results, as they are written in JSON, in a table with intervals below the values."""
+    unit = "pairs" if "pairs" in found else "documents"
+    columns, table = COLUMNS[unit], Table(box=None, pad_edge=False)
     table.add_column("")
-    for name in ("loss (nats/token)", "bits/token", "perplexity"):
-        table.add_column(name, justify="right")
-    for name, estimate in (("base", evaluation.base), ("base + adapter", evaluation.adapter)):
-        table.add_row(name, *_cells(estimate.to_dict(), (".4f", ".4f", ",.2f")))
-    loss, bits, ratio = _cells(evaluation.difference.to_dict(), ("+.4f", "+.4f", ".3f"))
-    table.add_row("difference", loss, bits, f"x {ratio}")
-    _print_table(heading, table, evaluation.documents, "documents", console)
-
-
-def show_rewards(found: dict[str, Any], heading: str, console: Console) -> None:
-    """Print the results of a reward model as `show` does those of a model that writes text."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name in ("loss (nats/pair)", "accuracy", "reward margin"):
-        table.add_column(name, justify="right")
-    for name, model, sign in (("base", "base", ""), ("base + adapter", "adapter", ""), ("difference",) * 2 + ("+",)):
-        table.add_row(name, *_cells(found[model], (f"{sign}.4f", f"{sign}.1%", f"{sign}.4f"), REWARD_VALUES))
-    _print_table(heading, table, found["pairs"], "pairs", console)
-
-
-def _print_table(heading: str, table: Table, count: int, unit: str, console: Console) -> None:
+    for title, _ in columns.values():
+        table.add_column(title, justify="right")
+    for row, model in (("base", "base"), ("base + adapter", "adapter"), ("difference", "difference")):
+        sign = "+" * (model == "difference")
+        table.add_row(row, *(_cell(found[model], name, sign + form) for name, (_, form) in columns.items()))
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over {unit}[/dim]", highlight=False)
-    if count < FEW_DOCUMENTS:
-        console.print(f"[yellow]only {count} {unit}: the intervals are rough[/yellow]")
+    if found[unit] < FEW_DOCUMENTS:
+        console.print(f"[yellow]only {found[unit]} {unit}: the intervals are rough[/yellow]")
 
 
-def _cells(values: dict[str, Any], forms: Sequence[str], names: Sequence[str] = TOKEN_VALUES) -> list[str]:
-    cells = []
-    for name, form in zip(names, forms, strict=True):
-        low, high = values[f"{name}_interval"]
-        cells.append(f"{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]")
-    return cells
+def _cell(values: dict[str, Any], name: str, form: str) -> str:
+    mark = ""
+    if name not in values:
+        name, form, mark = f"{name}_ratio", ".3f", "x "
+    low, high = values[f"{name}_interval"]
+    return f"{mark}{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]"
 
 
 def _exp(nats: float) -> float:
@@ -338,7 +326,7 @@ def _run(arguments: argparse.Namespace) -> None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
-    config, scores = run.config, run.config.task == "reward"
+    config = run.config
     if arguments.scale != 1.0:
         refuse_reward_model(run, "--scale is for models that write text; evaluate without it")
     tokenizer = saved_tokenizer(run)
@@ -347,32 +335,25 @@ def _run(arguments: argparse.Namespace) -> None:
     model = load_trained(run, tokenizer, device)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     drawn: dict[str, Any] = {"resamples": arguments.samples, "seed": config.seed}
-    found: dict[str, Any]
-    if scores:
+    if config.task == "reward":
         model.config.pad_token_id = tokenizer.pad_token_id
         values = measure_rewards(model, samples, config.reward, tokenizer.pad_token_id, batch_size)
         found = evaluate_rewards(values, **drawn)
         size = f"{found['pairs']:,} pairs"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
-        evaluation = evaluate(
-            model, documents, tokenizer.pad_token_id, batch_size=batch_size, scale=arguments.scale, **drawn
-        )
-        found = evaluation.to_dict()
-        size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
+        pad, scale = tokenizer.pad_token_id, arguments.scale
+        found = evaluate(model, documents, pad, batch_size=batch_size, scale=scale, **drawn).to_dict()
+        size = f"{found['documents']:,} documents, {found['target_tokens']:,} target tokens"
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
     elif config.training.qat:
         precision = f"{precision}, merged weights in {config.training.qat}"
-    heading = f"{config.base_model}, {precision} on {device.type}; {size}"
-    if scores:
-        show_rewards(found, heading, Console())
-    else:
-        show(evaluation, heading, Console())
+    show(found, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     if arguments.scale == AUTO:
-        print(f"best scale {evaluation.scale:g}; each half of the documents measured at the best scale of the other")
-        print(f"zerolora merge {arguments.run} --scale {evaluation.scale:g}")
+        print(f"best scale {found['scale']:g}; each half of the documents measured at the best scale of the other")
+        print(f"zerolora merge {arguments.run} --scale {found['scale']:g}")
     if arguments.json is not None:
         record = {
             "run": str(arguments.run),

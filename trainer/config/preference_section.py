@@ -42,8 +42,9 @@ class PreferenceSection(Section):
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
     reference: Literal["auto", "step", "cached", "none"] = "auto"
     """Reference model, the base without the adapter: a second forward pass in each `step`, or all answers once before
-    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. `none`: a reference
-    that gives all answers the same probability. `auto`: `step` if a loss needs a reference."""
+    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. With
+    `lora.adapter_path` that adapter is the reference, which must be `cached`. `none`: a reference that gives all
+    answers the same probability. `auto`: `step` if a loss needs a reference."""
     share_prompt: Literal["auto"] | bool = False
     """Whether the prompt of a pair is computed once for both answers, with equal losses; not for `kto`. `auto`: if that
     saves at least 10 % of the tokens, and a pass shows that the model supports it."""

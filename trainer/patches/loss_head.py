@@ -195,11 +195,6 @@ class TokenLoss:
         losses = F.cross_entropy(logits.float(), chosen, reduction="none")
         return torch.cat([losses[None], measure_logits(logits, chosen)[LOSS + 1 :]])
 
-    def base_by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return `by_token` of the base model, without its adapter and without a gradient."""
-        with self._outside_step(batch, device), torch.no_grad(), bypass_adapter(self._module):
-            return self.by_token(model, batch, device)
-
     def _divergence_sum(self, states: torch.Tensor, base_states: torch.Tensor) -> torch.Tensor:
         weight = linear_layer(self._head).weight
         rows, factor = trained_rows(self._head), self._factor or 1.0

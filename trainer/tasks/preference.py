@@ -6,6 +6,7 @@ its adapter disabled: it takes a second forward pass without gradients, in each 
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -24,7 +25,7 @@ from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
-from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.patches.loss_head import TokenLoss, bypass_adapter, to_device
 from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference_losses import PairScores, pair_losses
@@ -81,14 +82,20 @@ class PreferenceLoss(TokenLoss):
     answers = 2
     """Documents of a row that are answers to its prompt."""
 
-    def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
-        """Prepare the loss of a model; `options` are those of TokenLoss."""
+    def __init__(
+        self, module: nn.Module, settings: PreferenceSection, *, keeps_adapter: bool = False, **options: Any
+    ) -> None:
+        """Prepare the loss of a model; `options` are those of TokenLoss.
+
+        With `keeps_adapter` the cached reference is the model before training, with its adapter.
+        """
         super().__init__(module, **options)
+        self._keeps_adapter = keeps_adapter
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
         self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
         self._sums, self._tokens = Sums(), Sums()
-        self._token_names = MEASURED_OF_TOKENS
+        self._token_names: Sequence[str] = MEASURED_OF_TOKENS
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
@@ -106,9 +113,11 @@ class PreferenceLoss(TokenLoss):
         self._add_tokens(measures.detach(), counts, with_reference=states is not None)
         ours = self._sum_answers(measures[LOSS], counts)
         lengths = to_device(counts.view(-1, 2).float(), device)
-        weights = self._weigh_pairs(measures.detach(), counts) if self._settings.weighting == "wpo" else 1.0
-        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1), weights)
-        return self._finish(scores, batch)
+        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
+        losses = self._finish(scores, batch)
+        if self._settings.weighting == "wpo":
+            losses = losses * self._weigh_pairs(measures.detach(), counts)
+        return losses.sum()
 
     def _weigh_pairs(self, measures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return WPO's weights of the pairs [P] (Zhou et al. 2024, equation 2).
@@ -130,15 +139,20 @@ class PreferenceLoss(TokenLoss):
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
-        """Return the sum of the losses, and add the metrics."""
+        """Return the losses of rows [P], and add the metrics."""
         chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
-        return pair_losses(scores, self._settings).sum()
+        return pair_losses(scores, self._settings)
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return the log-probabilities of chosen and rejected answers without the adapter, fp32 [P, 2]."""
-        return self._sum_answers(self.base_by_token(model, batch, device)[LOSS], batch.document_targets)
+        """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2].
+
+        It is the base without the adapter, or before training an adapter from which it starts.
+        """
+        without = nullcontext() if self._keeps_adapter else bypass_adapter(self._module)
+        with self._outside_step(batch, device), torch.no_grad(), without:
+            return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch.document_targets)
 
     def _sum_answers(self, token_losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         device = token_losses.device
@@ -172,7 +186,7 @@ class KtoLoss(PreferenceLoss):
         self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
         weights = self._settings.desirable_weight, self._settings.undesirable_weight
         weight = torch.where(is_desirable, *weights)
-        return (weight * (sign * self._settings.beta * (baseline - own)).sigmoid()).sum()
+        return weight * (sign * self._settings.beta * (baseline - own)).sigmoid()
 
     @torch.no_grad()
     def _add_answers(
@@ -222,9 +236,10 @@ class PreferenceTask(LanguageTask):
     pairs = True
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
-        balance, settings = self._config.training.router_aux_loss, self._config.preference
-        kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
-        return kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+        config, settings = self._config, self._config.preference
+        kind, balance = KtoLoss if "kto" in settings.loss else PreferenceLoss, config.training.router_aux_loss
+        starts = bool(config.lora.adapter_path)
+        return kind(model, settings, keeps_adapter=starts, fused=fused_head, say=self._say, balance=balance)
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
         """Return the answers of the first pair, or the first answer of each label."""
@@ -263,7 +278,7 @@ class PreferenceTask(LanguageTask):
 
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
-        """Return the log-probabilities of all answers under the base; a collective call."""
+        """Return the log-probabilities of all answers under the reference; a collective call."""
         size, rank, world_size = self._config.training.batch_size, self._ranks.rank, self._ranks.world_size
         known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
         engine.eval()

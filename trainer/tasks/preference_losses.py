@@ -25,8 +25,6 @@ class PairScores:
     reference_rejected: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
-    weights: Tensor | float = 1.0
-    """Weights of the pairs in the loss."""
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
@@ -40,9 +38,9 @@ class PairScores:
 
 
 def pair_losses(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Return the weighted sum of the configured losses of each pair, times its weight [P]."""
+    """Return the weighted sum of the configured losses of each pair [P]."""
     losses = [weight * LOSSES[name](scores, settings) for name, weight in settings.loss.items()]
-    return torch.stack(losses).sum(0) * scores.weights
+    return torch.stack(losses).sum(0)
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
@@ -146,19 +144,9 @@ def _sft(scores: PairScores, _: PreferenceSection) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[PairScores, PreferenceSection], Tensor]] = {
-    "dpo": _dpo,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "robust": _robust,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "cpo": _cpo,
-    "simpo": _simpo,
-    "orpo": _orpo,
-    "sft": _sft,
-}
+    loss.__name__.removeprefix("_"): loss
+    for loss in (
+        _dpo, _hinge, _ipo, _robust, _exo_pair, _nca_pair, _bco_pair, _sppo_hard, _apo_zero, _apo_down, _discopop,
+        _cpo, _simpo, _orpo, _sft,
+    )
+}  # fmt: skip
