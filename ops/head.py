@@ -155,8 +155,8 @@ def measure_tokens(
     """
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, None if base_hidden is None else base_hidden * factor
-    indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
-    measures: Tensor = _TokenMeasures.apply(hidden, base_hidden, weight, targets, indices, values)
+    trained = (rows.indices, rows.values) if rows is not None else (None, None)
+    measures: Tensor = _TokenMeasures.apply(hidden, base_hidden, weight, targets, *trained)
     return measures
 
 
@@ -182,15 +182,9 @@ def measure_logits(logits_KV: Tensor, targets: Tensor, base_KV: Tensor | None = 
 class _TokenMeasures(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        base_hidden: Tensor | None,
-        weight: Tensor,
-        targets: Tensor,
-        indices: Tensor | None,
-        values: Tensor | None,
+        ctx: Any, hidden: Tensor, base_hidden: Tensor | None, weight: Tensor, targets: Tensor, *rows: Tensor | None
     ) -> Tensor:
-        head, (tokens, vocabulary) = _Head(weight, indices, values, None), (len(hidden), len(weight))
+        head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
         matrices = 1 if base_hidden is None else 2
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
         storage, base_CV, parts = hidden.new_empty(matrices, size, vocabulary), None, []
@@ -200,7 +194,7 @@ class _TokenMeasures(torch.autograd.Function):
             if base_hidden is not None:
                 base_CV = torch.mm(base_hidden[chunk], weight.t(), out=storage[1, : len(logits_CV)])
             parts.append(measure_logits(logits_CV, targets[chunk], base_CV))
-        ctx.save_for_backward(hidden, weight, targets, indices, values)
+        ctx.save_for_backward(hidden, weight, targets, *rows)
         return torch.cat(parts, 1) if parts else hidden.new_zeros(len(MEASURES), 0, dtype=torch.float32)
 
     @staticmethod

@@ -37,9 +37,8 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
-from trainer.config import CommandParser, SourceSection, UserError
+from trainer.config import CommandParser, RunConfig, SourceSection, UserError
 from trainer.config.command_line import positive_int
-from trainer.config.preference_section import RewardSection
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, PairBatch, collate
@@ -166,35 +165,28 @@ def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, 
 
 
 @torch.no_grad()
-def measure_rewards(
-    model: Any, samples: Samples, settings: RewardSection, pad_token_id: int, batch_size: int
-) -> NDArray[np.float64]:
-    """Return loss, accuracy and margin of every pair with the base and with the adapter, [2, 3, P]."""
-    loss = RewardLoss(model, settings)
+def evaluate_rewards(
+    model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
+) -> dict[str, Any]:
+    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
+    loss, parts = RewardLoss(model, config.reward), []
     documents = [document for sample in samples for document in split_documents(sample)]
     margins = torch.tensor([margin for sample in samples for margin in sample.margins], device=model.device)
-    found: list[list[torch.Tensor]] = [[], []]
     for start in range(0, len(margins), batch_size):
-        pairs = slice(start, start + batch_size)
-        rows = documents[2 * start : 2 * (start + batch_size)]
-        batch = collate(rows, pad_token_id, packed=False, flat=False, pairs=True)
+        end = start + batch_size
+        batch = collate(documents[2 * start : 2 * end], pad_token_id, packed=False, flat=False, pairs=True)
         assert isinstance(batch, PairBatch)
-        for parts, without in zip(found, (model.disable_adapter, nullcontext), strict=True):
+        for without in (model.disable_adapter, nullcontext):
             with without():
                 scores = loss.score_answers(model, batch, model.device)
             gain = scores[:, 0] - scores[:, 1]
-            parts.append(torch.stack([loss.pair_losses(scores, margins[pairs]), (gain > 0).float(), gain]).double())
-    return torch.stack([torch.cat(parts, 1) for parts in found]).cpu().numpy()
-
-
-def evaluate_rewards(values: NDArray[np.float64], *, resamples: int, seed: int) -> dict[str, Any]:
-    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
-    pairs = values.shape[2]
-    found: dict[str, Any] = {"pairs": pairs, "base": {}, "adapter": {}, "difference": {}}
+            parts.append(torch.stack([loss.pair_losses(scores, margins[start:end]), (gain > 0).float(), gain]).double())
+    values = torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
+    found: dict[str, Any] = {"pairs": len(margins), "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(COLUMNS["pairs"], *values, strict=True):
-        result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=seed)
-        for model in ("base", "adapter", "difference"):
-            found[model] |= getattr(result, model).named(name)
+        result = bootstrap(base, adapter, np.ones(len(margins)), resamples=resamples, seed=config.seed)
+        for part in ("base", "adapter", "difference"):
+            found[part] |= getattr(result, part).named(name)
     return found
 
 
@@ -334,16 +326,15 @@ def _run(arguments: argparse.Namespace) -> None:
     device = default_device()
     model = load_trained(run, tokenizer, device)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
-    drawn: dict[str, Any] = {"resamples": arguments.samples, "seed": config.seed}
+    given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if config.task == "reward":
         model.config.pad_token_id = tokenizer.pad_token_id
-        values = measure_rewards(model, samples, config.reward, tokenizer.pad_token_id, batch_size)
-        found = evaluate_rewards(values, **drawn)
+        found = evaluate_rewards(model, samples, config, tokenizer.pad_token_id, **given)
         size = f"{found['pairs']:,} pairs"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
-        pad, scale = tokenizer.pad_token_id, arguments.scale
-        found = evaluate(model, documents, pad, batch_size=batch_size, scale=scale, **drawn).to_dict()
+        given |= {"seed": config.seed, "scale": arguments.scale}
+        found = evaluate(model, documents, tokenizer.pad_token_id, **given).to_dict()
         size = f"{found['documents']:,} documents, {found['target_tokens']:,} target tokens"
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
@@ -362,7 +353,8 @@ def _run(arguments: argparse.Namespace) -> None:
             "precision": precision,
             "device": device.type,
             "confidence": CONFIDENCE,
-            **drawn,
+            "resamples": arguments.samples,
+            "seed": config.seed,
             **found,
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -302,7 +302,7 @@ def collate(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
         given = {name: [value for one in samples for value in getattr(one, name)] for name in ("reference", "margins")}
-        known = {name: torch.tensor(values) for name, values in given.items() if values}
+        known: dict[str, Any] = {name: torch.tensor(values) for name, values in given.items() if values}
         return PairBatch(**vars(batch), document_targets=counts, **known)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]

@@ -69,11 +69,11 @@ class Sums:
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and forget the averages over all pairs, by the names of their values; every rank must call it."""
+        """Return and forget the averages over all pairs, by the first of the `names`; every rank must call it."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
-        return {f"{prefix}/{name}": total / max(sums[-1], 1.0) for name, total in zip(names, sums[:-1], strict=True)}
+        return {f"{prefix}/{name}": total / max(sums[-1], 1.0) for name, total in zip(names, sums[:-1], strict=False)}
 
 
 class PreferenceLoss(TokenLoss):
@@ -81,21 +81,16 @@ class PreferenceLoss(TokenLoss):
 
     answers = 2
     """Documents of a row that are answers to its prompt."""
+    keeps_adapter = False
+    """Whether the cached reference is the model before training, with its adapter."""
 
-    def __init__(
-        self, module: nn.Module, settings: PreferenceSection, *, keeps_adapter: bool = False, **options: Any
-    ) -> None:
-        """Prepare the loss of a model; `options` are those of TokenLoss.
-
-        With `keeps_adapter` the cached reference is the model before training, with its adapter.
-        """
+    def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
+        """Prepare the loss of a model; `options` are those of TokenLoss."""
         super().__init__(module, **options)
-        self._keeps_adapter = keeps_adapter
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
         self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
         self._sums, self._tokens = Sums(), Sums()
-        self._token_names: Sequence[str] = MEASURED_OF_TOKENS
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
@@ -135,7 +130,6 @@ class PreferenceLoss(TokenLoss):
         counted = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts).nonzero().squeeze(1)
         measures = measures.index_select(1, to_device(counted, measures.device))
         values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
-        self._token_names = MEASURED_OF_TOKENS[: len(values)]
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
@@ -146,11 +140,8 @@ class PreferenceLoss(TokenLoss):
         return pair_losses(scores, self._settings)
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2].
-
-        It is the base without the adapter, or before training an adapter from which it starts.
-        """
-        without = nullcontext() if self._keeps_adapter else bypass_adapter(self._module)
+        """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2]."""
+        without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
         with self._outside_step(batch, device), torch.no_grad(), without:
             return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch.document_targets)
 
@@ -163,7 +154,7 @@ class PreferenceLoss(TokenLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
-        of_tokens = self._tokens.take_averages(self._token_names, training=training)
+        of_tokens = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
         return self._sums.take_averages(MEASURED, training=training) | of_tokens
 
 
@@ -199,7 +190,7 @@ class KtoLoss(PreferenceLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
-        found = self._tokens.take_averages(self._token_names, training=training)
+        found = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
         if not (sums := self._sums.take(training=training)):
             return found
         *totals, baseline, calls = sums
@@ -236,10 +227,11 @@ class PreferenceTask(LanguageTask):
     pairs = True
 
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
-        config, settings = self._config, self._config.preference
-        kind, balance = KtoLoss if "kto" in settings.loss else PreferenceLoss, config.training.router_aux_loss
-        starts = bool(config.lora.adapter_path)
-        return kind(model, settings, keeps_adapter=starts, fused=fused_head, say=self._say, balance=balance)
+        balance, settings = self._config.training.router_aux_loss, self._config.preference
+        kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
+        loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+        loss.keeps_adapter = self._config.lora.adapter_path is not None
+        return loss
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
         """Return the answers of the first pair, or the first answer of each label."""
