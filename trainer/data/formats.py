@@ -27,8 +27,10 @@ OPTIONAL = {
     "prompt_completion": ("tools", "system"),
     "completion": (),
     "custom": (),
-    PREFERENCE: ("prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content"),
-}
+    PREFERENCE: (
+        "prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content", "margin",
+    ),
+}  # fmt: skip
 OPTIONAL[UNPAIRED] = (*OPTIONAL[PREFERENCE], "completion", "output", *REQUIRED[PREFERENCE])
 # Names of the better answer on the hub.
 CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")
