@@ -64,7 +64,7 @@ class TrainingSection(Section):
     """Number of optimizer steps, instead of `epochs`."""
     batch_size: BatchSize = 1
     """Sequences per GPU and micro-step; `auto`: as many as fit by the memory estimate."""
-    eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation")] = None
+    eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation evaluation.tasks")] = None
     """Sequences per GPU in evaluation; default: batch_size."""
     gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
@@ -164,11 +164,14 @@ class TrainingSection(Section):
     rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples per step), precision,
     optimizer, scu."""
     early_stopping: PositiveInt | None = None
-    """Stop after this many consecutive evaluations without a lower held-out loss."""
+    """Stop after this many consecutive evaluations without a better `best_metric`."""
     early_stopping_threshold: Annotated[NonNegative, Needs(".early_stopping")] = 0.0
-    """Minimum decrease of the held-out loss that counts as lower."""
+    """Minimum change of `best_metric` that counts as better."""
     best_checkpoint: bool = False
-    """Keep the checkpoint with the lowest held-out loss, and save its adapter as the result."""
+    """Keep the checkpoint with the best `best_metric`, and save its adapter as the result."""
+    best_metric: Annotated[str, Needs(".best_checkpoint .early_stopping")] = "loss"
+    """Metric that best_checkpoint and early_stopping compare: the held-out loss (`loss`), one of `evaluation.metrics`,
+    or TASK/METRIC of `evaluation.tasks`, such as gsm8k/exact_match/strict-match (with the filter, if it has one)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop the run at a loss or gradient that is not finite, or skip the step (at most 10 in a row)."""
     on_spike: Literal["warn", "ignore"] = "warn"
@@ -201,6 +204,11 @@ class TrainingSection(Section):
     rank repeatedly fails before its first step; the global batch is kept by more accumulation."""
     launcher_timeout: NonNegative = 120.0
     """Seconds without a heartbeat of the `zerolora` process after which ranks on other hosts exit; 0: never."""
+
+    @property
+    def compared_metric(self) -> str:
+        """The metric that evaluations are compared by."""
+        return self.best_metric if self.best_checkpoint or self.early_stopping else "loss"
 
     @model_validator(mode="before")
     @classmethod

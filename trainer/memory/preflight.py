@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -24,7 +23,7 @@ from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.parallel.ranks.group import Ranks, host_names
+from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.tasks.images.pipeline import Pipeline
@@ -49,24 +48,16 @@ def plan_memory(
     with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    hosts = host_names(ranks)
-    answer: list[Any] = [None]
-    if ranks.is_main:
-        on_gpu = device.type == "cuda"
-        flash = has_flash(device, DTYPES[precision])
-        try:
-            own = _has_own_kernels(config, device)
-            machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
-            plan = plan_for_machine(machine, config, prepared, memory)
-            answer[0] = plan if on_gpu else check_host_memory(plan, hosts.count(host_name()))
-        except UserError as error:
-            answer[0] = str(error)
-    if dist.is_initialized() and ranks.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, device=device)
-    if isinstance(answer[0], str):
-        raise UserError(answer[0])
-    agreed: MemoryPlan = answer[0]
-    return agreed
+    hosts = gather_objects(host_name())
+
+    def plan() -> MemoryPlan:
+        on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
+        own = _has_own_kernels(config, device)
+        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
+        found = plan_for_machine(machine, config, prepared, memory)
+        return found if on_gpu else check_host_memory(found, hosts.count(host_name()))
+
+    return run_on_main(ranks, plan)
 
 
 def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
