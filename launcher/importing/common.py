@@ -230,7 +230,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     except UserError as error:
         t.refuse(name, str(error))
         return None
-    return None if content is None else convert_part(t, name, path, "", kind, content)
+    return convert_part(t, name, path, "", kind, content)
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
