@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from launcher.importing.translation import (
@@ -28,7 +29,7 @@ INT8 = (
     "and Ada quantization.quant_type: fp8 is faster"
 )
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
-PREFERENCE_LOSSES = load_table("trl_dpo")["loss_type"].values or {}
+PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
 
 DEEPSPEED = {
@@ -55,16 +56,16 @@ SHARED_ROWS = {
 }
 
 
-def set_preference(t: Translation, loss: str | None, length: str, *names: str, sft: float = 0.0) -> None:
-    """Set preference training with a loss, and that of the chosen answer with the weight `sft`; None: a reward model.
+def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
+    """Set preference training with losses and their weights, of which those of 0 are left out; None: a reward model.
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """
-    t.put("task", "reward" if loss is None else "preference", *names)
-    if loss is None:
-        t.drop("preference.")
-    else:
-        t.put("preference.loss", {loss: 1.0, "sft": sft} if sft else loss, *names)
+    t.put("task", "reward" if losses is None else "preference", *names)
+    t.drop("preference." if losses is None else "reward.")
+    if losses is not None:
+        weights = {loss: weight for loss, weight in losses.items() if weight}
+        t.put("preference.loss", next(iter(weights)) if [*weights.values()] == [1.0] else weights, *names)
     t.drop("dataset.train_on", "dataset.too_long")
     if (one := t.get_setting("dataset.max_length")) is not None:
         t.put("dataset.max_length", 2 * one, length)
@@ -229,7 +230,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     except UserError as error:
         t.refuse(name, str(error))
         return None
-    return None if content is None else convert_part(t, name, path, "", kind, content)
+    return convert_part(t, name, path, "", kind, content)
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:

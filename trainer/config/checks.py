@@ -267,6 +267,9 @@ def _check_reward(config: RunConfig) -> Iterator[Mistake]:
 def _check_kto(config: RunConfig) -> Iterator[Mistake]:
     if config.preference.reference == "none":
         yield Mistake("preference.reference", "none", "kto compares with a reference", "use step", "preference.loss")
+    if config.preference.weighting != "none":
+        problem = "weights pairs, and kto learns from single answers"
+        yield Mistake("preference.weighting", config.preference.weighting, problem, "remove it", "preference.loss")
     if config.preference.length_weight != 1.0:
         problem, given = "shortens the longer answer of a pair, and kto has no pairs", config.preference.length_weight
         yield Mistake("preference.length_weight", f"{given:g}", problem, "remove it", "preference.loss")
@@ -276,17 +279,15 @@ def _check_kto(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_reference(config: RunConfig) -> Iterator[Mistake]:
-    """Check that the base without its adapter can be the reference of preference training."""
+    """Check that the base without its adapter, or the adapter from which training starts, can be the reference."""
     fix = "or a loss without a reference, such as preference.loss: simpo"
     involved = "preference.loss preference.reference task"
     if config.adapter == "none":
         problem = "the reference is the model without its adapter"
         yield Mistake("adapter", "none", problem, f"use lora, {fix}", involved)
-    if path := config.lora.adapter_path:
-        problem = "the reference would be the base without this adapter"
-        yield Mistake(
-            "lora.adapter_path", path, problem, f"merge it into the base first (`zerolora merge`), {fix}", involved
-        )
+    if (path := config.lora.adapter_path) and config.preference.reference != "cached":
+        problem = "is the reference as well, which must be computed before it is trained"
+        yield Mistake("lora.adapter_path", path, problem, f"set preference.reference: cached, {fix}", involved)
     if (init := config.lora.init) in ("pissa", "pissa_niter_16", "olora"):
         yield Mistake("lora.init", init, "changes the base, which is the reference", "use default", involved)
 

@@ -82,8 +82,6 @@ class Decisions:
     """training.gradient_checkpointing."""
     fused_head: Decided[bool | None]
     """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
-    reference: Decided[str]
-    """How the reference text of scu.measure: kl is computed: `packed` with the training text, `apart` or `none`."""
     gather: Decided[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
     shard_group: Decided[int]
@@ -114,8 +112,6 @@ class Decisions:
             "clipping on the device": self.clips_on_device,
             "CUDA graphs": self.cuda_graphs,
         }
-        if self.reference.value != "none":
-            shown |= {"reference text": self.reference}
         return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
 
 
@@ -136,7 +132,6 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         recomputed_results=_recomputed_results(config, machine),
         recomputes=Decided(config.training.gradient_checkpointing),
         fused_head=_fused_head(config, machine, model),
-        reference=_reference(config),
         gather=_gather(config),
         shard_group=_shard_group(config, machine),
         flat=Decided(not_flat is None, not_flat or ""),
@@ -246,21 +241,6 @@ def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | No
     if engine_stage(config) == 3:
         return Decided(False, "DeepSpeed's stage 3 partitions the head")
     return Decided(True if model is not None and model.head is not None else None)
-
-
-def _reference(config: RunConfig) -> Decided[str]:
-    scu = config.scu
-    if not scu.enabled or scu.measure != "kl":
-        return Decided("none")
-    if not config.dataset.packing:
-        return Decided("apart", "dataset.packing: false")
-    if scu.controller == "none":
-        return Decided("apart", "scu.controller: none wants no gradient of it")
-    if config.task in ("preference", "reward"):
-        return Decided("apart", f"task: {config.task} has a pass of its own for the reference")
-    if config.training.router_aux_loss:
-        return Decided("apart", "training.router_aux_loss balances experts over the training text alone")
-    return Decided("packed")
 
 
 def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:

@@ -229,7 +229,7 @@ class Planner:
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
-            rows_apart=reference if decided.reference.value == "apart" else 0,
+            reference_rows=reference,
             # Without the fused loss, a position with a target in one row has logits in every row. If only the device
             # can decide, all logits count.
             targets=self.lengths.targets if training.batch_size == 1 or fused else kernels.length,
@@ -318,7 +318,8 @@ class Planner:
     def _base_states(self, config: RunConfig, decided: Decisions) -> int:
         """Return the bytes of scu.reference_cache, if the run is long enough to use it and the file's size is known."""
         scu = config.scu
-        if decided.reference.value == "none" or not scu.reference_cache or decided.fused_head.value is False:
+        kl = scu.enabled and scu.measure == "kl"
+        if not kl or not scu.reference_cache or decided.fused_head.value is False:
             return 0
         places = self.lengths.reference or 0
         if scu.reference is None:

@@ -19,11 +19,12 @@ from trainer.memory.bytes import CONTEXT, Estimate, to_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.observed import NoEstimate
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.parallel.ranks.group import Ranks, host_names, run_on_main
+from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.tasks.images.pipeline import Pipeline
@@ -48,7 +49,7 @@ def plan_memory(
     with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    hosts = host_names()
+    hosts = gather_objects(host_name())
 
     def plan() -> MemoryPlan:
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
@@ -67,9 +68,9 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
     try:
         planner = _planner(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # which runs layers of the model
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (NoEstimate, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model that the estimate cannot handle still trains, if no setting depends on the estimate.
-        reason = f"{type(error).__name__}: {error}"
+        reason = error.reason if isinstance(error, NoEstimate) else f"{type(error).__name__}: {error}"
         if is_open:
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to a number"

@@ -147,14 +147,7 @@ def find_tensors(value: Any) -> list[Tensor]:
     return found
 
 
-@replaces(
-    "forward of recurrent layers over packed documents",
-    library="transformers",
-    read_in="5.23.0",
-    why="without the kernels' packages it refuses documents' bounds, and many layers do not get or use them",
-    active="dataset.packing, for layers that a probe sees carry state between documents",
-    test="tests/unit/test_per_document.py",
-)
+@replaces("forward of recurrent layers over packed documents")
 def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
     """Let the layers of this class compute each document alone; return their new forwards."""
     if _MARK not in vars(base):

@@ -41,8 +41,6 @@ class SteeringInputs:
     token_loss: TokenLoss
     flat: bool
     """Whether packs are a single row of all their documents."""
-    packed: bool
-    """Whether reference texts are appended to the packs of training text."""
     total_steps: int
     """Optimizer steps of the whole run, so that a resumed run makes the same choices."""
     step: int
@@ -93,7 +91,6 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
         reference,
         drawn=everything if prepared.reference is None else (),
         base_states=states,
-        packed=inputs.packed,
         held_out=build_reference(held_out, rows=HELD_OUT_BATCH) if held_out else None,
     )
 

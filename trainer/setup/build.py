@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import RunConfig, trained_in_full
+from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.eight_bit import exact_lines
@@ -14,7 +15,7 @@ from trainer.model.targets import unadapted_layers
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
 from trainer.parallel.engine.layer_gather.groups import form_group
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.ranks.group import Ranks, host_names, set_seed
+from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.installation import Wanted, install
 from trainer.patches.mamba import unadapted_lines, unquantized_lines
@@ -71,7 +72,7 @@ def _layer_shards(
     """Return the shards into which the base is loaded per layer; None with DeepSpeed's gather or a single rank."""
     if decided.gather.value != "layer":
         return None
-    group = form_group(config.zero.shard_within, host_names())
+    group = form_group(config.zero.shard_within, gather_objects(host_name()))
     shared_by = dist.get_world_size(group) if dist.is_initialized() else 1
     if shared_by == 1 and not config.zero.offload_parameters:
         return None

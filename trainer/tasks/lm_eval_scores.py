@@ -185,15 +185,7 @@ def _seeds_of_lm_eval() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-@replaces(
-    "`Collator`, which makes batches of requests",
-    library="lm_eval",
-    read_in="0.4.13",
-    why="lm-eval splits documents over ranks, which makes other batches and, with cached contexts or several kinds of "
-    "generation, not the same number on each rank; a forward pass of ZeRO-3 would wait forever",
-    active="`evaluation.tasks` on several ranks",
-    test="tests/distributed/test_evaluation_tasks.py",
-)
+@replaces("`Collator`, which makes batches of requests")
 def _share_batches(ranks: Ranks) -> Any:
     """Return a context in which each rank computes some of lm-eval's batches and gets the results of all."""
     if ranks.world_size == 1:

@@ -12,7 +12,7 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.curves import HeldOut
+from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
 from trainer.monitor.report.write import summary_rows
 
@@ -107,7 +107,7 @@ def _headline(records: list[Record]) -> list[str]:
     if held_out is None:
         return []
     before, after = held_out.before, held_out.after
-    return [f"Held-out loss **{before:.4f} → {after:.4f}** nats per token ({after / before - 1:+.1%})."]
+    return [f"Held-out loss **{before:.4f} → {after:.4f}** {find_unit(records).loss} ({after / before - 1:+.1%})."]
 
 
 def _usage(config: RunConfig, name: str) -> str:

@@ -114,15 +114,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         raise explain_taken_port(error) from None
 
 
-@replaces(
-    "DeepSpeed's shared-memory all-reduce for CPU ranks",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="joining the ranks compiles an operator that only tensor parallelism uses, and leaves 66 MiB per rank in "
-    "/dev/shm",
-    active="while the ranks join",
-    test="tests/unit/test_workarounds.py: test_deepspeed_compiles_what_training_does_not_call",
-)
+@replaces("DeepSpeed's shared-memory all-reduce for CPU ranks")
 def skip_shm_build() -> AbstractContextManager[None]:
     """Let DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
 
@@ -140,15 +132,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
     return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
-@replaces(
-    "the timeouts of DeepSpeed's process groups",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="DeepSpeed does not pass the timeout of the first group on to the groups that it creates itself",
-    active="training on several ranks",
-    test="tests/unit/test_workarounds.py: test_deepspeeds_own_groups_wait_as_long_as_torch_says",
-    upstream="https://github.com/huggingface/transformers/issues/38933",
-)
+@replaces("the timeouts of DeepSpeed's process groups")
 def extend_timeouts(minutes: float) -> None:
     """Give every process group the same timeout: DeepSpeed creates one with torch's default, ten minutes for NCCL."""
     if dist.is_initialized():
@@ -214,12 +198,6 @@ def end_process(exit_code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # a pipe without a reader, a closed stream
             stream.flush()
     os._exit(exit_code)
-
-
-def host_names() -> list[str]:
-    """Return the host of each rank; every rank must call it."""
-    names: list[str] = gather_objects(host_name())
-    return names
 
 
 @phase("reduce")

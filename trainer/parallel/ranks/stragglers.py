@@ -14,7 +14,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.ranks.group import Ranks, host_names
+from trainer.contract.rendezvous import host_name
+from trainer.parallel.ranks.group import Ranks, gather_objects
 
 WINDOW = 50
 REPEATS = 3
@@ -35,7 +36,7 @@ class StragglerWatch:
         self._seconds = 0.0
         self._is_own = False
         self._slow_in_a_row = [0] * ranks.world_size
-        self._hosts = host_names()
+        self._hosts = gather_objects(host_name())
 
     @contextmanager
     def own_time(self, *, on_device: bool = True) -> Iterator[None]:
