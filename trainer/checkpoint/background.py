@@ -44,7 +44,7 @@ class PublishOptions:
     keep: int | None
     """Number of complete checkpoints to keep."""
     protect: tuple[int, ...]
-    """Steps whose checkpoints are never deleted."""
+    """Steps of checkpoints that are never deleted."""
     later: list[Path]
     """Checkpoints of an earlier run beyond the step this one resumed from; renamed once this one is complete."""
     before_publishing: Callable[[], None]

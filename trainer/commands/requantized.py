@@ -1,4 +1,4 @@
-"""Requantization of a merged model whose base stores experts in MXFP4, with the error it causes."""
+"""Requantization of a merged model with experts in MXFP4, with the error it causes."""
 
 import sys
 from typing import Any
