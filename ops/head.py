@@ -19,7 +19,7 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**27
 """Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
 FP16_SCALE = 256.0
-"""On gradients that are kept in fp16, whose least number is 6e-8: probabilities down to 2e-10 then count. It bounds the
+"""On gradients that are kept in fp16 (least number 6e-8): probabilities down to 2e-10 then count. It bounds the
 head's weights by 127, for |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
@@ -39,7 +39,7 @@ class TrainedRows:
 
 
 EAFT_TOKENS, EAFT_NATS = 20, 3.0
-"""Most probable tokens whose entropy EAFT takes, and its largest value, ln 20, as LLaMA-Factory rounds it."""
+"""Number of most probable tokens in EAFT's entropy, and its largest value, ln 20, as LLaMA-Factory rounds it."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class _Head:
     """The head of one pass over the chunks, and the gradients that are summed over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
-        """`like` is the hidden states whose gradient is computed; None computes no gradient."""
+        """`like` is the hidden states that get a gradient; None computes no gradient."""
         self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None

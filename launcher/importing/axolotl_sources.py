@@ -82,6 +82,8 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     """Return the settings of one source."""
     if entry.get("message_field_training") in ("train", "training", "weight"):  # read without being named
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
+    if not entry.get("path"):
+        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or the name of a data set on the hub")
     for key in REFUSED.keys() & entry.keys():
         t.report(f"{at}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:

@@ -73,7 +73,7 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
 
 
 def name_model(t: Translation, name: str) -> None:
-    """Require a model; refuse one whose name says that it is quantized."""
+    """Require a model; refuse one with the name of a quantized model."""
     t.require(name, "a model must be named")
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
@@ -183,9 +183,16 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
     """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
     given, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
+    schedule, steps = t.get_setting("training.lr_scheduler"), t.get_setting("training.max_steps")
     ratio = given.get("min_lr_rate", given["min_lr"] / peak if "min_lr" in given and peak else None)
-    if ratio is not None and t.get_setting("training.lr_scheduler") == "cosine_with_min_lr":
+    if ratio is not None and schedule == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+    if schedule == "cosine_with_restarts":
+        t.put("training.lr_cycles", given.get("num_cycles", 1), "lr_scheduler_kwargs")
+    elif schedule == "warmup_stable_decay":
+        t.put("training.min_lr_ratio", given.get("min_lr_ratio", 0.0), "lr_scheduler_kwargs")
+        if "num_decay_steps" in given and steps:
+            t.put("training.decay_ratio", min(1.0, given["num_decay_steps"] / steps), "lr_scheduler_kwargs")
     if (factor := t.get("label_smoothing_factor")) and t.get_setting("training.loss") in (None, "nll"):
         t.put("training.loss", "label_smoothing", "label_smoothing_factor")
         t.put("training.label_smoothing", factor, "label_smoothing_factor")
@@ -223,7 +230,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     except UserError as error:
         t.refuse(name, str(error))
         return None
-    return None if content is None else convert_part(t, name, path, "", kind, content)
+    return convert_part(t, name, path, "", kind, content)
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:

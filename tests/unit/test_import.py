@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from launcher.commands import main as zerolora
-from launcher.importing.command import translate_arguments
+from launcher.importing.command import format_yaml, translate_arguments
 from launcher.importing.prompts import CHAT_TEMPLATES, alpaca
-from launcher.importing.writing import format_yaml
 from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config

@@ -39,15 +39,19 @@ from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError
 from trainer.config.command_line import positive_int
+from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.samples import split_documents
+from trainer.data.source_files import named_source
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.setup.preflight import check_pairs
+from trainer.tasks.lm_eval_scores import TaskScores
 from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
@@ -207,7 +211,7 @@ def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: 
     if data is not None:
         shaped = source or (section.mix[0] if section.mix else section)
         kept = {name: getattr(shaped, name) for name in ("format", "fields", "template")}
-        source = SourceSection(path=data, split=split or "train", **kept)
+        source = named_source(data, "--data", split=split or "train", **kept)
     elif split is not None:
         raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:
@@ -304,6 +308,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
+    parser.add_argument("--tasks", metavar="A,B", help="score tasks of lm-eval instead: names or YAML files")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompts of --tasks")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="documents of each of --tasks")
+    parser.add_argument("--apply-chat-template", action="store_true", help="ask --tasks as conversations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="documents per batch (as in training)")
     parser.add_argument("--samples", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
@@ -313,19 +321,49 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
+    """Print the scores of --tasks for base and adapter, and return them for JSON."""
+    if arguments.data is not None or arguments.scale != 1.0:
+        raise UserError(f"--tasks={arguments.tasks}: not with --data or --scale; remove them")
+    asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
+    try:
+        scorer = TaskScores(EvaluationSection(**asked), tokenizer, batch_size, Ranks(0, 1, 0))
+    except UserError as error:
+        raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
+    device = default_device()
+    model = load_trained(run, tokenizer, device)
+    adapter = scorer.measure(model, device, errors=True)
+    with model.disable_adapter():
+        base = scorer.measure(model, device, errors=True)
+    both = {"base": base, "adapter": adapter}
+    table = Table("", "base", "base + adapter", box=None, pad_edge=False)
+    for name in adapter.values:
+        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in both.values()]
+        table.add_row(name, f"{base.values[name]:.4f}{errors[0]}", f"{adapter.values[name]:.4f}{errors[1]}")
+    Console(markup=False).print(table)
+    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in both.items()}
+
+
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
-        check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
+        check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
     config = run.config
     if arguments.scale != 1.0:
         refuse_reward_model(run, "--scale is for models that write text; evaluate without it")
     tokenizer = saved_tokenizer(run)
+    batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
+    if arguments.tasks:
+        refuse_reward_model(run, "--tasks are for models that write text; evaluate without it")
+        scores = _score_tasks(arguments, run, tokenizer, batch_size)
+        if arguments.json is not None:
+            record = {"run": str(arguments.run), "base_model": config.base_model, **scores}
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return
     samples = held_out_samples(run, tokenizer, arguments.data, arguments.split)
     device = default_device()
     model = load_trained(run, tokenizer, device)
-    batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
     given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if config.task == "reward":
         model.config.pad_token_id = tokenizer.pad_token_id

@@ -273,16 +273,7 @@ class DocumentEncoder:
         return [encoded[at] for at in range(len(examples))]
 
 
-@replaces(
-    "`os.environ` after `Dataset.map`",
-    library="datasets",
-    read_in="5.2.0",
-    why="with several workers `map` leaves a copy of the environment as `os.environ`, so later changes miss the "
-    "real one",
-    active="tokenising",
-    test="tests/unit/test_workarounds.py: test_datasets_puts_another_object_in_the_place_of_the_environment",
-    upstream="https://github.com/huggingface/datasets/issues/2115 (only the type of the copy was fixed)",
-)
+@replaces("`os.environ` after `Dataset.map`")
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
 ) -> "tuple[Dataset, SourceReport]":

@@ -41,8 +41,10 @@ from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_p
 from trainer.patches.mamba import check_packable
 from trainer.patches.packed_attention import check_supported
 from trainer.scu.law_settings import build_law
+from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run, refuse_image_settings
+from trainer.tasks.lm_eval_scores import load_tasks
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
     check_pairs(config, data.stats)
     if config.task == "preference" and data.stats.margins:
         notes += (f"warning: dataset: {data.stats.margins:,} pairs have a margin, which only task: reward uses",)
+    if config.evaluation.tasks:
+        load_tasks(config.evaluation.tasks)
+    if config.evaluation.metrics:
+        assert data.evaluation is not None
+        AnswerMetrics(config.evaluation, data.evaluation, model_files.tokenizer)
     return Prepared(
         model_files.tokenizer,
         model_files.model_config,
