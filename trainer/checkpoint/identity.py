@@ -229,7 +229,7 @@ def _comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _normalize_value(name: str, value: Any) -> Any:
-    """Sort layer names, whose order is irrelevant, and drop the paths of data sources, whose content is compared."""
+    """Sort layer names and drop the paths of data sources: their order and place are irrelevant."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
     if name == "dataset.mix":
