@@ -52,7 +52,7 @@ class Parts:
     reporter: Reporter | None
     stop: StopRequest
     evaluate: Callable[[], tuple[float, dict[str, float]]] | None
-    """Returns the held-out loss and further metrics."""
+    """Returns the number that evaluations are compared by, lower is better, and all metrics."""
     checkpoints: CheckpointManager | None
     """None for a run without checkpoints."""
     recovery: Recovery
@@ -273,17 +273,18 @@ class Loop:
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate every `eval_steps`, track the best loss, and decide on early stopping."""
+        """Evaluate every `eval_steps`, track the best one, and decide on early stopping."""
         training, position, parts = self._training, self.position, self._parts
         if parts.evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return
         self._settle()
         self._before = None  # the evaluation does not count as time of the next step
-        loss, measured = parts.evaluate()
-        position.last_evaluation, position.evaluated_at = loss, position.step
-        report_evaluation(parts.reporter, position.step, loss, measured)
-        if loss < position.best_loss - training.early_stopping_threshold:
-            position.best_loss, position.best_step, position.worse_in_a_row = loss, position.step, 0
+        compared, values = parts.evaluate()
+        position.last_evaluation, position.evaluated_at = values.get("eval/loss"), position.step
+        if parts.reporter is not None:
+            parts.reporter.log(position.step, values)
+        if compared < position.best_loss - training.early_stopping_threshold:
+            position.best_loss, position.best_step, position.worse_in_a_row = compared, position.step, 0
             if training.best_checkpoint:
                 self._save()
         else:
@@ -347,9 +348,3 @@ def exclude_from_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def report_evaluation(reporter: Reporter | None, step: int, loss: float, measured: dict[str, float]) -> None:
-    """Log the held-out loss with further metrics."""
-    if reporter is not None:
-        reporter.log(step, {"eval/loss": loss} | measured)

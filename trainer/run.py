@@ -20,7 +20,7 @@ from trainer.contract.rank_arguments import resume_command
 from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
 from trainer.data.step_count import count_steps
 from trainer.evaluation import Evaluation, Measurement
-from trainer.loop import Loop, Parts, report_evaluation
+from trainer.loop import Loop, Parts
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
@@ -137,7 +137,7 @@ class Run:
         self.checkpoints = CheckpointManager(
             self.config, self.prepared, self.ranks, self.precision, self.say, self.folder
         )
-        self.checkpoints.agree(self.device)
+        self.checkpoints.agree()
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
@@ -148,8 +148,9 @@ class Run:
         )
         if self.measurement is None:
             self.checkpoints.prepare(engine)
-        held_out = self.prepared.data.evaluation is not None
-        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
+        measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
+        best = self.config.training.compared_metric
+        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         loop = Loop(self._build_parts(engine, total_steps), self.config.training, position, total_steps)
         try:
@@ -290,7 +291,7 @@ class Run:
             ranks=self.ranks,
             reporter=self.metrics,
             stop=self.stop,
-            evaluate=self.evaluation.loss if self.evaluation.has_data else None,
+            evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.measurement is None else None,
             recovery=self.recovery,
             steering=self.steering,
@@ -310,18 +311,22 @@ class Run:
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
         """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
-        if self.evaluation.has_data and loss is None:
-            loss, measured = self.evaluation.loss()
-            report_evaluation(self.metrics, position.step, loss, measured)
+        is_done = position.evaluated_at == position.step and (loss is not None or not self.evaluation.has_data)
+        if self.evaluation.is_defined and not is_done:
+            _, values = self.evaluation.measure(first=when == "before")
+            loss = values.get("eval/loss")
+            if self.metrics is not None:
+                self.metrics.log(position.step, values)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 
     def _report_early_stop(self, position: Position, total_steps: int) -> None:
-        patience = self.config.training.early_stopping
+        patience, best = self.config.training.early_stopping, self.config.training.best_metric
+        words = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
         self.say(
-            f"stopped early at step {position.step} of {total_steps}: no lower held-out loss in {patience} "
-            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the lowest is "
-            f"{position.best_loss:.4f} at step {position.best_step}"
+            f"stopped early at step {position.step} of {total_steps}: no {words[0]} in {patience} "
+            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {words[1]} is "
+            f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
         if self.metrics is not None:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})

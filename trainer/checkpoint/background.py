@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from trainer.config import UserError
 from trainer.contract.output_files import collect_disk_errors
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
 PREFIX = ".writing-"
@@ -104,10 +102,7 @@ class Save:
 
 def exchange_outcomes(report: Report, folder: Path, ranks: Ranks, stop: Callable[[], None] = lambda: None) -> None:
     """Exchange the outcome between ranks; if any rank failed, `stop`, remove the folder and raise on all ranks."""
-    reports: list[Report] = [report]
-    if dist.is_initialized() and ranks.world_size > 1:
-        reports = [report] * ranks.world_size
-        dist.all_gather_object(reports, Report(report.failures, report.error))
+    reports: list[Report] = gather_objects(Report(report.failures, report.error))
     failures = [reason for other in reports for reason in other.failures]
     errors = [(rank, other.error) for rank, other in enumerate(reports) if other.error]
     if not failures and not errors:

@@ -73,9 +73,9 @@ class CheckpointManager:
         self._has_memory = threading.Event()
 
     @phase("restore")
-    def agree(self, device: torch.device) -> None:
+    def agree(self) -> None:
         """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
-        resumption = agree_on_resumption(self._config, self._prepared, self._ranks, device, self._precision)
+        resumption = agree_on_resumption(self._config, self._prepared, self._ranks, self._precision)
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
@@ -87,21 +87,25 @@ class CheckpointManager:
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
     ) -> tuple[Position, dict[str, Any] | None]:
         """Load the checkpoint, if any, into engine, schedule and batches; return position and state of the SCU."""
+        training = self._config.training
         if self.checkpoint is None:
-            return Position(), None
+            return Position(best_metric=training.compared_metric), None
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
         self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
-        training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {describe_finished(position.step, total_steps)}")
-        best = position.best_step
+        best, now = position.best_step, training.compared_metric
+        why = f"training.best_metric is now {now}" if position.best_metric != now else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
-            self._say(f"note: the best checkpoint so far (step {best}) is missing; the search for the best starts over")
+            why = f"the best checkpoint so far (step {best}) is missing"
+        if best and why:
+            self._say(f"note: {why}; the search for the best starts over")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
+        position.best_metric = now
         restore_schedule(schedule, int(state["schedule_steps"]))
         if isinstance(batches, StreamBatches):
             batches.load_state_dict(state.get("stream", {}))
@@ -234,7 +238,7 @@ class CheckpointManager:
             raise
 
     def restore_best(self, engine: Engine, position: Position) -> int | None:
-        """Restore the weights with the lowest held-out loss if `best_checkpoint` is set; return their step.
+        """Restore the weights with the best `best_metric` if `best_checkpoint` is set; return their step.
 
         Returns None if the last weights are kept: they are the best, or the best checkpoint is damaged.
         """
@@ -245,8 +249,11 @@ class CheckpointManager:
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)
-        position.last_evaluation, position.evaluated_at = position.best_loss, position.step
-        self._say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+        metric = position.best_metric
+        is_known = metric == "loss" and not self._config.evaluation.has_scores
+        position.last_evaluation, position.evaluated_at = position.best_loss, position.step if is_known else -1
+        named = "lowest held-out loss" if metric == "loss" else f"best {metric}"
+        self._say(f"the weights of step {position.best_step} have the {named} and are kept")
         return position.best_step
 
     def _checkpoint_path(self, step: int) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
-from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_base, is_same_base
+from trainer.checkpoint.base_fingerprint import cached_folder, find_changed_part, fingerprint_base, is_same_base
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
@@ -105,7 +105,9 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         found.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
     same = is_same_base(then.base, now.base)
     if not same:
-        what = "its weights differ from" if same is False else "its weights cannot be compared with"
+        part = find_changed_part(then.base, now.base)
+        differ = "its weights differ from" if part in (None, "config") else f"its {part} differs from"
+        what = "its weights cannot be compared with" if same is None else differ
         before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
         problem = f"base_model={now.base_model}: {what} {before} {name} was trained"
         found.append(Difference(problem, "the weights of base_model", "base_model"))
@@ -227,7 +229,7 @@ def _comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _normalize_value(name: str, value: Any) -> Any:
-    """Sort layer names, whose order is irrelevant, and drop the paths of data sources, whose content is compared."""
+    """Sort layer names and drop the paths of data sources: their order and place are irrelevant."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
     if name == "dataset.mix":

@@ -71,6 +71,8 @@ class PairBatch(MicroBatch):
     """Number of targets of each document, int64 [D]; empty without a pair."""
     reference: torch.Tensor | None = None
     """`Sample.reference` of the documents, fp32 [D]; None if it is not cached."""
+    margins: torch.Tensor | None = None
+    """`Sample.margins` of the pairs, fp32 [D / 2]; None without a pair."""
 
     @property
     def target_count(self) -> int:
@@ -302,8 +304,9 @@ def collate(
         counts = torch.tensor(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
-        known = [value for sample in samples for value in sample.reference]
-        return PairBatch(**vars(batch), document_targets=counts, reference=torch.tensor(known) if known else None)
+        given = {name: [value for one in samples for value in getattr(one, name)] for name in ("reference", "margins")}
+        known: dict[str, Any] = {name: torch.tensor(values) for name, values in given.items() if values}
+        return PairBatch(**vars(batch), document_targets=counts, **known)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     found = [_targets(row) for row in rows]

@@ -151,6 +151,7 @@ class DocumentEncoder:
             rows["weights"].append(weights if set(weights) - {0.0, 1.0} else [])
             rows["length"].append(min(len(document.input_ids), self.max_length))
             rows["rejected"].append(document.rejected)
+            rows["margin"].append(example.margin if isinstance(example, Pair) else 0.0)
             rows["label"].append((1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0)
             # Documents without targets are left out, as in streams; an answer of a pair is never cut.
             left_out = too_long and (self.too_long == "drop" or document.rejected > 0)

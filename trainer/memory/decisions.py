@@ -12,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 from trainer.config import RunConfig, engine_stage, engine_zero, find_graph_obstacle, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
+from trainer.parallel.engine.layer_gather.groups import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
@@ -34,12 +35,14 @@ class Machine:
     """Whether torch's flash attention runs on the device in this precision."""
     scan_kernels: bool = False
     """Whether mamba-ssm's scan kernels are installed."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank; empty if all are on one."""
 
     @classmethod
-    def assumed(cls, world_size: int, precision: str) -> "Machine":
+    def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
         """Assume GPUs with all kernels installed, except those of mamba-ssm unless they are installed here."""
-        flash = precision != "fp32"
-        return cls(world_size, True, precision, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
+        hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
+        return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
     @classmethod
     def cpu(cls, world_size: int, precision: str) -> "Machine":
@@ -81,6 +84,8 @@ class Decisions:
     """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
     gather: Decided[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
+    shard_group: Decided[int]
+    """Number of ranks that share one copy of the base at stage 3; of the smallest group, if they differ."""
     flat: Decided[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decided[bool]
@@ -128,6 +133,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         recomputes=Decided(config.training.gradient_checkpointing),
         fused_head=_fused_head(config, machine, model),
         gather=_gather(config),
+        shard_group=_shard_group(config, machine),
         flat=Decided(not_flat is None, not_flat or ""),
         clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
         cuda_graphs=_cuda_graphs(config, machine),
@@ -246,6 +252,15 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
     if obstacle := find_graph_obstacle(config):
         return Decided(False, obstacle[1])
     return Decided(True, "asked for") if asked == "on" else Decided(None)
+
+
+def _shard_group(config: RunConfig, machine: Machine) -> Decided[int]:
+    if config.zero.stage < 3 or not gathers_by_layer(config):
+        return Decided(machine.world_size)
+    within = config.zero.shard_within
+    groups = list_groups(within, machine.hosts or ("",) * machine.world_size)
+    size = min(map(len, groups))
+    return Decided(size) if len(groups) == 1 else Decided(size, f"zero.shard_within: {within}")
 
 
 def _gather(config: RunConfig) -> Decided[str]:

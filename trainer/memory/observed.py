@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import TrainingSection
+from trainer.config import TrainingSection, UserError
+from trainer.config.errors import one_line
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.memory.widths import Shapes
@@ -137,8 +138,18 @@ class _Complete(Exception):
     """Ends a pass once a layer of each kind has run."""
 
 
+class NoEstimate(UserError):
+    """A model whose code does not run without weights."""
+
+    def __init__(self, error: Exception) -> None:
+        self.reason = one_line(f"{type(error).__name__}: {error}")
+        super().__init__(
+            f"this model has no memory estimate ({self.reason}); set zero.stage and training.batch_size to numbers"
+        )
+
+
 def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-    """Return what a layer of each kind takes with `rows` rows."""
+    """Return what a layer of each kind takes with `rows` rows. Raises NoEstimate."""
     model = shapes.model.to("meta", kernels.dtype).train()
     found: dict[int, Layer] = {}
     meter = Meter(model, kernels)
@@ -151,6 +162,8 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
             _forward(model, rows, kernels.length)
     except _Complete:
         pass
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise NoEstimate(error) from error
     finally:
         disable_recomputation(model)
         model.zero_grad()

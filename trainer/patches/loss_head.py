@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops.head import NLL, LossKind, divergence_sum, token_loss_sum, token_loss_sum_of_logits, token_losses
+from ops.head import (
+    LOSS,
+    MEASURES,
+    NLL,
+    LossKind,
+    divergence_sum,
+    measure_logits,
+    measure_tokens,
+    token_loss_sum,
+    token_loss_sum_of_logits,
+)
 from trainer.contract.known_versions import replaced, require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
@@ -156,8 +166,13 @@ class TokenLoss:
             states, weight, targets, factor=factor, rows=rows, kind=self._kind_now, token_weights=weights
         )
 
-    def by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return -log p of every target of the batch, row by row, nats, fp32 [K], differentiable."""
+    def by_token(
+        self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `measure_tokens` of the targets of the batch, row by row [5, K]; LOSS is differentiable.
+
+        `base_states` are the result of `compute_base_states`, if `in_chunks`.
+        """
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
         flat = targets.flatten()
@@ -167,18 +182,17 @@ class TokenLoss:
         def losses_of(hidden: torch.Tensor) -> torch.Tensor:
             layer, rows = linear_layer(self._head), trained_rows(self._head)
             states = hidden.flatten(0, 1).index_select(0, places).to(layer.weight.dtype)
-            return token_losses(states, layer.weight, chosen, factor=self._factor or 1.0, rows=rows).view(1, -1, 1)
+            base, factor = None if base_states is None else base_states.to(layer.weight.dtype), self._factor or 1.0
+            measures = measure_tokens(states, layer.weight, chosen, factor=factor, rows=rows, base_hidden=base)
+            return measures.view(1, -1, 1)
 
         with replace_head(self._head, losses_of):
             values: torch.Tensor = self._call_model(model, inputs, batch).logits
         if self._head is not None:
-            return values.flatten() / (self._factor or 1.0)
-        return F.cross_entropy(values.flatten(0, 1).index_select(0, places).float(), chosen, reduction="none")
-
-    def base_by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return `by_token` of the base model, without its adapter and without a gradient."""
-        with self._outside_step(batch, device), torch.no_grad(), bypass_adapter(self._module):
-            return self.by_token(model, batch, device)
+            return values.view(len(MEASURES), -1) / (self._factor or 1.0)
+        logits = values.flatten(0, 1).index_select(0, places)
+        losses = F.cross_entropy(logits.float(), chosen, reduction="none")
+        return torch.cat([losses[None], measure_logits(logits, chosen)[LOSS + 1 :]])
 
     def _divergence_sum(self, states: torch.Tensor, base_states: torch.Tensor) -> torch.Tensor:
         weight = linear_layer(self._head).weight

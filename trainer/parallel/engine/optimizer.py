@@ -50,9 +50,14 @@ def build_schedule(
     from transformers import get_scheduler
 
     kwargs: dict[str, Any] = {}
+    warmup = warmup_steps(training, total_steps)
     if training.lr_scheduler == "cosine_with_min_lr":
         kwargs["min_lr_rate"] = training.min_lr_ratio
-    warmup = warmup_steps(training, total_steps)
+    elif training.lr_scheduler == "cosine_with_restarts":
+        kwargs["num_cycles"] = training.lr_cycles
+    elif training.lr_scheduler == "warmup_stable_decay":
+        decay = min(round(training.decay_ratio * total_steps), total_steps - warmup)
+        kwargs |= {"num_decay_steps": decay, "min_lr_ratio": training.min_lr_ratio}
     schedule = get_scheduler(
         training.lr_scheduler,
         optimizer,

@@ -7,9 +7,10 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -32,6 +33,8 @@ from trainer.contract.rendezvous import (
 )
 from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,37 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+@phase("reduce")
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values of all ranks, on every rank."""
+    found = [value]
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        found *= size
+        dist.all_gather_object(found, value)
+    return found
+
+
+def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """Return on every rank what rank 0 computes, or raise its UserError on all; every rank must call it."""
+    answer: T | UserError | None = None
+    if ranks.is_main:
+        try:
+            answer = compute()
+        except UserError as error:
+            answer = error
+    found = gather_objects(answer)[0]
+    if isinstance(found, UserError):
+        raise found
+    result: T = found
+    return result
+
+
+def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
+    """Return the batches that this rank computes, as many on every rank: some repeat the first."""
+    own = batches[ranks.rank :: ranks.world_size]
+    return [*own, batches[0]] if len(own) * ranks.world_size < len(batches) else own
 
 
 def set_seed(seed: int) -> None:

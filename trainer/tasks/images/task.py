@@ -23,6 +23,7 @@ from trainer.tasks.images.files import write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline
+from trainer.tasks.lm_eval_scores import Scores
 
 Say = Callable[[str], None]
 
@@ -106,6 +107,9 @@ class ImageTask:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
+
+    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
+        return Scores({}, {})
 
     def meter(self, model: Any) -> None:
         """Return None: FLOPs of image models are not counted."""

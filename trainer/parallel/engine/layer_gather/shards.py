@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
@@ -105,8 +106,9 @@ class LayerShards:
         pin_memory: bool = True,
         keep_whole: Sequence[str] = (),
         keep_embeddings: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Set up without a model.
+        """Set up without a model. The ranks of `group` (default: all) share one copy of the base.
 
         Modules with a name that ends in one of `keep_whole` are not sharded, because they are trained in full. With
         `keep_embeddings` the embedding and the head are not sharded, because they will grow.
@@ -116,6 +118,7 @@ class LayerShards:
         self._in_host_memory, self._pin_memory = in_host_memory, pin_memory
         self._keep_whole = tuple(keep_whole)
         self._keep_embeddings = keep_embeddings
+        self._group = group
         self._plan: dict[str, UnitPlan] = {}
         self._modules: set[int] = set()
         self._unit_of: dict[int, ShardedUnit] = {}
@@ -137,7 +140,12 @@ class LayerShards:
         parameters = [model.get_parameter(name) for name in plan.parameters]
         slots = [slot for parameter in parameters for slot in find_slots(parameter)]
         unit = ShardedUnit(
-            plan.path, slots, self._device, in_host_memory=self._in_host_memory, pin_memory=self._pin_memory
+            plan.path,
+            slots,
+            self._device,
+            in_host_memory=self._in_host_memory,
+            pin_memory=self._pin_memory,
+            group=self._group,
         )
         self.units.append(unit)
         self._modules.add(id(model.get_submodule(plan.path)))
@@ -207,8 +215,9 @@ class LayerShards:
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
         where = "in its host memory" if self._in_host_memory else "on it"
+        among = "" if self._group is None else f" over {dist.get_world_size(self._group)} ranks"
         return (
-            f"base: cut into {len(self.units)} layers, {held:.2f} GiB per rank {where}; gathered one "
+            f"base: cut into {len(self.units)} layers{among}, {held:.2f} GiB per rank {where}; gathered one "
             f"ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
         )
 
