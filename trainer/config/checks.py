@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.config.adapter_settings import read_initial_adapter
-from trainer.config.errors import DATA_WANTED, Mistake, UserError
+from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection, RewardSection
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
@@ -36,6 +36,8 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
         problem = f"has no effect, because task is {config.task}"
         yield Mistake("reward.center", f"{config.reward.center:g}", problem, "set task: reward")
     yield from _check_training(config)
+    if config.parallel.sequence > 1:
+        yield from _check_sequence(config)
     if config.scu.enabled:
         yield from _check_scu(config)
 
@@ -325,6 +327,24 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("logging.report_to", reporters, "choose from tensorboard, wandb, none")
 
 
+def _check_sequence(config: RunConfig) -> Iterator[Mistake]:
+    """Refuse what is not exact, or not supported yet, if ranks share a sequence."""
+    training = config.training
+    for name, value, allowed, reason in (
+        ("task", config.task, ("auto", "language"), "only language models are trained on shared sequences"),
+        ("scu.enabled", config.scu.enabled, (False,), "the SCU does not measure shared sequences"),
+        ("model.attn_implementation", config.model.attn_implementation, ("auto",), "has an attention of its own"),
+        ("training.torch_compile", training.torch_compile, (False,), "its exchange cannot be compiled"),
+        ("training.router_aux_loss", training.router_aux_loss, (0.0,), "experts would be balanced for parts alone"),
+        ("training.neftune_noise_alpha", training.neftune_noise_alpha, (0.0,), "its noise depends on the length"),
+        ("training.elastic", training.elastic, (False,), "other numbers of ranks may not be divisible"),
+    ):
+        if value not in allowed:
+            problem = f"not with parallel.sequence={config.parallel.sequence}: {reason}"
+            fix = f"use {' or '.join(map(shown, allowed))}, or parallel.sequence: 1"
+            yield Mistake(name, value, problem, fix, "parallel.sequence")
+
+
 def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
     training = config.training
     for per_epoch, steps in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
@@ -402,6 +422,7 @@ def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
         (config.adapter == "none", "adapter", no_adapter),
         (not config.ops.flat, "ops.flat", "ops.flat: false gives every factor a separate gradient"),
         (config.zero.stage == 3, "zero.stage", "zero.stage: 3 gathers weights within a pass"),
+        (config.parallel.sequence > 1, "parallel.sequence", "parallel.sequence exchanges heads within a pass"),
         (training.torch_compile, "training.torch_compile", "training.torch_compile uses its own graphs"),
         (
             training.gradient_checkpointing == "reentrant",
