@@ -39,9 +39,16 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2-3": {**PACKED, "zero__stage": 3, "base_model": "qwen2"},
     "experts-2": {**PACKED, "zero__stage": 2, "base_model": "experts"},
     "experts-nf4-3": {"zero__stage": 3, "base_model": "experts", "adapter": "qlora"},
+    "steered-2": {**PACKED, "zero__stage": 2, "scu__enabled": True, "scu__target": 0.01},
+    "fp8-2": {
+        **PACKED, "zero__stage": 2, "adapter": "qlora", "quantization__quant_type": "fp8", "ops__backend": "reference",
+    },
+    "rounded-2": {**PACKED, "zero__stage": 2, "training__qat": "int8"},
+    "offloaded-3": {**PACKED, "zero__stage": 3, "zero__offload_optimizer": True, "zero__offload_parameters": True},
+    "by-tokens-2": {"zero__stage": 2, "dataset__batching": "tokens"},
     "streamed-2": {"dataset__streaming": True, "dataset__evaluation": None, "zero__stage": 2},
     "answers-3": {**PACKED, "zero__stage": 3, "logging__sample_prompts": ["red cat"], "logging__sample_tokens": 4},
-}
+}  # fmt: skip
 CUT = {**PACKED, "training__save_steps": 2, "zero__stage": 2}
 SHARED = {**CUT, "parallel__sequence": 2}
 ALONE = {**CUT, "training__gradient_accumulation_steps": 1}
@@ -92,7 +99,7 @@ def compare(runs: Matrix, name: str, size: int) -> None:
     trained = [value.abs().max() for key, value in alone.adapter().items() if "lora_B" in key]
     assert trained and min(trained) > 1e-4, "B begins at zero"
     assert f"each is shared by {size} ranks" in shared.console
-    for metric in ("train/loss", "train/tokens", "train/target_tokens", "eval/loss"):
+    for metric in ("train/loss", "train/tokens", "train/target_tokens", "eval/loss", "scu/s_ratio", "scu/lambda"):
         assert shared.records(metric) == pytest.approx(alone.records(metric), abs=TOLERANCE), metric
     for key, value in alone.adapter().items():
         torch.testing.assert_close(shared.adapter()[key], value, atol=TOLERANCE, rtol=0)

@@ -332,7 +332,7 @@ def _check_sequence(config: RunConfig) -> Iterator[Mistake]:
     training = config.training
     for name, value, allowed, reason in (
         ("task", config.task, ("auto", "language"), "only language models are trained on shared sequences"),
-        ("scu.enabled", config.scu.enabled, (False,), "the SCU does not measure shared sequences"),
+        ("scu.measure", config.scu.measure, ("delta", "factors"), "its reference text is not shared yet"),
         ("model.attn_implementation", config.model.attn_implementation, ("auto",), "has an attention of its own"),
         ("training.torch_compile", training.torch_compile, (False,), "its exchange cannot be compiled"),
         ("training.router_aux_loss", training.router_aux_loss, (0.0,), "experts would be balanced for parts alone"),
