@@ -171,7 +171,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "model.added_tokens=['']": ("model.added_tokens=", "has an empty entry; remove it"),
     "parallel.sequence=0": ("parallel.sequence=0: must be 1 or more",),
-    "parallel.sequence=2 ; task=preference": ("task=preference: not with parallel.sequence=2", "language"),
+    "parallel.sequence=2 ; task=reward": ("task=reward: not with parallel.sequence=2", "preference"),
+    "parallel.sequence=2 ; task=preference ; preference.share_prompt=true": (
+        "parallel.sequence=2: not with preference.share_prompt", "set preference.share_prompt: auto",
+    ),
     "parallel.sequence=2 ; scu.enabled=true ; scu.measure=kl": ("scu.measure=kl: not with parallel.sequence=2",),
     "parallel.sequence=2 ; training.torch_compile=true": ("torch_compile=true: not with", "parallel.sequence: 1"),
     "parallel.sequence=2 ; model.attn_implementation=eager": ("attn_implementation=eager: not with", "use auto"),

@@ -234,6 +234,7 @@ def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
     for setting, value, usual in (
         ("training.torch_compile", config.training.torch_compile, False),
         ("model.attn_implementation", config.model.attn_implementation, "auto"),
+        ("parallel.sequence", config.parallel.sequence, 1),
     ):
         if asked is True and value != usual:
             problem = f"not with preference.share_prompt, which needs {str(usual).lower()}"
@@ -331,7 +332,7 @@ def _check_sequence(config: RunConfig) -> Iterator[Mistake]:
     """Refuse what is not exact, or not supported yet, if ranks share a sequence."""
     training = config.training
     for name, value, allowed, reason in (
-        ("task", config.task, ("auto", "language"), "only language models are trained on shared sequences"),
+        ("task", config.task, ("auto", "language", "preference"), "it cannot share them yet"),
         ("scu.measure", config.scu.measure, ("delta", "factors"), "its reference text is not shared yet"),
         ("model.attn_implementation", config.model.attn_implementation, ("auto",), "has an attention of its own"),
         ("training.torch_compile", training.torch_compile, (False,), "its exchange cannot be compiled"),

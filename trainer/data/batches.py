@@ -51,6 +51,8 @@ class MicroBatch:
     """Result of `find_shared_keys` for documents that share a prompt."""
     sequence: SequencePart | None = None
     """The part of a flat batch that this is; `cu_seqlens` are then the bounds in the whole batch."""
+    targets_before: int = 0
+    """Targets of the whole batch before this part."""
 
     @property
     def target_count(self) -> int:
@@ -74,8 +76,8 @@ class PairBatch(MicroBatch):
 
     @property
     def target_count(self) -> int:
-        """Number of pairs."""
-        return len(self.document_targets) // 2
+        """Number of pairs; ranks that share them count them once."""
+        return len(self.document_targets) // 2 if self.sequence is None or self.sequence.rank == 0 else 0
 
     @property
     def target_weight(self) -> float:
@@ -306,7 +308,9 @@ def collate(
         if shared:
             batch = _collate_shared(documents, pad_token_id)
         else:
-            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
+            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat, sequence=sequence)
+        if sequence is not None:  # labels of answers, which every rank needs
+            batch = replace(batch, weights=_weights(documents, list(map(_targets, documents))))
         counts = torch.tensor(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )

@@ -33,6 +33,7 @@ class SequencePart:
             tokens=min(max(batch.tokens - first, 0), length),
             position_ids=batch.position_ids[:, first : first + length],
             sequence=self,
+            targets_before=before,
         )
         if batch.weights is None:
             return part

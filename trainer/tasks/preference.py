@@ -22,6 +22,7 @@ from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
+from trainer.parallel.ranks.sequence_group import sum_over_parts
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
@@ -89,10 +90,11 @@ class PreferenceLoss(TokenLoss):
             reference = to_device(batch.reference.view(-1, 2), device)
         elif self._has_reference:
             reference = self.reference(model, batch, device)
-        ours = self._sum_answers(self.by_token(model, batch, device), batch.document_targets)
+        ours = self._sum_answers(self.by_token(model, batch, device), batch)
         lengths = to_device(batch.document_targets.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
-        return self._finish(scores, batch)
+        # Ranks that share a pair know all of its scores: each returns a fraction of its loss.
+        return self._finish(scores, batch) / (1 if batch.sequence is None else batch.sequence.size)
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         """Return the sum of the losses, and add the metrics."""
@@ -103,14 +105,15 @@ class PreferenceLoss(TokenLoss):
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the log-probabilities of chosen and rejected answers without the adapter, fp32 [P, 2]."""
-        return self._sum_answers(self.base_by_token(model, batch, device), batch.document_targets)
+        return self._sum_answers(self.base_by_token(model, batch, device), batch)
 
-    def _sum_answers(self, token_losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        device = token_losses.device
-        documents = to_device(torch.repeat_interleave(counts), device)
-        weights = to_device(_token_weights(counts, self._settings.length_weight), device)
+    def _sum_answers(self, token_losses: torch.Tensor, batch: PairBatch) -> torch.Tensor:
+        device, counts = token_losses.device, batch.document_targets
+        own = slice(batch.targets_before, batch.targets_before + len(token_losses))
+        documents = to_device(torch.repeat_interleave(counts)[own], device)
+        weights = to_device(_token_weights(counts, self._settings.length_weight)[own], device)
         sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
-        return sums.view(-1, 2)
+        return (sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages of MEASURED over all pairs since the last call; every rank must call it."""
@@ -213,6 +216,7 @@ class PreferenceTask(LanguageTask):
         asked = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and asked else 0.0
         possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
+        possible = possible and config.parallel.sequence == 1
         if not asked or (asked == "auto" and (saved < WORTH_SHARING or not possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
@@ -225,14 +229,14 @@ class PreferenceTask(LanguageTask):
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
         """Return the log-probabilities of all answers under the base; a collective call."""
-        size, rank, world_size = self._config.training.batch_size, self._ranks.rank, self._ranks.world_size
+        size, place = self._config.training.batch_size, self._place
         known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
         engine.eval()
         for number, batch in enumerate(self._one_pass(samples, size)):
             assert isinstance(batch, PairBatch)
-            first = samples.first_answer((number * world_size + rank) * size)
+            first = samples.first_answer((number * place["world_size"] + place["rank"]) * size)
             answers = loss.reference(engine, batch, self._device).flatten()
-            known[first : first + len(answers)] = answers.double()
+            known[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
         self._say(f"reference: {len(known):,} answers computed once, before training")
         return sum_over_ranks(known).cpu().numpy()

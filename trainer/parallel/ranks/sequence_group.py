@@ -66,6 +66,28 @@ def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
     return received.movedim(0, 2).flatten(2, 3)
 
 
+def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
+    """Return the sum over the ranks of a group; each should use it for its fraction of a loss."""
+    total: Tensor = _Sum.apply(values, part.group)
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """Sums a tensor over a group; so is its gradient, which every rank has a fraction of."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 class _AllToAll(torch.autograd.Function):
     """Sends row i of a tensor to rank i of a group, and receives row i from it."""
 
