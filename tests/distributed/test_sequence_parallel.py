@@ -56,7 +56,7 @@ MORE: dict[str, dict[str, Any]] = {
     "pairs-packed-3": {**PAIRED, "dataset__packing": True, "dataset__max_length": 250, "zero__stage": 3},
     "pairs-cached-2": {**PAIRED, "zero__stage": 2, "preference__reference": "cached"},
     "pairs-recomputed-2": {**PAIRED, "zero__stage": 2, "training__gradient_checkpointing": "non_reentrant"},
-    "labels-2": {**LABELLED, "training__batch_size": 2, "zero__stage": 2},
+    "labels-2": {**LABELLED, "training__batch_size": 2, "training__learning_rate": 1e-3, "zero__stage": 2},
     "answers-3": {**PACKED, "zero__stage": 3, "logging__sample_prompts": ["red cat"], "logging__sample_tokens": 4},
 }  # fmt: skip
 CUT = {**PACKED, "training__save_steps": 2, "zero__stage": 2}
@@ -118,10 +118,11 @@ def compare(runs: Matrix, name: str, ranks: int) -> None:
     trained = [value.abs().max() for key, value in alone.adapter().items() if "lora_B" in key]
     assert trained and min(trained) > 1e-4, "B begins at zero"
     assert f"each is shared by {4 if ranks == 4 and name in BY_FOUR else 2} ranks" in shared.console
+    tolerance = 1e-5 if "fp8" in name else TOLERANCE  # roundings to 8 bits may flip
     for metric in METRICS:
-        assert shared.records(metric) == pytest.approx(alone.records(metric), abs=TOLERANCE, rel=1e-7), metric
+        assert shared.records(metric) == pytest.approx(alone.records(metric), abs=tolerance, rel=1e-7), metric
     for key, value in alone.adapter().items():
-        torch.testing.assert_close(shared.adapter()[key], value, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(shared.adapter()[key], value, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
