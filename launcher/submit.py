@@ -92,7 +92,11 @@ class Job:
         for name, value in named.items():
             if isinstance(value, str) and not value.strip():
                 raise UserError(f"--{name} {value!r}: must not be empty; leave it out for SLURM's default")
-        return ["--requeue", *(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
+        given = [*(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
+        for option in given:
+            if len(option.splitlines()) != 1:  # each is a comment line of the script
+                raise UserError(f"{option!r}: must be one line; write an option such as --mem=0")
+        return ["--requeue", *given]
 
     def _check_time(self) -> None:
         limit_s = parse_time_limit(self.time)

@@ -13,7 +13,7 @@ x and dY. The same tensors are saved for the backward as in ops/lora.py; x_q is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,37 +65,8 @@ class EightBitWeight:
     row_scale: Tensor
 
 
-class ForwardArguments(NamedTuple):
-    """Arguments of `eight_bit_forward`, in the order of its schema and of autograd's gradients."""
-
-    x: Tensor
-    weights: Sequence[Tensor]
-    row_scales: Sequence[Tensor]
-    biases: Sequence[Tensor]
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    scales: Sequence[float]
-    p: float
-    seed: Tensor | None
-    h: Tensor | None
-
-
-class BackwardArguments(NamedTuple):
-    """Arguments of `eight_bit_backward`, in the order of its schema."""
-
-    grads: Sequence[Tensor]
-    x: Tensor
-    weights: Sequence[Tensor]
-    row_scales: Sequence[Tensor]
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    h: Tensor
-    scales: Sequence[float]
-    p: float
-    seed: Tensor | None
-    need_x: bool
-    need_down: bool
-    need_up: bool
+ForwardArguments = derivative.arguments_of("eight_bit_forward")
+BackwardArguments = derivative.arguments_of("eight_bit_backward")
 
 
 def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> None:
@@ -258,7 +229,7 @@ torch.library.register_fake("zerolora::eight_bit_forward")(_fake_forward)
 torch.library.register_fake("zerolora::eight_bit_backward")(_fake_backward)
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
-derivative.register("eight_bit", ForwardArguments, BackwardArguments)
+derivative.register("eight_bit")
 _FORWARD = torch.ops.zerolora.eight_bit_forward.default
 _LINEAR = torch.ops.zerolora.eight_bit_linear.default
 

@@ -310,23 +310,19 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[-2:])  # gate and up, or cos and sin
 
 
-def _derive_silu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = torch.ops.zerolora.silu_mul_backward(grad, *ctx.saved_tensors)
-    return grads
+def _register(name: str) -> None:
+    """Register zerolora::NAME_backward as the gradient of zerolora::NAME; it takes the last two inputs."""
+    backward = getattr(torch.ops.zerolora, f"{name}_backward")
 
+    def derive(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = backward(*grads, *ctx.saved_tensors)
+        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
-def _derive_gelu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = torch.ops.zerolora.gelu_mul_backward(grad, *ctx.saved_tensors)
-    return grads
-
-
-def _derive_rope(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Any, ...]:
-    return *torch.ops.zerolora.rope_backward(grad_q, grad_k, *ctx.saved_tensors), None, None
+    torch.library.register_autograd(f"zerolora::{name}", derive, setup_context=_save_inputs)
 
 
 torch.library.register_autograd("zerolora::rms_norm_forward", _derive_norm, setup_context=_save_norm)
-torch.library.register_autograd("zerolora::silu_mul", _derive_silu_mul, setup_context=_save_inputs)
-torch.library.register_autograd("zerolora::gelu_mul", _derive_gelu_mul, setup_context=_save_inputs)
-torch.library.register_autograd("zerolora::rope", _derive_rope, setup_context=_save_inputs)
+for _name in ("silu_mul", "gelu_mul", "rope"):
+    _register(_name)
 for _name in ("rms_norm_backward", "silu_mul_backward", "gelu_mul_backward", "rope_backward"):
     torch.library.register_autograd(f"zerolora::{_name}", refuse_second_derivative)

@@ -19,10 +19,15 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**27
 """Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
 FP16_SCALE = 256.0
-"""On gradients that are kept in fp16, whose least number is 6e-8: probabilities down to 2e-10 then count. It bounds the
+"""On gradients that are kept in fp16 (least number 6e-8): probabilities down to 2e-10 then count. It bounds the
 head's weights by 127, for |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
+MEASURED_AT_ONCE = 2**24
+"""Elements of logits whose probabilities are computed in 32 bits at a time."""
+MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
+"""Rows of `measure_tokens`, with p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
+-ln q(target) and KL(p || q)."""
 ROWS_AT_ONCE = 4096
 """Rows of gradients that are weighted in 32 bits at a time."""
 
@@ -36,7 +41,7 @@ class TrainedRows:
 
 
 EAFT_TOKENS, EAFT_NATS = 20, 3.0
-"""Most probable tokens whose entropy EAFT takes, and its largest value, ln 20, as LLaMA-Factory rounds it."""
+"""Number of most probable tokens in EAFT's entropy, and its largest value, ln 20, as LLaMA-Factory rounds it."""
 
 
 @dataclass(frozen=True)
@@ -133,33 +138,69 @@ def token_loss_sum_of_logits(
     return (losses + slopes * (nll - plain)).sum()
 
 
-def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0, rows: TrainedRows | None = None
+def measure_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    factor: float = 1.0,
+    rows: TrainedRows | None = None,
+    base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return -log softmax(factor h_k W^T)[targets_k], nats, fp32 [K], differentiable in `hidden` and `rows.values`.
+    """Return the MEASURES of every token, nats, fp32 [5, K]; those of the base are 0 without `base_hidden` [K, H].
 
-    Arguments are those of `token_loss_sum`, targets at least 0. The weight of each token in the gradient is known only
-    in the backward pass, which computes the logits again, chunk by chunk.
+    Other arguments are those of `token_loss_sum`, targets at least 0. Only LOSS is differentiable, in `hidden` and
+    `rows.values`. The weight of each token in the gradient is known only in the backward pass, which computes the
+    logits again, chunk by chunk.
     """
     if factor != 1.0:
-        hidden = hidden * factor
-    indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
-    losses: Tensor = _TokenLosses.apply(hidden, weight, targets, indices, values)
-    return losses
+        hidden, base_hidden = hidden * factor, None if base_hidden is None else base_hidden * factor
+    trained = (rows.indices, rows.values) if rows is not None else (None, None)
+    measures: Tensor = _TokenMeasures.apply(hidden, base_hidden, weight, targets, *trained)
+    return measures
 
 
-class _TokenLosses(torch.autograd.Function):
+@torch.no_grad()
+def measure_logits(logits_KV: Tensor, targets: Tensor, base_KV: Tensor | None = None) -> Tensor:
+    """Return the MEASURES [5, K] from all logits, without a gradient."""
+    found = logits_KV.new_zeros(len(MEASURES), len(targets), dtype=torch.float32)
+    size = max(1, MEASURED_AT_ONCE // logits_KV.shape[1])
+    for start in range(0, len(targets), size):
+        chunk = slice(start, start + size)
+        log_p_CV = torch.log_softmax(logits_KV[chunk], 1, dtype=torch.float32)
+        p_CV = log_p_CV.exp()
+        found[LOSS, chunk] = -log_p_CV.gather(1, targets[chunk, None]).squeeze(1)
+        found[ENTROPY, chunk] = -(p_CV * log_p_CV).sum(1)
+        found[COLLISION, chunk] = p_CV.square().sum(1).log()
+        if base_KV is not None:
+            log_q_CV = torch.log_softmax(base_KV[chunk], 1, dtype=torch.float32)
+            found[BASE_LOSS, chunk] = -log_q_CV.gather(1, targets[chunk, None]).squeeze(1)
+            found[DIVERGENCE, chunk] = (p_CV * log_p_CV.sub_(log_q_CV)).sum(1)
+    return found
+
+
+class _TokenMeasures(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, indices: Tensor | None, values: Tensor | None
+        ctx: Any, hidden: Tensor, base_hidden: Tensor | None, weight: Tensor, targets: Tensor, *rows: Tensor | None
     ) -> Tensor:
-        losses = _compute_losses(_Head(weight, indices, values, None), hidden, targets)
-        ctx.save_for_backward(hidden, weight, targets, indices, values)
-        return losses
+        head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
+        matrices = 1 if base_hidden is None else 2
+        size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
+        storage, base_CV, parts = hidden.new_empty(matrices, size, vocabulary), None, []
+        for start in range(0, tokens, size):
+            chunk = slice(start, min(start + size, tokens))
+            logits_CV = head.logits(hidden[chunk], storage[0])
+            if base_hidden is not None:
+                base_CV = torch.mm(base_hidden[chunk], weight.t(), out=storage[1, : len(logits_CV)])
+            parts.append(measure_logits(logits_CV, targets[chunk], base_CV))
+        ctx.save_for_backward(hidden, weight, targets, *rows)
+        return torch.cat(parts, 1) if parts else hidden.new_zeros(len(MEASURES), 0, dtype=torch.float32)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_K: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_MK: Tensor) -> tuple[Tensor | None, ...]:
+        grad_K = grad_MK[LOSS]
         hidden, weight, targets, indices, values = ctx.saved_tensors
         head = _Head(weight, indices, values, hidden)
         _compute_losses(head, hidden, targets, row_weights=grad_K)
@@ -167,7 +208,7 @@ class _TokenLosses(torch.autograd.Function):
         for grad_CH, weights in zip(head.grad_hidden.split(ROWS_AT_ONCE), grad_K.split(ROWS_AT_ONCE), strict=True):
             grad_CH.copy_(grad_CH.float() * (weights / head.scale)[:, None])
         of_rows = None if head.grad_values is None else head.grad_values / head.scale
-        return head.grad_hidden, None, None, None, of_rows
+        return head.grad_hidden, None, None, None, None, of_rows
 
 
 class _TokenLossSum(torch.autograd.Function):
@@ -224,7 +265,7 @@ class _Head:
     """The head of one pass over the chunks, and the gradients that are summed over them."""
 
     def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
-        """`like` is the hidden states whose gradient is computed; None computes no gradient."""
+        """`like` is the hidden states that get a gradient; None computes no gradient."""
         self.weight, self._indices, self._values = weight, indices, values
         self.grad_hidden = torch.empty_like(like) if like is not None else None
         self.grad_values = None

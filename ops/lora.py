@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
-from ops.derivative import compute_bias_grads, refuse_given_h, refuse_second_derivative, select_adapter_grads
+from ops.derivative import register
 from ops.seeds import draw_seed
 
 MAX_RANK = 256
@@ -240,28 +240,6 @@ def _fake_lora_backward(  # type: ignore[no-untyped-def]
     return fake_backward(x, downs, ups, need_x, need_down, need_up)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    x, weights, biases, downs, ups, scales, p, seed, h = inputs
-    refuse_given_h(h)
-    ctx.scales, ctx.p, ctx.group_size, ctx.biases = scales, p, len(weights), len(biases)
-    ctx.save_for_backward(x, output[1], seed, *weights, *downs, *ups)
-
-
-def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
-    n = ctx.group_size
-    x, h, seed, *rest = ctx.saved_tensors
-    need = ctx.needs_input_grad
-    ctx.need_x = need[0]
-    if any(need[1]):
-        raise ValueError("weight.requires_grad=True: the fused operator has no gradient of the base weight; freeze it")
-    weights, downs, ups = rest[:n], rest[n : 2 * n], rest[2 * n :]
-    flags = need[0], any(need[3]), any(need[4])
-    result = torch.ops.zerolora.lora_backward(grads, x, weights, downs, ups, h, ctx.scales, ctx.p, seed, *flags)
-    grad_x, grad_downs, grad_ups = select_adapter_grads(ctx, result, n)
-    bias_grads = compute_bias_grads(grads, need[2]) if ctx.biases else []
-    return grad_x, [None] * n, bias_grads, grad_downs, grad_ups, None, None, None, None
-
-
 torch.library.impl("zerolora::lora_project", "cpu")(reference_project)
 torch.library.impl("zerolora::lora_forward", "cpu")(reference_forward)
 torch.library.impl("zerolora::lora_backward", "cpu")(reference_backward)
@@ -269,8 +247,7 @@ torch.library.register_fake("zerolora::lora_project")(fake_project)
 torch.library.register_fake("zerolora::lora_forward")(_fake_lora_forward)
 torch.library.register_fake("zerolora::lora_backward")(_fake_lora_backward)
 torch.library.register_autograd("zerolora::lora_project", refuse_alone)
-torch.library.register_autograd("zerolora::lora_forward", _backward, setup_context=_setup_context)
-torch.library.register_autograd("zerolora::lora_backward", refuse_second_derivative)
+register("lora")
 _FORWARD = torch.ops.zerolora.lora_forward.default
 
 

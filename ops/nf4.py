@@ -10,7 +10,7 @@ Formulas: ops/reference.py with W = dequantize_nf4(packed, state). Layout: bitsa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,47 +71,11 @@ class Nf4Weight:
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
 
 
-class ForwardArguments(NamedTuple):
-    """Arguments of `nf4_forward`, in the order of its schema and of autograd's gradients."""
-
-    x: Tensor
-    packed: Sequence[Tensor]
-    states: Sequence[Tensor]
-    """Quantisation states of all weights, concatenated."""
-    rows: Sequence[int]
-    block: int
-    nested_block: int
-    biases: Sequence[Tensor]
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    scales: Sequence[float]
-    p: float
-    seed: Tensor | None
-    h: Tensor | None
+ForwardArguments = derivative.arguments_of("nf4_forward")
+BackwardArguments = derivative.arguments_of("nf4_backward")
 
 
-class BackwardArguments(NamedTuple):
-    """Arguments of `nf4_backward`, in the order of its schema."""
-
-    grads: Sequence[Tensor]
-    x: Tensor
-    packed: Sequence[Tensor]
-    states: Sequence[Tensor]
-    rows: Sequence[int]
-    block: int
-    nested_block: int
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    h: Tensor
-    scales: Sequence[float]
-    p: float
-    seed: Tensor | None
-    need_x: bool
-    need_down: bool
-    need_up: bool
-
-
-def _weights(of: ForwardArguments | BackwardArguments) -> list[Tensor]:
+def _weights(of: Any) -> list[Tensor]:
     """Dequantise all weights of the group to the type of x."""
     each, cols = len(of.states) // len(of.packed), of.x.shape[-1]
     split = [of.states[i * each : (i + 1) * each] for i in range(len(of.packed))]
@@ -165,7 +129,7 @@ torch.library.impl("zerolora::nf4_backward", "cpu")(reference_backward)
 torch.library.register_fake("zerolora::dequantize_nf4")(_fake_dequantize)
 torch.library.register_fake("zerolora::nf4_forward")(_fake_forward)
 torch.library.register_fake("zerolora::nf4_backward")(_fake_backward)
-derivative.register("nf4", ForwardArguments, BackwardArguments)
+derivative.register("nf4")
 _FORWARD = torch.ops.zerolora.nf4_forward.default
 
 

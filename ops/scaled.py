@@ -12,7 +12,7 @@ between. The products are those of `zerolora::lora_forward`, on every device.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,38 +49,8 @@ class ScaledWeight:
     block: tuple[int, int]
 
 
-class ForwardArguments(NamedTuple):
-    """Arguments of `scaled_forward`, in the order of its schema and of autograd's gradients."""
-
-    x: Tensor
-    values: Sequence[Tensor]
-    scales: Sequence[Tensor]
-    block: Sequence[int]
-    biases: Sequence[Tensor]
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    factors: Sequence[float]
-    p: float
-    seed: Tensor | None
-
-
-class BackwardArguments(NamedTuple):
-    """Arguments of `scaled_backward`, in the order of its schema."""
-
-    grads: Sequence[Tensor]
-    x: Tensor
-    values: Sequence[Tensor]
-    scales: Sequence[Tensor]
-    block: Sequence[int]
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    h: Tensor
-    factors: Sequence[float]
-    p: float
-    seed: Tensor | None
-    need_x: bool
-    need_down: bool
-    need_up: bool
+ForwardArguments = derivative.arguments_of("scaled_forward")
+BackwardArguments = derivative.arguments_of("scaled_backward")
 
 
 def _check(x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int]) -> None:
@@ -172,7 +142,7 @@ torch.library.impl("zerolora::scaled_forward", _DEVICES)(forward)
 torch.library.impl("zerolora::scaled_backward", _DEVICES)(backward)
 torch.library.register_fake("zerolora::scaled_forward")(_fake_forward)
 torch.library.register_fake("zerolora::scaled_backward")(_fake_backward)
-derivative.register("scaled", ForwardArguments, BackwardArguments)
+derivative.register("scaled")
 _FORWARD = torch.ops.zerolora.scaled_forward.default
 
 

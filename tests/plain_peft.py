@@ -1,6 +1,6 @@
 """The plain way to train the same adapter: PEFT, torch's AdamW, and a loop of a dozen lines. What ours is held to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from trainer.config import RunConfig
 from trainer.data import Batches
 from trainer.data.batches import IGNORED, collate
-from trainer.data.samples import Sample, Samples
+from trainer.data.prepared import Prepared
+from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model, match_vocabulary
 from trainer.model.older_names import keep_target_names
@@ -51,28 +52,29 @@ def plain_losses(
     if training.qat:
         _round_by_torchao(model, training.qat)
     model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(_groups(model, config), weight_decay=training.weight_decay)
+    pad_token_id, losses = prepared.tokenizer.pad_token_id, []
+    for samples in train_steps(_groups(model, config), config, prepared, ranks=ranks):
+        documents = [document for sample in samples for document in split_documents(sample)]
+        losses.append(_step(model, documents, training.batch_size, pad_token_id, device, token_losses))
+    return losses
+
+
+def train_steps(groups: list[Any], config: RunConfig, prepared: Prepared, *, ranks: int = 1) -> Iterator[list[Sample]]:
+    """Yield the samples of each step's global batch, and update the parameters by the gradients computed meanwhile."""
+    training = config.training
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, weight_decay=training.weight_decay)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)
     batches = Batches(
-        prepared.data.train,
-        batch_size=training.batch_size,
-        accumulation=training.gradient_accumulation_steps * ranks,
-        rank=0,
-        world_size=1,
-        seed=config.seed,
-        shuffle=config.dataset.shuffle,
-        pad_token_id=prepared.tokenizer.pad_token_id,
-        flat=False,
-    )
-    losses: list[float] = []
+        prepared.data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps * ranks,
+        rank=0, world_size=1, seed=config.seed, shuffle=config.dataset.shuffle,
+        pad_token_id=prepared.tokenizer.pad_token_id, flat=False,
+    )  # fmt: skip
     epoch = offset = 0
     for _ in range(training.max_steps):
-        indices = batches.order(epoch)[offset : offset + batches.global_batch_size]
-        documents = [document for index in indices.tolist() for document in _documents(prepared.data.train[index])]
-        pad_token_id = prepared.tokenizer.pad_token_id
-        losses.append(_step(model, documents, training.batch_size, pad_token_id, device, token_losses))
+        indices = batches.order(epoch)[offset : offset + batches.global_batch_size].tolist()
+        yield [prepared.data.train[index] for index in indices]
         torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -80,7 +82,6 @@ def plain_losses(
         offset += len(indices)
         if offset >= len(prepared.data.train):
             epoch, offset = epoch + 1, 0
-    return losses
 
 
 def with_adapter(model: Any, config: RunConfig, excluded: str | None, new_tokens: list[int]) -> Any:
@@ -139,16 +140,6 @@ def _groups(model: Any, config: RunConfig) -> list[dict[str, Any]]:
     rate = config.training.learning_rate
     rates = (rate, rate * (config.lora.loraplus_lr_ratio or 1.0))
     return [{"params": side, "lr": lr} for side, lr in zip(sides, rates, strict=True)]
-
-
-def _documents(sample: Sample) -> list[Sample]:
-    """A pack's documents, each alone."""
-    documents, begin = [], 0
-    for length in sample.document_lengths:
-        rows = slice(begin, begin + length)
-        documents.append(Sample(sample.input_ids[rows], sample.trained[rows], [length]))
-        begin += length
-    return documents
 
 
 def _step(

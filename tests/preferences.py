@@ -10,18 +10,32 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from tests.plain_peft import with_adapter
+from tests.plain_peft import train_steps, with_adapter
+from tests.runs_in_process import make_ground
 from tests.tiny import WORDS
 from trainer.config import RunConfig
-from trainer.data import Batches, Sample, Samples
+from trainer.data import Sample
 from trainer.data.samples import split_documents
 from trainer.model.base import load_base_model
-from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
 Formula = Callable[[Any, Any, Any, Any, int, int, float], torch.Tensor]
 """log p and log p_ref of the chosen and the rejected answer, their numbers of tokens, beta."""
+
+
+def make_pairs_ground(folder: Path, count: int, held_out: int) -> Path:
+    """`make_ground` with ragged pairs for training and held-out ones."""
+    make_ground(folder)
+    write_pairs(folder / "train.jsonl", count)
+    write_pairs(folder / "held_out.jsonl", held_out, seed=1)
+    return folder
+
+
+def read_metric(folder: Path, name: str) -> list[float]:
+    """Values of a metric of a run, step by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
 
 
 def write_pairs(path: Path, count: int, *, seed: int = 0) -> Path:
@@ -74,25 +88,17 @@ FORMULAS: dict[str, Formula] = {
 
 
 def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> tuple[list[float], dict[str, Any]]:
-    """Loss per pair at each step of `config`, and the trained factors by name."""
-    training, formula, beta = config.training, FORMULAS[name], config.preference.beta
+    """Loss per pair at each step of `config`, and the trained factors by name; `wpo` is DPO with WPO's weights."""
+    formula, beta = FORMULAS[name.replace("wpo", "dpo")], config.preference.beta
     prepared = prepare(config)
     device = torch.device("cpu")
     model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=device, attention="sdpa")
     set_seed(config.seed)
     model = with_adapter(model, config, None, [])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
-    assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
-    schedule = build_schedule(optimizer, training, training.max_steps)
-    batches = Batches(
-        prepared.data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps * ranks,
-        rank=0, world_size=1, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
-    )  # fmt: skip
-    losses, epoch, offset = [], 0, 0
-    for _ in range(training.max_steps):
-        indices = batches.order(epoch)[offset : offset + batches.global_batch_size].tolist()
-        documents = [document for index in indices for document in split_documents(prepared.data.train[index])]
+    losses = []
+    for samples in train_steps(trained, config, prepared, ranks=ranks):
+        documents = [document for sample in samples for document in split_documents(sample)]
         pairs = list(zip(documents[::2], documents[1::2], strict=True))
         total = 0.0
         for chosen, rejected in pairs:
@@ -100,25 +106,34 @@ def plain_preference_losses(config: RunConfig, name: str, *, ranks: int = 1) -> 
             with torch.no_grad(), model.disable_adapter():
                 (reference_c, _), (reference_r, _) = log_p(model, chosen), log_p(model, rejected)
             loss = formula(c, r, reference_c, reference_r, n, m, beta)
+            if name == "wpo":
+                loss = loss * wpo_weight(model, chosen) * wpo_weight(model, rejected)
             (loss / len(pairs)).backward()
             total += loss.item()
         losses.append(total / len(pairs))
-        torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        offset += len(indices)
-        if offset >= len(prepared.data.train):
-            epoch, offset = epoch + 1, 0
     return losses, {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}
 
 
 def log_p(model: Any, document: Sample) -> tuple[torch.Tensor, int]:
     """log p of the trained tokens of one document, and their number."""
+    logits, wanted = answer_logits(model, document)
+    return -cross_entropy(logits, wanted, reduction="sum"), len(wanted)
+
+
+def answer_logits(model: Any, document: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [K, V] and ids [K] of the trained tokens of one document."""
     ids = torch.tensor([document.input_ids])
-    wanted = torch.where(torch.tensor([document.trained]) > 0, ids, -100)[:, 1:]
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return -cross_entropy(logits[0].float(), wanted[0], ignore_index=-100, reduction="sum"), int((wanted != -100).sum())
+    trained = torch.tensor(document.trained[1:]) > 0
+    return model(input_ids=ids, use_cache=False).logits[0, :-1][trained].float(), ids[0, 1:][trained]
+
+
+@torch.no_grad()
+def wpo_weight(model: Any, document: Sample) -> torch.Tensor:
+    """Equation 2 of Zhou et al. 2024 for one answer, per token."""
+    logits, wanted = answer_logits(model, document)
+    p = logits.softmax(1)
+    aligned: torch.Tensor = p.gather(1, wanted[:, None])[:, 0] / p.square().sum(1)
+    return aligned.log().mean().exp()
 
 
 LN_2 = math.log(2)

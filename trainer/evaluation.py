@@ -1,4 +1,4 @@
-"""The evaluations of a run: the held-out loss, and samples."""
+"""The evaluations of a run: the held-out loss, scores, and samples."""
 
 import math
 from collections.abc import Callable
@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.markup import escape
 
+from trainer.config import UserError
+from trainer.config.evaluation_section import LOSSES
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
+from trainer.tasks.lm_eval_scores import Scores
 from trainer.tasks.task import StepLoss, Task
 
 FRAGMENTED = 0.1
@@ -38,9 +42,37 @@ class Evaluation:
         measurement: Measurement | None = None,
         *,
         held_out: bool,
+        scored: bool = False,
+        best: str = "loss",
     ) -> None:
-        self.has_data = held_out
+        """`scored`: whether the task has scores; `best` is `training.best_metric`."""
+        self.has_data, self.is_defined, self._best = held_out, held_out or scored, best
+        self.sign = 1.0
+        """-1 if higher is better for the best metric."""
         self._task, self._engine, self._loss, self._say, self._measurement = task, engine, loss, say, measurement
+
+    def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
+        """Return the best metric, negated if higher is better, and all metrics; every rank must call it.
+
+        The `first` evaluation also has the scores of the base.
+        """
+        values: dict[str, float] = {}
+        if self.has_data:
+            values["eval/loss"], measured = self.loss()
+            values |= measured
+        scores = self._task.scores(self._engine) if self._measurement is None else Scores({}, {})
+        values |= {f"eval/{name}": value for name, value in scores.values.items()}
+        if first and scores.values:
+            base = self._task.scores(self._engine, base=True)
+            values |= {f"base/{name}": value for name, value in base.values.items()}
+        if scores.values:
+            _release_if_fragmented()
+            self._say("scores  " + "  ".join(f"{escape(name)} {value:.4f}" for name, value in scores.values.items()))
+        if (best := f"eval/{self._best}") not in values and self._best != "loss":
+            known = ", ".join(sorted(scores.values))
+            raise UserError(f"training.best_metric={self._best}: was not measured; use loss or one of {known}")
+        self.sign = 1.0 if self._best in (*LOSSES, *scores.lower_is_better) else -1.0
+        return self.sign * values.get(best, math.nan), values
 
     @phase("evaluate")
     def loss(self) -> tuple[float, dict[str, float]]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.config import TrainingSection, UserError
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import peak_memory_gib
@@ -51,22 +52,14 @@ class Parts:
     reporter: Reporter | None
     stop: StopRequest
     evaluate: Callable[[], tuple[float, dict[str, float]]] | None
-    """Returns the held-out loss and further metrics."""
-    copy_for_save: Callable[[], None]
-    """Copies the content of a checkpoint after the current step of the device."""
-    save: Callable[[Position], None]
-    """Starts to write the copy."""
-    make_updates_wait: Callable[[], None]
-    """Called before an update: makes the device finish the copy first."""
-    settle_save: Callable[[], None]
-    """Waits until the checkpoint is complete."""
+    """Returns the number that evaluations are compared by, lower is better, and all metrics."""
+    checkpoints: CheckpointManager | None
+    """None for a run without checkpoints."""
     recovery: Recovery
     gradient_check: GradientCheck | None = None
     steering: Steering | None = None
     mfu: MfuMeter | None = None
     experts: ExpertLoad | None = None
-    loss_values: Callable[[], dict[str, float]] = dict
-    """Returns further metrics of the loss since the last call; every rank must call it."""
     profiler: StepProfiler | None = None
     counted: str = "tokens"
     """Unit in which batches are counted."""
@@ -126,7 +119,6 @@ class Loop:
         if self._parts.profiler is not None:
             self._parts.profiler.finish()
         self._save(at_the_end=True)
-        self._parts.settle_save()
         self._parts.stop.agree()
 
     def _save_and_raise(self, error: UserError) -> NoReturn:
@@ -136,7 +128,6 @@ class Loop:
             raise error
         self._settle()
         self._save(at_the_end=True)
-        self._parts.settle_save()
         raise UserError(
             f"{error}; training stopped after step {self.position.step}, which is saved; resume it with "
             "training.resume_from_checkpoint=latest"
@@ -189,7 +180,8 @@ class Loop:
 
     def _before_update(self) -> None:
         self._settle()
-        self._parts.make_updates_wait()
+        if self._parts.checkpoints is not None:
+            self._parts.checkpoints.make_updates_wait()
 
     def _wants_save(self) -> bool:
         """Return whether `save_minutes` have passed on rank 0; the others get this from the step's result."""
@@ -249,7 +241,7 @@ class Loop:
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         # Summed over all ranks, so that all must call it.
         expert_load = parts.experts.values() if is_logged and parts.experts is not None else {}
-        pairs = parts.loss_values() if is_logged else {}
+        pairs = parts.loss.values() if is_logged else {}
         if parts.reporter is None:
             return
         values = {
@@ -283,17 +275,18 @@ class Loop:
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate every `eval_steps`, track the best loss, and decide on early stopping."""
+        """Evaluate every `eval_steps`, track the best one, and decide on early stopping."""
         training, position, parts = self._training, self.position, self._parts
         if parts.evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return
         self._settle()
         self._before = None  # the evaluation does not count as time of the next step
-        loss, measured = parts.evaluate()
-        position.last_evaluation, position.evaluated_at = loss, position.step
-        report_evaluation(parts.reporter, position.step, loss, measured)
-        if loss < position.best_loss - training.early_stopping_threshold:
-            position.best_loss, position.best_step, position.worse_in_a_row = loss, position.step, 0
+        compared, values = parts.evaluate()
+        position.last_evaluation, position.evaluated_at = values.get("eval/loss"), position.step
+        if parts.reporter is not None:
+            parts.reporter.log(position.step, values)
+        if compared < position.best_loss - training.early_stopping_threshold:
+            position.best_loss, position.best_step, position.worse_in_a_row = compared, position.step, 0
             if training.best_checkpoint:
                 self._save()
         else:
@@ -316,20 +309,26 @@ class Loop:
             self._save()
 
     def _save(self, *, at_the_end: bool = False) -> None:
-        """Save a checkpoint; a full disk does not stop training, and the next save tries again.
+        """Save a checkpoint, completely at the end; a full disk does not stop training, and the next save tries again.
 
         The copy is launched before waiting for the step's result, after which the device is idle.
         """
-        self._save_asked = False
-        if self._saved_at == self.position.step:
+        parts, self._save_asked = self._parts, False
+        if parts.checkpoints is None:
             return
-        started = time.perf_counter()
-        self._parts.copy_for_save()
+        if self._saved_at != self.position.step:
+            self._start_save(parts.checkpoints, at_the_end=at_the_end)
+        if at_the_end:
+            parts.checkpoints.settle()
+
+    def _start_save(self, checkpoints: CheckpointManager, *, at_the_end: bool) -> None:
+        parts, started = self._parts, time.perf_counter()
+        checkpoints.copy(parts.engine)
         waiting = time.perf_counter()
         self._settle()
         self._before, started = None, started + time.perf_counter() - waiting
         try:
-            self._parts.save(self.position)
+            checkpoints.save(parts.engine, self.position, parts.schedule, parts.batches, parts.steering)
         except SaveFailed:
             if at_the_end:
                 raise
@@ -351,9 +350,3 @@ def exclude_from_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def report_evaluation(reporter: Reporter | None, step: int, loss: float, measured: dict[str, float]) -> None:
-    """Log the held-out loss with further metrics."""
-    if reporter is not None:
-        reporter.log(step, {"eval/loss": loss} | measured)

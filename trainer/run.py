@@ -17,11 +17,10 @@ from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rank_arguments import resume_command
-from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
 from trainer.data.step_count import count_steps
 from trainer.evaluation import Evaluation, Measurement
-from trainer.loop import Loop, Parts, report_evaluation
+from trainer.loop import Loop, Parts
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
@@ -40,9 +39,9 @@ from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
     build_optimizer,
     build_schedule,
+    has_moved,
     planned_rates,
     rate_floor,
-    restore_schedule,
 )
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
@@ -134,20 +133,24 @@ class Run:
     def train(self) -> Position:
         """Join the other ranks, train, and save; every rank must call it."""
         self._join()
+        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.say, self.lock)
         self.checkpoints = CheckpointManager(
-            self.config, self.prepared, self.ranks, self.device, self.precision, self.say
+            self.config, self.prepared, self.ranks, self.precision, self.say, self.folder
         )
-        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.say, self.checkpoints, self.lock)
+        self.checkpoints.agree()
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._start_steering(engine, position, total_steps)
-        prompt_text = self.prepared.data.stats.prompt_text
-        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision, prompt_text)
+        prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
+        self.metrics = self.folder.open(
+            model, position, total_steps, self.device, self.precision, prompt_text, checkpoint
+        )
         if self.measurement is None:
-            self.folder.prepare_saves(engine)
-        held_out = self.prepared.data.evaluation is not None
-        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
+            self.checkpoints.prepare(engine)
+        measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
+        best = self.config.training.compared_metric
+        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         loop = Loop(self._build_parts(engine, total_steps), self.config.training, position, total_steps)
         try:
@@ -167,7 +170,12 @@ class Run:
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None and self.metrics is not None:
                 self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
-            self._save_result(engine, factor)
+            self.folder.save_result(
+                engine,
+                must_have_moved=has_moved(self.schedule),
+                factor=factor,
+                identity=self.checkpoints.identity(),
+            )
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
         self.stop.saved = True
@@ -244,12 +252,7 @@ class Run:
         total_steps = count_steps(training, count_samples(self.prepared), self.config.data_ranks(self.ranks.world_size))
         assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
-        position, state = self.checkpoints.restore(engine, total_steps)
-        if state:
-            restore_schedule(self.schedule, int(state["schedule_steps"]))
-            self.restored_scu = state.get("scu")
-            if isinstance(self.batches, StreamBatches):
-                self.batches.load_state_dict(state.get("stream", {}))
+        position, self.restored_scu = self.checkpoints.restore(engine, total_steps, self.schedule, self.batches)
         return position, total_steps
 
     @phase("steer")
@@ -260,7 +263,7 @@ class Run:
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
         given = SteeringInputs(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs, packed=self.decided.reference.value == "packed",
+            flat=self.task.flat_packs,
             total_steps=total_steps, step=position.step, say=self.say,
         )  # fmt: skip
         steering, notes = start_steering(given, self.restored_scu, self.folder.path)
@@ -289,17 +292,13 @@ class Run:
             ranks=self.ranks,
             reporter=self.metrics,
             stop=self.stop,
-            evaluate=self.evaluation.loss if self.evaluation.has_data else None,
-            copy_for_save=lambda: self._copy_for_save(engine),
-            save=lambda position: self._save_checkpoint(engine, position),
-            make_updates_wait=self.checkpoints.make_updates_wait,
-            settle_save=self.checkpoints.settle,
+            evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
+            checkpoints=self.checkpoints if self.measurement is None else None,
             recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
             mfu=self.task.meter(engine.module) if self.ranks.is_main else None,
             experts=experts,
-            loss_values=self.loss.values,
             counted=self.task.counted,
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
@@ -313,18 +312,22 @@ class Run:
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
         """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
-        if self.evaluation.has_data and loss is None:
-            loss, measured = self.evaluation.loss()
-            report_evaluation(self.metrics, position.step, loss, measured)
+        is_done = position.evaluated_at == position.step and (loss is not None or not self.evaluation.has_data)
+        if self.evaluation.is_defined and not is_done:
+            _, values = self.evaluation.measure(first=when == "before")
+            loss = values.get("eval/loss")
+            if self.metrics is not None:
+                self.metrics.log(position.step, values)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 
     def _report_early_stop(self, position: Position, total_steps: int) -> None:
-        patience = self.config.training.early_stopping
+        patience, best = self.config.training.early_stopping, self.config.training.best_metric
+        words = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
         self.say(
-            f"stopped early at step {position.step} of {total_steps}: no lower held-out loss in {patience} "
-            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the lowest is "
-            f"{position.best_loss:.4f} at step {position.best_step}"
+            f"stopped early at step {position.step} of {total_steps}: no {words[0]} in {patience} "
+            f"evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the {words[1]} is "
+            f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
         )
         if self.metrics is not None:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
@@ -342,33 +345,8 @@ class Run:
             return None
         graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.use_captured(graphs.penalty, graphs.with_reference)
+            self.steering.use_captured(graphs.penalty, graphs.divergence)
         return graphs
-
-    @phase("save")
-    def _copy_for_save(self, engine: Engine) -> None:
-        if self.measurement is None:
-            self.folder.copy_checkpoint(engine)
-
-    @phase("save")
-    def _save_checkpoint(self, engine: Engine, position: Position) -> None:
-        if self.measurement is not None:
-            return
-        state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
-        if isinstance(self.batches, StreamBatches):
-            state["stream"] = self.batches.state_dict()
-        if self.steering is not None:
-            state["scu"] = self.steering.state_dict()
-            self.folder.save_steering(self.steering)
-        self.folder.save_checkpoint(engine, position, state, must_have_moved=self._must_have_moved())
-
-    @phase("save")
-    def _save_result(self, engine: Engine, factor: float) -> None:
-        self.folder.save_result(engine, must_have_moved=self._must_have_moved(), factor=factor)
-
-    def _must_have_moved(self) -> bool:
-        """Return whether weights must have changed: the first step of a warm-up has a learning rate of zero."""
-        return sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
 
     @phase("report")
     def _finish(self, position: Position, before: float | None, after: float | None) -> None:

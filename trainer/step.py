@@ -182,9 +182,7 @@ def _micro_step(
     `steering` is given for the last micro-batch of a step.
     """
     with stragglers.own_time() if stragglers is not None else nullcontext():
-        loss_local = steering.loss(step, batch) if steering is not None else None
-        if loss_local is None:
-            loss_local = loss(engine, batch, engine.device)
+        loss_local = loss(engine, batch, engine.device)
     sums[0] += loss_local.detach()
     total = (loss_local + loss.balancing) * scale
     if steering is not None:

@@ -32,9 +32,13 @@ def translate(foreign: Foreign) -> Translation:
     set_training(t)
     set_saves_and_evaluations(t)
     if (rl := str(t.get("rl")).lower()) in (KEYS["rl"].values or ()):
-        common.set_preference(t, rl, "sequence_len", "rl")
+        common.set_preference(t, {rl: 1.0, "sft": t.get("rpo_alpha", 0.0)}, "sequence_len", "rl", "rpo_alpha")
+    elif t.get("reward_model"):
+        common.set_preference(t, None, "sequence_len", "reward_model")
+        if t.get("num_labels", 1) != 1:
+            t.refuse("num_labels", "a reward is one number; use 1")
     else:
-        t.drop("preference.")
+        t.drop("preference.", "reward.")
     common.set_distribution(t)
     return t
 

@@ -82,6 +82,8 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     """Return the settings of one source."""
     if entry.get("message_field_training") in ("train", "training", "weight"):  # read without being named
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
+    if not entry.get("path"):
+        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or the name of a data set on the hub")
     for key in REFUSED.keys() & entry.keys():
         t.report(f"{at}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:
@@ -90,7 +92,8 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
         if entry.get(key, "turn") != "turn":
             t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
     t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry and key not in ELSEWHERE]
-    ours = read_pairs(entry, t.get("rl")) if t.get("rl") else read_format(t, entry.get("type"), f"{at}.type")
+    kind = t.get("rl") or ("reward" if t.get("reward_model") else "")
+    ours = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{at}.type")
     others = ("type", "fields", *PAIR_FIELDS, *DROPPED, *ELSEWHERE, *REFUSED)
     given = {key: value for key, value in entry.items() if key not in others}
     try:
@@ -128,7 +131,7 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
 
 
 def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
-    """Return format and fields of a source of preference pairs, or of labelled answers."""
+    """Return format and fields of a source of preference pairs, or of labelled answers; `rl` is their method."""
     kind = entry.get("type")
     style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
     given = {**entry, **(kind if isinstance(kind, dict) else {})}
@@ -136,8 +139,8 @@ def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
     is_kto = rl.lower() == "kto"
     if is_kto and style == "argilla_chat":
         fields["messages"] = "completion"  # question and answer as turns
-    elif style in QUESTIONS:
-        fields["instruction"] = QUESTIONS[style]
+    elif style in QUESTIONS or rl == "reward":
+        fields["instruction"] = QUESTIONS.get(style, "input")
     return {"format": "unpaired" if is_kto else "preference", "fields": fields}
 
 

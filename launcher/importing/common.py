@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from launcher.importing.translation import (
@@ -28,7 +29,7 @@ INT8 = (
     "and Ada quantization.quant_type: fp8 is faster"
 )
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
-PREFERENCE_LOSSES = load_table("trl_dpo")["loss_type"].values or {}
+PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
 
 DEEPSPEED = {
@@ -55,16 +56,16 @@ SHARED_ROWS = {
 }
 
 
-def set_preference(t: Translation, loss: str | None, length: str, *names: str, sft: float = 0.0) -> None:
-    """Set preference training with a loss, and that of the chosen answer with the weight `sft`; None: a reward model.
+def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
+    """Set preference training with losses and their weights, of which those of 0 are left out; None: a reward model.
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """
-    t.put("task", "reward" if loss is None else "preference", *names)
-    if loss is None:
-        t.drop("preference.")
-    else:
-        t.put("preference.loss", {loss: 1.0, "sft": sft} if sft else loss, *names)
+    t.put("task", "reward" if losses is None else "preference", *names)
+    t.drop("preference." if losses is None else "reward.")
+    if losses is not None:
+        weights = {loss: weight for loss, weight in losses.items() if weight}
+        t.put("preference.loss", next(iter(weights)) if [*weights.values()] == [1.0] else weights, *names)
     t.drop("dataset.train_on", "dataset.too_long")
     if (one := t.get_setting("dataset.max_length")) is not None:
         t.put("dataset.max_length", 2 * one, length)
@@ -72,7 +73,7 @@ def set_preference(t: Translation, loss: str | None, length: str, *names: str, s
 
 
 def name_model(t: Translation, name: str) -> None:
-    """Require a model; refuse one whose name says that it is quantized."""
+    """Require a model; refuse one with the name of a quantized model."""
     t.require(name, "a model must be named")
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
@@ -182,9 +183,16 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
     """Set schedule, precision, saves, evaluations and reports from the arguments of transformers."""
     set_warmup(t, default=0)
     given, peak = t.get("lr_scheduler_kwargs", {}), t.get_setting("training.learning_rate")
+    schedule, steps = t.get_setting("training.lr_scheduler"), t.get_setting("training.max_steps")
     ratio = given.get("min_lr_rate", given["min_lr"] / peak if "min_lr" in given and peak else None)
-    if ratio is not None and t.get_setting("training.lr_scheduler") == "cosine_with_min_lr":
+    if ratio is not None and schedule == "cosine_with_min_lr":
         t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+    if schedule == "cosine_with_restarts":
+        t.put("training.lr_cycles", given.get("num_cycles", 1), "lr_scheduler_kwargs")
+    elif schedule == "warmup_stable_decay":
+        t.put("training.min_lr_ratio", given.get("min_lr_ratio", 0.0), "lr_scheduler_kwargs")
+        if "num_decay_steps" in given and steps:
+            t.put("training.decay_ratio", min(1.0, given["num_decay_steps"] / steps), "lr_scheduler_kwargs")
     if (factor := t.get("label_smoothing_factor")) and t.get_setting("training.loss") in (None, "nll"):
         t.put("training.loss", "label_smoothing", "label_smoothing_factor")
         t.put("training.label_smoothing", factor, "label_smoothing_factor")
@@ -222,7 +230,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     except UserError as error:
         t.refuse(name, str(error))
         return None
-    return None if content is None else convert_part(t, name, path, "", kind, content)
+    return convert_part(t, name, path, "", kind, content)
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:

@@ -45,14 +45,17 @@ def translate(foreign: Foreign) -> Translation:
     common.set_distribution(t)
     if t.get("stage") == "dpo":
         loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
-        common.set_preference(t, loss, "cutoff_len", "stage", "pref_loss", sft=t.get("pref_ftx", 0.0))
+        losses = {loss: 1.0, "sft": t.get("pref_ftx", 0.0), "bco_pair": t.get("pref_bco_weight", 0.0)}
+        common.set_preference(t, losses, "cutoff_len", "stage", "pref_loss", "pref_ftx", "pref_bco_weight")
+        if losses["bco_pair"]:
+            t.note("pref_bco_weight", "the rewards of bco_pair are not shifted by their running mean")
     elif t.get("stage") == "rm":
         common.set_preference(t, None, "cutoff_len", "stage")
         t.note("stage", "a new score head without a bias, in place of a value head")
     elif t.get("stage") == "kto":
-        common.set_preference(t, "kto", "cutoff_len", "stage")
+        common.set_preference(t, {"kto": 1.0}, "cutoff_len", "stage")
     else:
-        t.drop("preference.")
+        t.drop("preference.", "reward.")
     if "output_dir" not in t.settings:
         t.put("output_dir", "runs/" + re.sub(r"[^\w.-]+", "-", str(t.get("model_name_or_path"))))
     return t
@@ -177,7 +180,7 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
 
 
 def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str) -> dict[str, Any]:
-    """Return the settings of records whose answers have a label."""
+    """Return the settings of records with labelled answers."""
     fields = {
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }

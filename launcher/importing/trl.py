@@ -12,16 +12,18 @@ from launcher.importing.translation import (
     Foreign,
     Key,
     Names,
+    Number,
     Text,
     Translation,
     Whole,
     load_table,
+    split_names,
 )
 from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
 REFUSED_SCRIPTS = {
-    common.REASONS["preferences"]: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|reward|nash|prm|sdpo",
+    common.REASONS["preferences"]: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|nash|prm|sdpo",
     common.REASONS["distillation"]: r"gkd|gold|distillation|sdft|ssd",
     common.VISION: r"vlm",
     common.REASONS["diffusion"]: r"diffusion",
@@ -42,9 +44,14 @@ ACCELERATE: dict[str, Any] = {
     "fsdp_config": common.FSDP,
 }
 SOURCE = {"path": Text, "name": Text, "data_dir": Text, "data_files": Names, "split": Text, "columns": [Text]}
-ROWS = common.SHARED_ROWS | {"datasets": Key([SOURCE]), "accelerate_config": Key((Text, ACCELERATE))}
+ROWS = common.SHARED_ROWS | {
+    "datasets": Key([SOURCE]),
+    "accelerate_config": Key((Text, ACCELERATE)),
+    "loss_weights": Key([Number]),
+}
 KEYS = load_table("trl", ROWS)
-PAIR_KEYS, KTO_KEYS = load_table("trl_dpo", ROWS), load_table("trl_kto", ROWS)
+SCRIPTS = {name: load_table(f"trl_{name}", ROWS) for name in ("dpo", "kto", "reward")}
+"""Scripts that train on pairs or labelled answers."""
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
@@ -93,9 +100,9 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(foreign: Foreign) -> Translation:
-    """Return our settings for the arguments of TRL's sft.py, dpo.py and kto.py."""
-    keys = KEYS if not trains_on_pairs(foreign) else KTO_KEYS if is_kto(foreign) else PAIR_KEYS
-    t = Translation(foreign, keys)
+    """Return our settings for the arguments of TRL's sft.py, dpo.py, kto.py and reward.py."""
+    script = find_script(foreign)
+    t = Translation(foreign, SCRIPTS.get(script, KEYS))
     common.name_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
     set_adapter(t)
@@ -103,25 +110,35 @@ def translate(foreign: Foreign) -> Translation:
     common.set_training(t, "bf16", ("steps", max(1, int(t.get("logging_steps", 10)))))
     common.set_distribution(t)
     set_accelerate(t)
-    if trains_on_pairs(foreign):
-        default = "kto" if is_kto(foreign) else "sigmoid"
-        loss = {**common.PREFERENCE_LOSSES, "kto": "kto"}.get(str(t.get("loss_type", default)).lower(), "dpo")
-        common.set_preference(t, loss, "max_length", "loss_type")
-        if loss == "kto":
-            t.note("loss_type" if t.get("loss_type") else "dataset_name", UNPAIRED)
+    if script == "dpo":
+        common.set_preference(t, read_losses(t), "max_length", "loss_type", "loss_weights", "rpo_alpha")
+    elif script == "kto":
+        common.set_preference(t, {"kto": 1.0}, "max_length", "loss_type")
+        t.note("loss_type" if t.get("loss_type") else "dataset_name", UNPAIRED)
+    elif script == "reward":
+        common.set_preference(t, None, "max_length", "max_length")
     else:
-        t.drop("preference.")
+        t.drop("preference.", "reward.")
     return t
 
 
-def trains_on_pairs(foreign: Foreign) -> bool:
-    """Return whether the script is that of DPO or KTO."""
-    return re.search(r"(?<![a-z])(dpo|kto)(?![a-z])", foreign.label.lower()) is not None
+def find_script(foreign: Foreign) -> str:
+    """Return the name of the script if it trains on pairs or labelled answers, else nothing."""
+    found = re.search(rf"(?<![a-z])({'|'.join(SCRIPTS)})(?![a-z])", foreign.label.lower())
+    return found[1] if found else ""
 
 
-def is_kto(foreign: Foreign) -> bool:
-    """Return whether the script is that of KTO."""
-    return re.search(r"(?<![a-z])kto(?![a-z])", foreign.label.lower()) is not None
+def read_losses(t: Translation) -> dict[str, float]:
+    """Return the losses of DPO with their weights."""
+    names = [name.lower() for name in split_names(t.get("loss_type", "sigmoid"))]
+    for name in names:
+        if name not in common.PREFERENCE_LOSSES:
+            t.refuse("loss_type", f"{name}: {common.REASONS['preferences']}")
+    weights = t.get("loss_weights", [1.0] * len(names))
+    if len(weights) != len(names):
+        t.refuse("loss_weights", "must have a number for each loss of loss_type")
+    losses = {common.PREFERENCE_LOSSES.get(name, "dpo"): weight for name, weight in zip(names, weights, strict=False)}
+    return losses | ({"sft": t.get("rpo_alpha")} if t.get("rpo_alpha") else {})
 
 
 def set_adapter(t: Translation) -> None:
@@ -145,7 +162,7 @@ def set_data(t: Translation) -> None:
     if field := t.get("dataset_text_field"):
         t.put("dataset.format", "completion", "dataset_text_field")
         t.put("dataset.fields", {"text": field}, "dataset_text_field")
-    elif "dataset.train_on" not in t.settings and not trains_on_pairs(t.foreign):
+    elif "dataset.train_on" not in t.settings and not find_script(t.foreign):
         t.put("dataset.train_on", ["all"])
         t.note("datasets" if sources else "dataset_name", WHOLE_CONVERSATIONS)
     if t.first("eval_strategy", "evaluation_strategy") in (None, "no") or "dataset.val_split" in t.settings:

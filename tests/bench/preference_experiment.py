@@ -2,13 +2,14 @@
 
 python -m tests.bench.preference_experiment FOLDER MODEL [--seeds 1,2,3] [--parallel 8] [--steps 150]
 A prompt names two to four facts. Chosen is their shortest JSON, rejected is the same JSON on indented lines, alone or
-after a sentence. Each seed trains DPO with five betas, which only measure the divergence K, and with the default beta
-under the Shannon Control Unit with two targets of K. All of them measure K on the same reference text.
+after a sentence. Each seed trains dpo and sft together (RPO) with five betas, which only measure the divergence K,
+and with the default beta under the Shannon Control Unit with two targets of K. All measure K on one reference text.
 An answer wins if it is JSON with exactly the facts asked for, and the base's answer is longer or is not such JSON.
 Answers are greedy, by transformers and PEFT. Runs that are in FOLDER already are kept.
 """
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -58,7 +59,8 @@ def write_pairs(folder: Path) -> None:
 def plan(folder: Path, model: str, seed: int, steps: int) -> dict[str, dict[str, Any]]:
     """The settings of every run of a seed, by the run's name."""
     usual = {
-        "base_model": model, "task": "preference", "seed": seed, "lora.r": 16, "lora.alpha": 32,
+        "base_model": model, "task": "preference", "preference.loss": {"dpo": 1.0, "sft": 1.0}, "seed": seed,
+        "lora.r": 16, "lora.alpha": 32,
         "lora.target_modules": "all-linear", "dataset.path": str(folder / "train.jsonl"),
         "dataset.evaluation.path": str(folder / "eval.jsonl"), "dataset.max_length": 512,
         "dataset.cache_dir": str(folder / "cache"), "training.batch_size": 16, "training.eval_batch_size": 64,
@@ -91,7 +93,7 @@ def train(folder: Path, runs: dict[str, dict[str, Any]], parallel: int) -> None:
                 sys.exit(f"{name} failed:\n" + (folder / f"{name}.log").read_text()[-2000:])
 
 
-def answers(model: Any, tokenizer: Any, asked: list[str], batch: int = 64) -> list[str]:
+def answers(model: Any, tokenizer: Any, asked: list[str], batch: int = 128) -> list[str]:
     """The greedy answer to each prompt."""
     found: list[str] = []
     for begin in range(0, len(asked), batch):
@@ -122,13 +124,8 @@ def win_rates(folder: Path, location: str, names: list[str]) -> dict[str, float]
     wanted = [json.loads(row["chosen"][0]["content"]) for row in rows]
     before = answers(base, tokenizer, asked)
     found = {"base": statistics.mean(is_right(text, facts) for text, facts in zip(before, wanted, strict=True))}
-    model = None
     for name in names:
-        if model is None:
-            model = PeftModel.from_pretrained(base, str(folder / name), adapter_name=name.replace(".", "_")).eval()
-        else:
-            model.load_adapter(str(folder / name), adapter_name=name.replace(".", "_"))
-        model.set_adapter(name.replace(".", "_"))
+        model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder / name)).merge_and_unload()
         after = answers(model, tokenizer, asked)
         won = [
             is_right(new, facts) and (not is_right(old, facts) or len(new) < len(old))

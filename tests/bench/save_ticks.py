@@ -13,16 +13,18 @@ import shutil
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from tests.engine import adapted_engine_of, one_rank
-from trainer.checkpoint.adapter_form import AdapterForm
-from trainer.checkpoint.background import CheckpointSaver, PublishOptions
-from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.weights import gather_weights, write_adapter
-from trainer.config import LoraSection
+from trainer.checkpoint.checkpoint import Position
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
+from trainer.checkpoint.run_folder import RunFolder
+from trainer.config import LoraSection, RunConfig
+from trainer.monitor.console import Output
 from trainer.parallel.ranks.group import Ranks
 
 RANK = 256
@@ -64,6 +66,29 @@ def waited_until(there: Path) -> tuple[float, float]:
     return waited, longest
 
 
+class Folder(RunFolder):
+    """A run's folder without its record."""
+
+    def restore_record(self) -> None:
+        """Write none."""
+
+
+def manager_of(run_dir: Path) -> CheckpointManager:
+    """A run with one checkpoint at a time, and without data."""
+    task: Any = SimpleNamespace(companion_files=lambda: lambda folder: None)
+    say, ranks = Output(Console(), is_main=True, verbose=True), Ranks(0, 1, 0)
+    config = RunConfig(
+        base_model="none",
+        output_dir=str(run_dir),
+        dataset={"path": "none"},
+        training={"save_steps": 1, "save_total_limit": 1},
+    )
+    folder = Folder(config, task, ranks, Console(), say, None)
+    manager = CheckpointManager(config, None, ranks, "bf16", say, folder)  # type: ignore[arg-type]
+    manager._identity = {}
+    return manager
+
+
 def main() -> None:
     """Save and print."""
     parser = argparse.ArgumentParser()
@@ -73,32 +98,20 @@ def main() -> None:
     run_dir = arguments.out.absolute() / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
-    ranks, order = Ranks(0, 1, 0), PublishOptions(1, (), [], lambda: None, lambda _: None)
     rows = []
     with one_rank(arguments.out):
         engine = engine_of_8b_adapter()
-        forms: list[AdapterForm] = []
-        saves = CheckpointSaver(run_dir, ranks)
-        saves.prepare(
-            engine, lambda: forms.append(AdapterForm.from_model(engine.module, gather_weights(engine.module)))
-        )
+        saves = manager_of(run_dir)
+        saves.prepare(engine)
         time.sleep(2.0)  # steps, in a run
-
-        weights: dict[str, torch.Tensor] = {}
-
-        def copied(copies: HostCopies) -> None:
-            weights.update(gather_weights(engine.module, copy=copies.copy))
-
-        def write(folder: Path) -> None:
-            write_adapter(forms[0], weights, folder, must_have_moved=False)
-
+        schedule: Any = SimpleNamespace(last_epoch=0, base_lrs=[0.0])
         for step in range(1, arguments.saves + 1):
             begun = time.perf_counter()
-            saves.copy(engine, copied)
-            saves.begin(engine, {"step": step}, write, order)
+            saves.copy(engine)
+            saves.save(engine, Position(step=step), schedule, None, None)  # type: ignore[arg-type]
             in_begin = time.perf_counter() - begun
             waited, longest = waited_until(run_dir / f"checkpoint-{step}")
-            saves.finish()
+            saves.settle()
             rows.append((in_begin, waited, longest))
             whole = time.perf_counter() - begun
             print(

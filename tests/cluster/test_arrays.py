@@ -55,7 +55,7 @@ def test_the_sweep_command_is_an_array_and_its_table_is_best_first(slurm: SlurmC
         "a rate of a millionth learns nothing in three steps"
     )
     assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
-    assert (run / "sweep.png").stat().st_size > 1000
+    assert (run / "sweep.html").stat().st_size > 1000
     of_job = ["--slurm", "--nodes", "1", *ONE_RANK]
     again = slurm.run(*ZEROLORA, "sweep", *settings, *axes, *of_job)
     assert again.count(" done") == 4, f"the table at once, and no job: {again}"

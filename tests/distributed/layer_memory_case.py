@@ -14,9 +14,8 @@ from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.layer_gather.shards import LayerShards, plan_units
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit
-from trainer.parallel.engine.layer_gather.units_of_model import plan_units
 from trainer.parallel.ranks.group import end_process, leave_process_group
 
 KINDS: dict[str, tuple[torch.dtype, QuantizationSection | None]] = {

@@ -1,8 +1,8 @@
 """Many training runs in one set of ranks, because starting ranks costs more than training a tiny model.
 
-deepspeed --module tests.distributed.matrix FOLDER PLAN.json     PLAN: [{"name", "overrides": {...}, "apart"?}, ...]
+deepspeed --module tests.distributed.matrix FOLDER PLAN.json     PLAN: [{"name", "overrides": {...}}, ...]
 Each case is a whole `Run` in FOLDER/<name>; what it measured is in its metrics.jsonl. A loss that is not finite ends
-its case alone, and makes the exit code 1; anything else ends all. `apart` gives reference text a pass of its own.
+its case alone, and makes the exit code 1; anything else ends all.
 """
 
 import argparse
@@ -10,20 +10,16 @@ import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 from rich.console import Console
 
 from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
-from trainer.memory.decisions import Decided
 from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
 from trainer.setup.preflight import prepare
-
-APART = Decided("apart", "the case wants it")
 
 
 def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequest) -> None:
@@ -34,8 +30,7 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     log = folder / f"{case['name']}-console-{ranks.rank}.txt"
     folder_of_case = Path(loaded.config.output_dir)
     held = FolderLock.take(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
-    apart = patch("trainer.memory.decisions._reference", lambda config: APART) if case.get("apart") else nullcontext()
-    with log.open("w") as file, held as lock, as_one_of_many(), apart:
+    with log.open("w") as file, held as lock, as_one_of_many():
         Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
     (folder / f"{case['name']}-done-{ranks.rank}").touch()
     # Looking for garbage, as DeepSpeed does too, takes as long as there are objects: not those that stay.

@@ -33,11 +33,11 @@ LAYER: dict[str, Any] = {"zero__stage": 3, "zero__gather": "layer"}
 MODULE: dict[str, Any] = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
 RECOMPUTED = {"training__gradient_checkpointing": "non_reentrant"}
 PACKED = {"dataset__packing": True}
-# What the others are compared with; reference text of packed ones has a pass of its own here alone.
+# What the others are compared with.
 STANDARDS: dict[str, dict[str, Any]] = {
     "plain": {"zero__stage": 2},
-    "packed-apart": {"zero__stage": 2, **PACKED},
-    "qlora-apart": {"zero__stage": 3, "adapter": "qlora", **PACKED},
+    "packed": {"zero__stage": 2, **PACKED},
+    "qlora": {"zero__stage": 3, "adapter": "qlora", **PACKED},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain-0": {"zero__stage": 0},
@@ -66,8 +66,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     write_chats(folder / "reference.jsonl", 9, seed=4)
     settings = {**TRAINING, "scu__reference": str(folder / "reference.jsonl")}
     cases = [case(name, **(settings | way)) for name, way in (STANDARDS | WAYS).items()]
-    for each in cases:
-        each["apart"] = each["name"].endswith("-apart")
     write_chats(folder / "many.jsonl", 72, seed=5)
     cases += [
         case(name, **(TRAINING | {"scu__reference": str(folder / "many.jsonl")} | way)) for name, way in FITS.items()
@@ -100,13 +98,6 @@ def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str) -
     for name, value in runs[other].adapter().items():
         # Seven steps of AdamW at a rate of 1e-2; the first follow the sign of rounding noise; 7.1e-6 seen.
         torch.testing.assert_close(runs[way].adapter()[name], value, atol=2e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", [*STANDARDS, *WAYS, "drawn-packed"])
-def test_the_record_says_how_reference_text_was_computed(runs: Matrix, name: str) -> None:
-    decided = json.loads((runs[name].folder / "run.json").read_text())["decisions"]["reference"]
-    wanted = "packed" if name.startswith(("packed", "qlora", "drawn")) and not name.endswith("apart") else "apart"
-    assert decided["value"] == wanted and bool(decided["reason"]) == (wanted == "apart")
 
 
 @pytest.mark.parametrize("name", ["drawn", "drawn-packed"])

@@ -19,7 +19,8 @@ LONG = {"dataset__max_length": 250, "training__batch_size": 1}
 PACKED = {"dataset__packing": True, **LONG}
 METRICS = (
     "train/loss", "train/tokens", "train/target_tokens", "eval/loss", "scu/s_ratio", "scu/lambda",
-    "train/logps/chosen", "train/rewards/margins", "eval/rewards/accuracies", "train/kl",
+    "train/logps/chosen", "train/rewards/margins", "eval/rewards/accuracies", "train/kl", "train/entropy",
+    "train/kl_bits",
 )  # fmt: skip
 """What must agree, where a run has it."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -56,6 +57,7 @@ MORE: dict[str, dict[str, Any]] = {
     "pairs-packed-3": {**PAIRED, "dataset__packing": True, "dataset__max_length": 250, "zero__stage": 3},
     "pairs-cached-2": {**PAIRED, "zero__stage": 2, "preference__reference": "cached"},
     "pairs-recomputed-2": {**PAIRED, "zero__stage": 2, "training__gradient_checkpointing": "non_reentrant"},
+    "weighted-2": {**PAIRED, "preference__weighting": "wpo", "zero__stage": 2},
     "labels-2": {**LABELLED, "training__batch_size": 2, "training__learning_rate": 1e-3, "zero__stage": 2},
     "answers-3": {**PACKED, "zero__stage": 3, "logging__sample_prompts": ["red cat"], "logging__sample_tokens": 4},
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Speed and memory of preference training next to SFT on the same tokens, on one GPU.
 
-python -m tests.gpu.preference_speed [--shape random:llama3.1-8b] [key=value ...]     a table comes last
+python -m tests.gpu.preference_speed [--shape random:llama3.1-8b] [--cases dpo] [key=value ...]     a table comes last
 Pairs of 2 x 1,024 tokens, 768 of them answers, in packs of 2,048; then prompts of 1,024 tokens with answers of 512.
 Compare the latter by the time of a step: a shared prompt counts once in tokens per second.
 """
@@ -75,11 +75,13 @@ def measure(folder: Path, name: str, shape: str, changes: dict[str, object], mor
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="random:llama3.1-8b")
+    parser.add_argument("--cases", default="", help="those after SFT with this in their names")
     arguments, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_data(folder, 40)
-        found = {name: measure(folder, name, arguments.shape, changes, more) for name, changes in CASES.items()}
+        cases = {name: changes for name, changes in CASES.items() if name == "sft" or arguments.cases in name}
+        found = {name: measure(folder, name, arguments.shape, changes, more) for name, changes in cases.items()}
     rate, _, peak = found["sft"]
     for name, (tokens, step_ms, gib) in found.items():
         print(f"{name:30} {tokens:9,.0f} tokens/s  {tokens / rate:.3f} of SFT  {step_ms:7.1f} ms per step", end="")

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 
 from benchmarks.bench.cases import write_texts
 from tests.runs_in_process import make_ground, train
-from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces
+from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, Member
+from trainer.patches.graphed_loss import DivergencePass, GraphedLoss, LossPass
 
 pytestmark = pytest.mark.gpu
 
@@ -191,21 +192,20 @@ def with_kl(texts: Path) -> dict[str, Any]:
     }
 
 
-def test_where_reference_text_is_not_worth_a_capture_others_are(even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The micro-step that has it may be many times as long."""
-    record = GraphCapturer.capture
+def test_reference_text_that_is_not_worth_a_capture_is_launched(even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = GraphedLoss._capture
 
-    def refused(self: GraphCapturer, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> CapturedPass:
-        captured = record(self, compute, must_pay=must_pay)
-        if captured._value.numel() > 1:
-            raise NotCapturable("it does not pay")
-        return captured
+    def refused(self: GraphedLoss, wanted: LossPass, *rest: Any) -> Any:
+        if isinstance(wanted, DivergencePass):
+            self._refuse(DivergencePass, "it does not pay", no_room=False)
+            return None
+        return capture(self, wanted, *rest)
 
-    monkeypatch.setattr(GraphCapturer, "capture", refused)
+    monkeypatch.setattr(GraphedLoss, "_capture", refused)
     texts = texts_of_lengths(even / "reference.jsonl", [48] * 60)
     run = Trained(even, **with_kl(texts), training__gradient_accumulation_steps=2, training__cuda_graphs="on")
-    assert "off for micro-steps with reference text: it does not pay" in run.graph_lines()
-    assert set(run.graphed[10:]) == {0.5}
+    assert "off for reference text: it does not pay" in run.graph_lines()
+    assert set(run.graphed[10:]) == {1.0}
 
 
 def with_records(ground: Path, mode: str, settings: dict[str, Any]) -> tuple[Trained, list[dict[str, float]]]:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from trainer.parallel.ranks.device_marks import KEPT, DeviceMarks
+from trainer.parallel.ranks.watchdog import KEPT, DeviceMarks
 
 pytestmark = pytest.mark.gpu
 

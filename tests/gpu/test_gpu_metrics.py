@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.monitor.gpu import GpuMetrics
+from trainer.monitor.metrics import GpuMetrics
 
 pytestmark = pytest.mark.gpu
 

@@ -1,13 +1,10 @@
 """Packed attention on a card: documents of one length by dense kernels, others by flash attention, each one alone."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.data.batches import MicroBatch
-from trainer.patches.packed_attention import equal_documents_first, varlen_attention
+from trainer.patches.packed_attention import varlen_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -32,22 +29,6 @@ def attention_mask(length: int, window: int | None) -> torch.Tensor:
     return (back >= 0) & (back < (window or length))
 
 
-@pytest.mark.parametrize("window", [None, 64])
-def test_padding_may_be_longer_than_the_documents_in_front(window: int | None) -> None:
-    """As in a recording: two of one length, one of reference text, and what fills the shape, several times as long."""
-    lengths = [128, 128, 70, 700]
-    leaves, grad = drawn(sum(lengths))
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    hints: dict[str, Any] = {"max_seqlen": 128, "equal_documents": 2, "others_seqlen": 770}
-    query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
-    module = torch.nn.Module()
-    out, _ = varlen_attention(module, query, key, value, None, cu_seqlens=bounds, sliding_window=window, **hints)
-    found = [out.detach(), *torch.autograd.grad(out, narrow, grad.bfloat16())]
-    for got, wanted in zip(found, one_by_one(leaves, lengths, grad, window), strict=True):
-        error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
-        assert error < 1e-2, error
-
-
 def drawn(tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """q, k and v, and the derivative of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -62,12 +43,9 @@ def test_each_document_is_alone(lengths: list[int]) -> None:
     tokens = sum(lengths)
     leaves, grad = drawn(tokens)
     host = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    hints: dict[str, Any] = equal_documents_first(
-        MicroBatch(host, host, tokens, cu_seqlens=host, max_seqlen=max(lengths))
-    )
     query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     out, _ = varlen_attention(
-        torch.nn.Module(), query, key, value, None, cu_seqlens=host.cuda(), max_seqlen=max(lengths), **hints
+        torch.nn.Module(), query, key, value, None, cu_seqlens=host.cuda(), max_seqlen=max(lengths)
     )
     found = [out.detach(), *torch.autograd.grad(out, narrow, grad.bfloat16())]
     for got, wanted in zip(found, one_by_one(leaves, lengths, grad), strict=True):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ops.head import LOSS
 from tests.unit.test_packing_probe import LLAMA, model_of
 from tests.unit.test_shared_prompts import pair
 from trainer.data.batches import collate
@@ -73,7 +74,7 @@ def test_losses_are_those_of_pairs_alone(name: str, more: dict[str, Any]) -> Non
 
     def losses(model: Any, *, flat: bool, shared: bool = False) -> torch.Tensor:
         batch = collate(samples, 0, packed=True, flat=flat, pairs=True, shared=shared)
-        return TokenLoss(model).by_token(model, batch, CUDA).float()
+        return TokenLoss(model).by_token(model, batch, CUDA)[LOSS]
 
     with torch.no_grad():
         expected = losses(exact, flat=False)

@@ -27,6 +27,7 @@ LOGITS = "logits-in-memory.safetensors"
 
 def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model whenever its weights are copied or written."""
+    import trainer.checkpoint.checkpoint_manager
     import trainer.checkpoint.run_folder
     import trainer.train
     from trainer.checkpoint.weights import gather_weights, write_adapter
@@ -50,6 +51,7 @@ def train_and_keep_logits() -> None:
         save_file({"logits": seen.pop(id(trained))}, folder / LOGITS)
 
     vars(trainer.checkpoint.run_folder).update({"gather_weights": copying, "write_adapter": writing})
+    vars(trainer.checkpoint.checkpoint_manager).update({"gather_weights": copying})
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 

@@ -35,6 +35,6 @@ def test_two_rates_are_trained_and_compared(tmp_path: Path) -> None:
         line.split() for line in first.stdout.splitlines() if "learning_rate=1e-" in line and "done" in line
     ]
     assert best[:2] == ["1", "learning_rate=1e-2"] and other[:2] == ["2", "learning_rate=1e-5"]
-    assert float(best[2]) < float(other[2]) and (tmp_path / "runs" / "sweep.png").is_file()
+    assert float(best[2]) < float(other[2]) and (tmp_path / "runs" / "sweep.html").is_file()
     again = start()
     assert again.returncode == 0 and "2 of 2 runs are already finished" in again.stderr

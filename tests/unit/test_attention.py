@@ -19,9 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trainer.config import ModelSection, UserError
-from trainer.data.batches import MicroBatch
 from trainer.model.base import load_base_model
-from trainer.patches import packed_attention
 from trainer.patches.packed_attention import (
     VARLEN,
     _register,
@@ -29,7 +27,6 @@ from trainer.patches.packed_attention import (
     choose_attention,
     copy_heads_without_flash,
     copy_shared_heads,
-    equal_documents_first,
     sdpa_with_own_heads,
     varlen_attention,
 )
@@ -103,51 +100,6 @@ def test_documents_of_equal_lengths_drop_what_the_model_asks_for() -> None:
     some, _ = varlen_attention(module, query, query, value, None, cu_seqlens=bounds, max_seqlen=8, dropout=0.5)
     share = (some / kept).nan_to_num()  # [1, T, heads, head_dim]: 1 / kept share, or 0
     assert set(share.flatten().round(decimals=4).tolist()) == {0.0, 2.0}
-
-
-def document_by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, *_: Any
-) -> torch.Tensor:
-    """What flash attention gives, [T, heads, head_dim], where it does not run."""
-    pieces = [tensor.squeeze(0).split(cu_seqlens.diff().tolist(), 1) for tensor in (query, key, value)]
-    found = [
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        for q, k, v in zip(*pieces, strict=True)
-    ]
-    return torch.cat(found, 1).transpose(0, 1)
-
-
-def test_equal_documents_before_others_are_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense kernels take those of one length, flash attention the rest; nothing else changes."""
-    lengths = [128, 128, 40, 7]
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    reported = equal_documents_first(MicroBatch(bounds, bounds, 0, cu_seqlens=bounds, max_seqlen=128))
-    assert reported == {"equal_documents": 2, "others_seqlen": 40}
-    seen: list[int] = []
-
-    def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, *rest: Any) -> Any:
-        seen.append(query.shape[2])
-        return document_by_document(query, key, value, cu_seqlens)
-
-    monkeypatch.setattr(packed_attention, "_attend_varlen", flash)
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, heads, sum(lengths), 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
-    module = torch.nn.Module()
-    shape: dict[str, Any] = {"cu_seqlens": bounds, "max_seqlen": 128}
-    query, key, value = leaves
-    together, _ = varlen_attention(module, query, key, value, None, **shape)
-    apart, _ = varlen_attention(module, query, key, value, None, **(shape | reported))
-    assert seen == [303, 47]
-    torch.testing.assert_close(apart, together)
-    grad = torch.randn(together.shape, generator=generator)
-    for found, expected in zip(*(torch.autograd.grad(out, leaves, grad) for out in (apart, together)), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("lengths", [[5, 5], [4, 5], [5]])
-def test_nothing_is_told_of_documents_all_equal_or_the_first_shorter(lengths: list[int]) -> None:
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    assert equal_documents_first(MicroBatch(bounds, bounds, 0, cu_seqlens=bounds, max_seqlen=5)) == {}
 
 
 class AtAttention(TorchFunctionMode):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.pipelines import make_pipeline
 from tests.tiny import make_model
-from trainer.checkpoint.base_fingerprint import EVERY, fingerprint_base, is_same_base
+from trainer.checkpoint.base_fingerprint import EVERY, find_changed_part, fingerprint_base, is_same_base
+from trainer.checkpoint.identity import Identity, differences
 from trainer.config import ModelSection
 
 PLAIN = ModelSection()
@@ -80,6 +82,41 @@ def test_16_gb_take_seconds_at_most_and_names_shapes_and_samples_count(tmp_path:
         first = changed
     os.truncate(file, 16 * 10**9 - 1)
     assert is_same_base(first, fingerprint_base(str(tmp_path), PLAIN)) is False
+
+
+def test_what_else_an_image_model_computes_with_is_compared(tmp_path: Path) -> None:
+    origin = make_pipeline(tmp_path / "sd", "sd")
+    first = fingerprint_base(str(origin), PLAIN)
+    assert {"scheduler", "vae", "text_encoder"} < set(first)
+    for part in ("vae", "text_encoder", "scheduler"):
+        copy = shutil.copytree(origin, tmp_path / part)
+        file = next((copy / part).glob("*config.json"))
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"_diffusers_version": "99"}))
+        assert is_same_base(first, fingerprint_base(str(copy), PLAIN)), part
+        if part == "scheduler":
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"prediction_type": "v_prediction"}))
+        else:
+            (weights,) = (copy / part).glob("*.safetensors")
+            save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
+        changed = fingerprint_base(str(copy), PLAIN)
+        assert is_same_base(first, changed) is False and find_changed_part(first, changed) == part
+        then, now = Identity(base=first, base_model="old"), Identity(base=changed, base_model="new")
+        [difference] = differences(then, now, "run")
+        assert difference.problem == f"base_model=new: its {part} differs from old, on which run was trained"
+    shutil.rmtree(tmp_path / "vae" / "vae")
+    assert is_same_base(first, fingerprint_base(str(tmp_path / "vae"), PLAIN)), "not downloaded yet"
+    assert is_same_base(first, {"weights": first["weights"]}), "of an older version, which recorded the denoiser only"
+
+
+def test_code_of_a_base_is_compared_where_it_is_run(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    (copy / "modeling_mine.py").write_text("SCALE = 1\n")
+    trusted = ModelSection(trust_remote_code=True)
+    plain, first = (fingerprint_base(str(copy), section) for section in (PLAIN, trusted))
+    (copy / "modeling_mine.py").write_text("SCALE = 2\n")
+    assert is_same_base(plain, fingerprint_base(str(copy), PLAIN))
+    assert find_changed_part(first, fingerprint_base(str(copy), trusted)) == "modeling_mine.py"
+    assert is_same_base(first, fingerprint_base(str(copy), trusted)) is False
 
 
 def test_a_random_model_is_its_name() -> None:

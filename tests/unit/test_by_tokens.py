@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.config import UserError, load_config
-from trainer.data.batches import Batches
-from trainer.data.by_tokens import like_tokens
+from trainer.data.batches import Batches, like_tokens
 from trainer.data.samples import Sample
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.parallel.ranks.device_marks import KEPT, DeviceMarks
 from trainer.parallel.ranks.progress import Progress
+from trainer.parallel.ranks.watchdog import KEPT, DeviceMarks
 
 
 class Card:

@@ -15,7 +15,7 @@ import ops.head
 from ops.head import divergence_sum
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, ScuSection, UserError
-from trainer.data.batches import MicroBatch, collate, with_documents
+from trainer.data.batches import collate
 from trainer.data.cache import reference_samples
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
@@ -236,79 +236,6 @@ def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
     assert BaseStates.compute(engine_of(model), TokenLoss(model), reference(3)) is None
 
 
-def pack(*, flat: bool) -> MicroBatch:
-    """Two packs of two documents each, with prompts as the first tokens."""
-    texts = documents()
-    packs = [
-        Sample(
-            [*one.input_ids, *other.input_ids],
-            [index > 2 for document in (one, other) for index in range(len(document.input_ids))],
-            [len(one.input_ids), len(other.input_ids)],
-        )
-        for one, other in ((texts[0], texts[4]), (texts[2], texts[3]))
-    ]
-    return collate(packs, 0, packed=True, flat=flat)
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("save_head", [False, True])
-@pytest.mark.parametrize("flat", [False, True])
-def test_reference_text_in_the_pack_gives_what_a_pass_of_its_own_does(
-    flat: bool, save_head: bool, recomputed: bool
-) -> None:
-    """With a head in chunks and with whole logits; the loss, K, and the gradient of both, by one pass of the model."""
-    model, passes = adapted(modules_to_save=["lm_head"] if save_head else None).double().train(), list[Any]()
-    if recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    texts = Reference(
-        documents(), rows=3, rank=0, world_size=1, seed=5, pad_token_id=0, packed=True, flat=flat
-    )  # fmt: skip
-    loss, batch = TokenLoss(model), pack(flat=flat)
-    divergence = Divergence(engine_of(model), loss, texts, packed=True)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    apart = loss(model, batch, CPU), divergence.penalty(2, 0.5)
-    wanted = torch.autograd.grad(apart[0] + 3 * apart[1], trained, allow_unused=True)
-    k = divergence.local()
-    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    together = divergence.loss(2, batch), divergence.penalty(2, 0.5)
-    found = torch.autograd.grad(together[0] + 3 * together[1], trained, allow_unused=True)
-    assert passes == [False, True], "the base's pass, and one of the adapted model"
-    for ours, theirs in zip((*together, divergence.local()), (*apart, k), strict=True):
-        assert ours is not None and theirs is not None and ours.item() == pytest.approx(theirs.item(), rel=1e-6)
-    assert max(float(grad.abs().max()) for grad in wanted if grad is not None) > 0.1
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    # What was computed with one pack is not taken for another step's.
-    assert divergence.penalty(3, 0.5).item() != pytest.approx(together[1].item(), rel=1e-3)
-
-
-def test_documents_behind_a_pack_are_laid_out_as_if_they_had_been_in_it() -> None:
-    texts = documents()
-    flat = with_documents(pack(flat=True), texts[:3], 0)
-    packs = pack(flat=True)
-    alone = collate(texts[:3], 0, packed=True, flat=True)
-    assert flat.cu_seqlens is not None and flat.position_ids is not None and alone.position_ids is not None
-    assert flat.cu_seqlens.tolist() == [0, 4, 12, 18, 25, 29, 34, 40] and flat.cu_seqlens.dtype == torch.int32
-    assert flat.max_seqlen == 8 and flat.tokens == packs.tokens + alone.tokens == 40
-    assert torch.equal(flat.position_ids[:, 25:], alone.position_ids)
-    assert torch.equal(flat.targets, torch.cat([packs.targets, alone.targets], 1))
-    # Rows of 13: 4 + 5 tokens to the first, 6 + 7 to the next, and 8.
-    below = with_documents(pack(flat=False), texts[:5], 0)
-    assert below.input_ids.shape == (5, 13) and below.position_ids is not None
-    assert (below.position_ids == 0).sum(1).tolist() == [3, 2, 3, 2, 2]  # documents, padding among them
-    assert below.input_ids[2].tolist() == [*texts[0].input_ids, *texts[1].input_ids, 0, 0, 0, 0]
-    # A document that is longer than the packs makes them wider.
-    short = collate([texts[0]], 0, packed=True, flat=False)
-    wider = with_documents(short, [texts[6]], 0)
-    assert wider.input_ids.shape == (2, 10) and wider.position_ids is not None
-    assert wider.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
-    assert wider.target_count == 3 + 9
-
-
 class Loop:
     """The training loop of one rank on the tiny model, with its adapter driven away from the base."""
 
@@ -351,48 +278,6 @@ def test_the_term_is_off_until_the_target_is_passed_and_then_holds_k_down() -> N
     assert bits[: first + 1] == [record["kl_bits"] for record in free.steering.records][: first + 1]
     held = sum(bits[-50:]) / 50
     assert held == pytest.approx(0.005, rel=0.3) and free.steering.records[-1]["kl_bits"] > 3 * held
-
-
-class PackedLoop(Loop):
-    """The same on packs, with reference text in them where the controller lets it."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.token_loss = TokenLoss(self.model)
-        texts = reference(packed=True)
-        self.steering.divergence = Divergence(engine_of(self.model), self.token_loss, texts, packed=True)
-        self.rode: list[int] = []
-
-    def run(self, first: int, last: int) -> None:
-        batch = pack(flat=False)
-        for step in range(first, last + 1):
-            loss_sum = self.steering.loss(step, batch)
-            if loss_sum is None:
-                loss_sum = self.token_loss(self.model, batch, CPU)
-            else:
-                self.rode.append(step)
-            loss = loss_sum / batch.target_count + self.steering.penalty(step)
-            self.lambdas.append(self.steering.lambda_)
-            loss.backward()
-            self.steering.observe(step, loss_sum, batch.target_count, self.steering.measured_local())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-
-def test_reference_text_rides_from_the_step_after_the_one_in_which_lambda_began() -> None:
-    """Until then nobody wants its gradient; and the step that begins knows of it only after its forward pass."""
-    packed, apart, measured = PackedLoop(target=0.005), PackedLoop(target=0.005), PackedLoop(controller="none")
-    assert apart.steering.divergence is not None
-    apart.steering.divergence.packed = False
-    for loop in (packed, apart, measured):
-        loop.run(1, 24)
-        loop.steering.settle()
-    begun = next(step for step, value in enumerate(packed.lambdas, start=1) if value > 0)
-    assert 2 < begun < 20 and packed.rode == [*range(begun + 1, 25)]
-    assert apart.rode == [] and measured.rode == []
-    for name in ("lambda", "kl_bits", "ce_loss"):
-        ours, theirs = ([record[name] for record in loop.steering.records] for loop in (packed, apart))
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
 def test_resumed_run_continues_to_the_bit_and_keeps_its_reference(tmp_path: Path) -> None:

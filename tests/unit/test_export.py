@@ -1,5 +1,6 @@
 """Adapters for other programs: the merged weights, one file or a folder each, and one line for every mistake."""
 
+import shlex
 from pathlib import Path
 
 import numpy
@@ -86,10 +87,11 @@ def test_hf_is_the_merged_model(run_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
 
 
-def test_ollama_gets_the_file_and_a_template(run_dir: Path, tmp_path: Path) -> None:
-    assert main([str(run_dir), "--format", "ollama", "--output", str(tmp_path / "out")]) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "model.gguf"]
-    text = (tmp_path / "out" / "Modelfile").read_text()
+def test_ollama_gets_the_file_and_a_template(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run_dir), "--format", "ollama", "--output", str(tmp_path / "my out")]) == 0
+    assert shlex.split(capsys.readouterr().out.splitlines()[-1])[-1] == f"{tmp_path}/my out/Modelfile"
+    assert sorted(path.name for path in (tmp_path / "my out").iterdir()) == ["Modelfile", "model.gguf"]
+    text = (tmp_path / "my out" / "Modelfile").read_text()
     assert text.startswith('FROM ./model.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}')
     assert "<|im_start|>user\n{{ .Content }}<|im_end|>\n" in text
     assert text.endswith('<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\n')

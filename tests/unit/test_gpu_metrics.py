@@ -12,8 +12,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection
-from trainer.monitor.gpu import GpuMetrics
-from trainer.monitor.metrics import Metrics
+from trainer.monitor.metrics import GpuMetrics, Metrics
 
 
 class Driver:

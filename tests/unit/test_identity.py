@@ -20,6 +20,7 @@ from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.commands.prepare_run import main as prepare
 from trainer.config import UserError
+from trainer.data.conversations import render_prompt
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -134,6 +135,19 @@ def test_what_was_edited_since_is_refused(case: str, place: str, run_dir: Path) 
     with pytest.raises(UserError, match=f"{message}.*--allow-mismatch"):
         find_run(run_dir / place)
     find_run(run_dir / place, allow_mismatch=True)
+
+
+def test_the_template_that_was_used_is_used_again(ground: Path, tmp_path: Path) -> None:
+    """Not what its file holds now, in any command."""
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}")
+    train(ground, output_dir=str(tmp_path / "run"), dataset__chat_template=str(file), training__max_steps=1)
+    for change in (lambda: file.write_text("{{ messages }}"), file.unlink):
+        change()
+        run = find_run(tmp_path / "run")
+        shown = render_prompt(saved_tokenizer(run), run.config.dataset, [{"role": "user", "content": "why"}])
+        assert shown.startswith("[user] why</s>")
+        assert evaluate.main([str(tmp_path / "run"), "--data", str(ground / "held_out.jsonl")]) == 0
 
 
 @pytest.mark.parametrize("lost", ["the file", "its content"])

@@ -15,7 +15,7 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands import merge
 from trainer.config import ModelSection, UserError
 from trainer.tasks.images.pipeline import read_pipeline
-from trainer.tasks.images.sampling import build_sampling_pipeline
+from trainer.tasks.images.task import build_sampling_pipeline
 
 RESNET = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",

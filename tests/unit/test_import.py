@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from launcher.commands import main as zerolora
-from launcher.importing.command import translate_arguments
+from launcher.importing.command import format_yaml, translate_arguments
 from launcher.importing.prompts import CHAT_TEMPLATES, alpaca
-from launcher.importing.writing import format_yaml
 from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
@@ -246,7 +245,7 @@ def test_prompts_and_texts_of_axolotl() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("rl: grpo\n", "theirs.yml:40: rl=grpo: reward models and online methods are not imported"),
+        ("rl: grpo\n", "theirs.yml:40: rl=grpo: online methods and process reward models are not supported"),
         (
             "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
             "theirs.yml:40: processor_type=AutoProcessor: ",
@@ -331,7 +330,7 @@ def test_a_command_line_of_trl_says_the_same_here() -> None:
     assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
     assert "push_to_hub: true: upload with `zerolora push RUN REPO`" in text
-    with pytest.raises(UserError, match=r"grpo\.py: reward models"):
+    with pytest.raises(UserError, match=r"grpo\.py: online methods"):
         translate_arguments("python grpo.py --model_name_or_path m --dataset_name d".split())
 
 
@@ -382,11 +381,42 @@ def test_preference_training_says_the_same_here() -> None:
     assert "choices: is preference data; use stage: dpo" in refused(FACTORY.replace("pairs, talks", "choices"))
     for stage in ("dpo", "rm"):
         assert "pairs: has no pairs" in refused(FACTORY.replace("stage: sft", f"stage: {stage}"))
+    mixed = "pref_ftx: 0.1\npref_bco_weight: 0.2\nld_alpha: 0.5"
+    config, text = imported(FACTORY.replace("stage: sft", f"stage: dpo\n{mixed}").replace("pairs, talks", "choices"))
+    assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.1, "bco_pair": 0.2}
+    assert config.preference.length_weight == 0.5 and "not shifted by their running mean" in " ".join(text.split())
+    config, _ = imported(theirs.replace("rl: ipo", "rl: dpo\nrpo_alpha: 0.7\ndpo_use_weighting: true"))
+    assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7} and config.preference.weighting == "wpo"
     words = "trl dpo --model_name_or_path m --dataset_name d --use_peft --beta 0.2 --max_length 512 --loss_type robust"
     config, _ = written([*words.split(), "--label_smoothing", "0.1", "--precompute_ref_log_probs"])
     assert (dict(config.preference.loss), config.preference.beta) == ({"robust": 1.0}, 0.2)
     assert (config.preference.label_smoothing, config.preference.reference) == (0.1, "cached")
+    assert config.training.learning_rate == 1e-6
     assert (config.dataset.max_length, config.dataset.format) == (1024, "auto")
+    several = words.replace("--loss_type robust", "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1")
+    config, _ = written([*several.split(), "--ld_alpha", "0.5", "--use_weighting"])
+    assert dict(config.preference.loss) == {"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0}
+    assert (config.preference.length_weight, config.preference.weighting) == (0.5, "wpo")
+    config, _ = written([*words.replace("robust", "sigmoid").split(), "--rpo_alpha", "0.7"])
+    assert dict(config.preference.loss) == {"dpo": 1.0, "sft": 0.7}
+    for wrong, message in (("aot", "loss_type=aot: aot: online"), ("ipo --loss_weights 1 2", "a number for each loss")):
+        with pytest.raises(UserError, match=message):
+            translate_arguments(words.replace("robust", wrong).split())
+
+
+def test_reward_models_say_the_same_here() -> None:
+    source = "datasets: [{path: org/pairs, type: bradley_terry.chat_template}]\n"
+    theirs = re.sub(r"datasets:\n(?:[ -].*\n)+", source, AXOLOTL) + "reward_model: true\nnum_labels: 1\n"
+    config, text = imported(theirs + "center_rewards_coefficient: 0.01\n")
+    assert (config.task, config.reward.center, config.dataset.format) == ("reward", 0.01, "preference")
+    assert config.dataset.fields == {"instruction": "input"}
+    assert "counts both answers of a pair" in " ".join(text.split())
+    assert "num_labels=2: a reward is one number" in refused(theirs.replace("num_labels: 1", "num_labels: 2"))
+    assert "process_reward_model=true: online methods and process" in refused(theirs + "process_reward_model: true\n")
+    words = "trl reward --model_name_or_path m --dataset_name d --use_peft --lora_task_type SEQ_CLS --max_length 512"
+    config, _ = written([*words.split(), "--center_rewards_coefficient", "0.02"])
+    assert (config.task, config.reward.center, config.dataset.max_length) == ("reward", 0.02, 1024)
+    assert config.training.learning_rate == 1e-4
 
 
 def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,8 @@ import yaml
 
 from launcher.commands import main as zerolora
 from launcher.importing import axolotl, llamafactory, llamafactory_v1, trl
-from launcher.importing.command import read_foreign, translate_arguments
+from launcher.importing.command import format_yaml, read_foreign, translate_arguments
 from launcher.importing.translation import Table
-from launcher.importing.writing import format_yaml
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.messages import setting_names
@@ -83,6 +82,7 @@ WRONG = [
     ("datasets: [1, null]", "datasets.0=1: must be a map"),
     ("datasets: [{path: 5, type: alpaca}]", "datasets.0.path=5: must be text"),
     ("datasets: [{path: a, type: alpaca, roles: [x]}]", "datasets.0.roles=[x]: must be a map"),
+    ("datasets: [{path: a, type: alpaca}, {type: alpaca}]", "datasets.1.path: missing; set it to a file"),
     ("special_tokens: {pad_token: [p]}", "special_tokens.pad_token=[p]: must be text"),
     ("fsdp_config: {offload_params: maybe}", "fsdp_config.offload_params=maybe: must be true or false"),
     ("bf16: sometimes", "bf16=sometimes: must be true or false, or 'auto'"),
@@ -90,7 +90,7 @@ WRONG = [
     ("save_steps: .nan", "save_steps=nan: must be"),
     ("seed: 1.5", "seed=1.5: must be a whole number"),
     ("optimizer: 3", "optimizer=3: must be text"),
-    ("datasets: [{path: a, type: alpaca}, {type: x}]", "datasets.1.type=x: this prompt format is not supported"),
+    ("datasets: [{path: a, type: x}, {path: b, type: alpaca}]", "datasets.0.type=x: this prompt format is"),
     # What only our own checks find
     ("max_grad_norm: -1", "max_grad_norm=-1: must be 0 or more"),
     ("adapter: qlora\ntorch_compile: true\nlora_dropout: 1.5", "lora_dropout=1.5: must be below 1"),
@@ -129,6 +129,7 @@ def test_files_that_a_file_names_are_checked_as_well() -> None:
     assert "ds.json: is not JSON" in mistakes(FACTORY + "deepspeed: ds.json\n")[0]
     for content, expected in (
         ([1], "dataset_info.json: [1]: must be a map"),
+        (None, "dataset_info.json: none: must be a map"),
         ({"talks": 5}, "talks=5: must be a map"),
         ({"talks": TALKS | {"columns": {"messages": [1]}}}, "talks.columns.messages=[1]: must be text"),
         ({"talks": TALKS | {"num_samples": "few"}}, "talks.num_samples=few: must be a whole number"),
@@ -293,6 +294,11 @@ def test_settings_with_a_counterpart_are_taken_over() -> None:
     assert (training.timeout_minutes, training.saves_per_epoch, training.evals_per_epoch) == (120, 1, 1)
     assert (training.early_stopping, training.min_lr_ratio, config.dataset.shuffle) == (3, 0.1, False)
     assert "enable_thinking: false" in text
+    restarts = "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\n"
+    assert imported(FACTORY + restarts)[0].training.lr_cycles == 3
+    stable = "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 20, min_lr_ratio: 0.1}\n"
+    training = imported(FACTORY + stable + "max_steps: 100\n")[0].training
+    assert (training.lr_scheduler, training.decay_ratio, training.min_lr_ratio) == ("warmup_stable_decay", 0.2, 0.1)
     config, text = imported(
         AXOLOTL.replace("chat_template}", "chat_template, train_on_eos: last}")
         + "train_on_eot: all\nsave_strategy: 'no'\nauto_resume_from_checkpoints: true\nmax_steps: 50\neval_steps: 0.1\n"

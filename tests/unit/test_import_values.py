@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.importing import axolotl, common, llamafactory, llamafactory_v1, trl
-from launcher.importing.command import translate_arguments
+from launcher.importing.command import format_yaml, translate_arguments
 from launcher.importing.translation import Key
-from launcher.importing.writing import format_yaml
 from tests.imported import as_tree, nest
 from trainer.config import UserError, load_config
 from trainer.config.yaml_core import read_yaml

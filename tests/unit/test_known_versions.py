@@ -213,7 +213,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
 
 
 def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:
-    from trainer.tasks.images.sampling import _decode
+    from trainer.tasks.images.task import _decode
 
     drawn = SimpleNamespace(vae=None, vae_scale_factor=8)
     with pytest.raises(UserError, match=r"^diffusers .* has no `_unpack_latents`"):

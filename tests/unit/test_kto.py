@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.plain_peft import with_adapter
-from tests.preferences import log_p, write_answers, write_pairs
+from tests.preferences import log_p, read_metric, write_answers, write_pairs
 from tests.runs_in_process import make_ground, train
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data import Samples
@@ -83,11 +83,6 @@ def plain_losses(config: RunConfig) -> tuple[list[float], dict[str, Any], list[f
     return losses, {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}, baselines
 
 
-def metrics(folder: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
 @pytest.mark.parametrize("reference", ["step", "cached"])
 def test_losses_and_adapters_agree_with_plain_peft(ground: Path, reference: str) -> None:
     """Five steps over all answers, packed with the cached reference and apart without."""
@@ -99,8 +94,8 @@ def test_losses_and_adapters_agree_with_plain_peft(ground: Path, reference: str)
     }  # fmt: skip
     train(ground, **changes)
     expected, factors, baselines = plain_losses(configure(ground, **(changes | {"dataset__packing": False})))
-    assert metrics(ground / reference, "train/loss") == pytest.approx(expected, rel=1e-5)
-    assert metrics(ground / reference, "train/kl") == pytest.approx(baselines, abs=1e-5)
+    assert read_metric(ground / reference, "train/loss") == pytest.approx(expected, rel=1e-5)
+    assert read_metric(ground / reference, "train/kl") == pytest.approx(baselines, abs=1e-5)
     assert max(baselines) > 1e-3
     assert expected[0] == pytest.approx((3 * 1.3 + 5 * 0.7) / 8 / 2, abs=1e-6)
     examples = dict(read_examples(ground / reference))
@@ -204,6 +199,7 @@ def test_bad_turns_are_named(ground: Path) -> None:
         ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto compares with a reference"),
         ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: shortens the longer answer"),
+        ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: weights pairs"),
         ((GOOD, BAD), {"dataset__streaming": True}, "dataset.streaming=true: labelled answers cannot be streamed"),
         ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto learns from labelled answers"),
         (

@@ -16,6 +16,8 @@ from trainer.setup.early_checks import OF_RUN
 
 CHECKOUT = Path(__file__).parents[2]
 DASHES = "settings are written without dashes"
+RESUME = "training.resume_from_checkpoint"
+REFERENCE = ["scu.enabled=true", "scu.measure=kl", "scu.reference=none.txt"]
 CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
 
@@ -128,10 +130,22 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
         (["eval", "."], "error: .: not the folder of a run: it has no training_config.json"),
         (["inspect", "c.yaml", "--examples", "2"], "error: dataset.path=data.jsonl: no such file or folder"),
         (["inspect", "c.yaml", "base_model=./none"], "error: base_model=./none: no such folder"),
+        (["inspect", "c.yaml", "model.tokenizer=./none"], "error: model.tokenizer=./none: no such folder"),
+        (["inspect", "c.yaml", "lora.adapter_path=./none"], "error: lora.adapter_path=./none: no such folder"),
+        (["inspect", "c.yaml", "dataset.chat_template=x.jinja"], "error: dataset.chat_template=x.jinja: no template"),
+        (["inspect", "c.yaml", *REFERENCE], "error: scu.reference=none.txt: no such file or folder"),
         (["prepare", "c.yaml", "output_dir=/"], "error: output_dir=/: "),
+        (["prepare", "c.yaml", f"{RESUME}=latest"], f"error: {RESUME}=latest: "),
+        (["prepare", "c.yaml", f"{RESUME}=./none"], f"error: {RESUME}=./none: not the folder of a checkpoint"),
+        (["eval", "run", "--data", "none.jsonl"], "error: --data=none.jsonl: no such file or folder"),
+        (["eval", "run", "--data=$NONE/x"], "error: --data=$NONE/x: the variable NONE is not set"),
+        (["generate", "run", "--prompts", "none.jsonl"], "error: --prompts=none.jsonl: no such file or folder"),
+        (["generate", "run", "--prompts", "$NONE/x"], "error: --prompts=$NONE/x: the variable NONE is not set"),
     ],
 )
 def test_missing_files_are_found_before_torch_is_imported(folder: Path, words: list[str], complaint: str) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "training_config.json").write_text("{}")
     result = zerolora(*words, cwd=folder, variables={"PYTHONPROFILEIMPORTTIME": "1"})
     imported = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
     assert result.returncode == 2 and imported

@@ -6,7 +6,7 @@ import pytest
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.parallel.engine.layer_gather.units_of_model import UnitPlan, plan_units
+from trainer.parallel.engine.layer_gather.shards import UnitPlan, plan_units
 
 WIDE = {"vocab_size": 4096, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 LLAMA = {**WIDE, "intermediate_size": 128, "num_key_value_heads": 2}

@@ -70,7 +70,7 @@ def test_what_an_adapter_added_to_experts_is_rounded_and_the_loss_is_said(
         wanted.append(weight.data.clone())
         return stored_layout(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainer.commands.requantized.stored_layout", changed)
+    monkeypatch.setattr("trainer.commands.merge.stored_layout", changed)
     output = merge(find_run(run_dir), tmp_path / "merged")
     stored = load_file(output / "model.safetensors")
     written = mxfp4.dequantized(stored[f"{DOWN}_blocks"], stored[f"{DOWN}_scales"], torch.float32)

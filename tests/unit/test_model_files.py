@@ -62,6 +62,7 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "activation": (config(hidden_act="x"), "transformers does not know hidden_act=x"),
     "architectures": (config(architectures=5), "config.json: architectures: "),
     "an architecture": (config(architectures=[5]), "config.json: architectures.0: "),
+    "a billion layers": (config(num_hidden_layers=10**9), "config.json: num_hidden_layers: .* 10000"),
     "model type": (config(model_type=["llama"]), "config.json: model_type: "),
     "code of its own": (config(auto_map=5), "config.json: auto_map: "),
     "rope": (config(rope_parameters={"rope_type": "zzz"}), "does not know rope_type=zzz"),

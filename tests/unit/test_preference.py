@@ -6,20 +6,32 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributions import Categorical, kl_divergence
 from torch.nn.functional import cross_entropy
 
-from ops.head import TrainedRows, token_losses
-from tests.preferences import FORMULAS, LN_2, plain_preference_losses, write_pairs
-from tests.runs_in_process import make_ground, train
+from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS, TrainedRows, measure_tokens
+from tests.plain_peft import train_steps
+from tests.preferences import (
+    FORMULAS,
+    LN_2,
+    answer_logits,
+    log_p,
+    make_pairs_ground,
+    plain_preference_losses,
+    read_metric,
+)
+from tests.runs_in_process import train
 from trainer.config import UserError, load_config
 from trainer.data import Sample, Samples
 from trainer.data.samples import split_documents
+from trainer.model.base import load_base_model
 from trainer.setup.preflight import prepare
 
 PAIR: dict[str, Any] = {"prompt": "red cat", "chosen": "cat red", "rejected": "blue dog"}
 ASK = {"role": "user", "content": "red cat"}
-FAST = ("dpo", "ipo", "orpo")
+FAST = ("dpo", "ipo", "orpo", "wpo")
 SETTINGS: dict[str, Any] = {"task": "preference", "dataset__packing": True, "dataset__max_length": 192}
 
 
@@ -29,22 +41,14 @@ def said(role: str, text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_ground(tmp_path_factory.mktemp("preference"))
-    write_pairs(folder / "train.jsonl", 30)
-    write_pairs(folder / "held_out.jsonl", 6, seed=1)
-    return folder
-
-
-def metrics(folder: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+    return make_pairs_ground(tmp_path_factory.mktemp("preference"), 30, 6)
 
 
 @pytest.mark.parametrize(
     ("name", "packing"),
     [
         pytest.param(name, packing, marks=[] if name in FAST else [pytest.mark.slow])
-        for index, name in enumerate(FORMULAS)
+        for index, name in enumerate([*FORMULAS, "wpo"])
         for packing in ([True, False] if name == "dpo" else [index % 2 == 0])
     ],
 )
@@ -52,16 +56,17 @@ def test_every_loss_agrees_with_plain_peft(ground: Path, name: str, *, packing: 
     """Losses of five steps, and every factor after them."""
     beta = {"ipo": 0.5, "sppo_hard": 0.5, "simpo": 2.0}.get(name, 0.1)
     changes = SETTINGS | {
-        "preference__loss": name, "preference__beta": beta, "dataset__packing": packing, "training__max_steps": 5,
-        "training__batch_size": 2, "training__gradient_accumulation_steps": 2, "training__learning_rate": 3e-3,
-        "output_dir": str(ground / f"{name}-{packing}"),
+        "preference__loss": name.replace("wpo", "dpo"), "preference__beta": beta, "dataset__packing": packing,
+        "training__max_steps": 5, "training__batch_size": 2, "training__gradient_accumulation_steps": 2,
+        "training__learning_rate": 3e-3,
+        "output_dir": str(ground / f"{name}-{packing}"), "preference__weighting": "wpo" if name == "wpo" else "none",
     }  # fmt: skip
     train(ground, **changes)
     given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
     config = load_config(ground / "base.yaml", [*given, "output.overwrite=true"]).config
     expected, factors = plain_preference_losses(config, name)
     folder = ground / f"{name}-{packing}"
-    assert metrics(folder, "train/loss") == pytest.approx(expected, rel=1e-5)
+    assert read_metric(folder, "train/loss") == pytest.approx(expected, rel=1e-5)
     saved = load_file(folder / "adapter_model.safetensors")
     assert len(saved) == len(factors)
     for key, value in factors.items():
@@ -74,10 +79,92 @@ def test_packed_pairs_start_at_ln_2(ground: Path) -> None:
         dataset__evaluation={"path": str(ground / "held_out.jsonl")},
     )  # fmt: skip
     assert "30 pairs in" in console
-    assert metrics(ground / "start", "train/loss") == pytest.approx([LN_2], abs=1e-6)
-    assert metrics(ground / "start", "eval/loss")[0] == pytest.approx(LN_2, abs=1e-6)
-    assert metrics(ground / "start", "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)
-    assert metrics(ground / "start", "train/logps/chosen")[0] < -5.0
+    assert read_metric(ground / "start", "train/loss") == pytest.approx([LN_2], abs=1e-6)
+    assert read_metric(ground / "start", "eval/loss")[0] == pytest.approx(LN_2, abs=1e-6)
+    assert read_metric(ground / "start", "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)
+    assert read_metric(ground / "start", "train/logps/chosen")[0] < -5.0
+
+
+@pytest.mark.parametrize("reference", ["step", "cached"])
+def test_entropy_and_divergence_agree_with_plain_peft(ground: Path, reference: str) -> None:
+    """Of held-out answers, before and after training; a cached reference has no states to compare with."""
+    folder, held_out = ground / f"entropy-{reference}", {"path": str(ground / "held_out.jsonl")}
+    changes: dict[str, Any] = SETTINGS | {
+        "preference__reference": reference, "training__max_steps": 4, "training__learning_rate": 1e-2,
+        "training__batch_size": 2, "output_dir": str(folder),
+    }  # fmt: skip
+    train(ground, **changes, dataset__evaluation=held_out, training__eval_steps=4)
+    given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
+    given += [f"dataset.path={held_out['path']}", "output.overwrite=true"]
+    config = load_config(ground / "base.yaml", given).config
+    samples = prepare(config).data.train
+    assert isinstance(samples, Samples)
+    base = load_base_model(
+        config.base_model, config.model, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
+    )
+    model = PeftModel.from_pretrained(base, folder)
+    answers = [document for sample in samples for document in split_documents(sample)]
+    with torch.no_grad():
+        p = Categorical(logits=torch.cat([answer_logits(model, answer)[0] for answer in answers]))
+        with model.disable_adapter():
+            q = Categorical(logits=torch.cat([answer_logits(model, answer)[0] for answer in answers]))
+    entropies, bits = read_metric(folder, "eval/entropy"), read_metric(folder, "eval/kl_bits")
+    assert [entropies[0], entropies[-1]] == pytest.approx([p.entropy().mean().item() for p in (q, p)], abs=1e-5)
+    assert read_metric(folder, "train/entropy")[0] == pytest.approx(entropies[0], abs=0.1)
+    if reference == "cached":
+        assert not bits and not read_metric(folder, "train/kl_bits")
+        return
+    assert bits[0] == read_metric(folder, "train/kl_bits")[0] == 0.0
+    expected = kl_divergence(p, q).mean().item() / LN_2
+    assert expected > 1e-3 and bits[-1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_adapter_is_start_and_reference(ground: Path) -> None:
+    """Losses and factors agree with plain PEFT, whose reference is computed before the first step; also resumed."""
+    first, folder = ground / "first-adapter", ground / "from-adapter"
+    train(ground, **SETTINGS, output_dir=str(first), training__max_steps=3, training__learning_rate=1e-2)
+    changes: dict[str, Any] = SETTINGS | {
+        "lora__adapter_path": str(first), "preference__reference": "cached", "training__max_steps": 4,
+        "training__batch_size": 2, "training__learning_rate": 3e-3, "output_dir": str(folder),
+    }  # fmt: skip
+    train(ground, **changes)
+    given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()]
+    config = load_config(ground / "base.yaml", [*given, "output.overwrite=true"]).config
+    cpu = torch.device("cpu")
+    base = load_base_model(config.base_model, config.model, dtype=torch.float32, device=cpu, attention="sdpa")
+    model = PeftModel.from_pretrained(base, first, is_trainable=True)
+    frozen = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = []
+    for samples in train_steps(trained, config, prepare(config)):
+        documents = [document for sample in samples for document in split_documents(sample)]
+        with torch.no_grad():
+            before = [functional_log_p(model, frozen, document) for document in documents]
+        ratios = torch.stack([log_p(model, one)[0] - known for one, known in zip(documents, before, strict=True)])
+        loss = -torch.nn.functional.logsigmoid(0.1 * (ratios[::2] - ratios[1::2])).mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(LN_2, abs=1e-6) and losses[-1] < LN_2 - 1e-3
+    assert read_metric(folder, "train/loss") == pytest.approx(losses, abs=1e-5)
+    saved = load_file(folder / "adapter_model.safetensors")
+    for key, value in model.named_parameters():
+        if value.requires_grad:
+            torch.testing.assert_close(saved[key.replace(".default", "")], value.detach(), atol=1e-5, rtol=1e-5)
+    again = changes | {
+        "output_dir": str(ground / "from-adapter-again"),
+        "training__resume_from_checkpoint": str(folder / "checkpoint-2"),
+    }
+    train(ground, **again)
+    assert read_metric(ground / "from-adapter-again", "train/loss") == read_metric(folder, "train/loss")[2:]
+
+
+def functional_log_p(model: Any, weights: dict[str, torch.Tensor], document: Sample) -> torch.Tensor:
+    """`log_p` of the model with other weights."""
+    now = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    found = log_p(model, document)[0]
+    model.load_state_dict(now)
+    return found
 
 
 def test_losses_of_tokens_have_the_gradient_of_their_weights() -> None:
@@ -86,11 +173,20 @@ def test_losses_of_tokens_have_the_gradient_of_their_weights() -> None:
     targets, weights = torch.randint(0, 50, (37,)), torch.randn(37)
     rows = TrainedRows(torch.tensor([3, 7]), torch.randn(2, 16, requires_grad=True))
     hidden.requires_grad_()
-    found = token_losses(hidden, weight, targets, factor=0.5, rows=rows)
+    base = hidden.detach() + 0.3 * torch.randn(37, 16)
+    measures = measure_tokens(hidden, weight, targets, factor=0.5, rows=rows, base_hidden=base)
+    found = measures[LOSS]
     ours = torch.autograd.grad((found * weights).sum(), [hidden, rows.values])
     whole = weight.index_copy(0, rows.indices, rows.values)
     expected = cross_entropy(0.5 * hidden @ whole.t(), targets, reduction="none")
     torch.testing.assert_close(found, expected)
+    p, q = Categorical(logits=0.5 * hidden @ whole.t()), Categorical(logits=0.5 * base @ weight.t())
+    for row, value in (
+        (ENTROPY, p.entropy()), (COLLISION, p.probs.square().sum(1).log()), (BASE_LOSS, -q.log_prob(targets)),
+        (DIVERGENCE, kl_divergence(p, q)),
+    ):  # fmt: skip
+        torch.testing.assert_close(measures[row], value)
+    assert not measure_tokens(hidden, weight, targets)[BASE_LOSS:].any()
     for one, other in zip(ours, torch.autograd.grad((expected * weights).sum(), [hidden, rows.values]), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -219,7 +315,10 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
         ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs train their answers alone"),
         ({"adapter": "none"}, "adapter=none: the reference is the model without its adapter"),
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),
-        ({"lora__adapter_path": "/nowhere"}, "lora.adapter_path=/nowhere: the reference would be the base without"),
+        (
+            {"lora__adapter_path": "/nowhere"},
+            "lora.adapter_path=/nowhere: is the reference as well, which must be computed before",
+        ),
         ({"scu__enabled": True}, "scu.measure=delta: compares with a loss per token, not per pair"),
         ({"preference__loss": "dpoo"}, "preference.loss"),
     ],

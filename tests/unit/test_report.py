@@ -452,7 +452,7 @@ def test_preference_runs_have_plots_of_margins_and_accuracies(tmp_path: Path) ->
         assert [curve.label for curve in found[name].curves] == ["training, each record", "mean of 5", "", "held out"]
     held_out = found["reward_margins"].curves[-1].line
     assert held_out.steps.tolist() == [1, 40, 80] and held_out.values == pytest.approx([0.1, 4.0, 8.0])
-    assert found["loss"].unit == "per pair"
+    assert found["loss"].unit == "nats per pair"
     records[0]["train/kl"] = 0.1
     assert charts(records)[0].unit == "per answer", "of labelled answers"
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
+from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_files import find_damage, list_checkpoints, reseal
+from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.finished_run import find_run
-from trainer.checkpoint.run_folder import RunFolder
 from trainer.commands.estimate import main as estimate
 from trainer.commands.inspect import main as inspect
 from trainer.commands.prepare_run import main as prepare
@@ -207,7 +208,6 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     run_dir: Path, ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 500, 1000, 1500, on from 500 to 800: here 2, 4, on from 2 to 3. A start that fails changes nothing."""
-    from trainer.checkpoint.background import CheckpointSaver
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -215,7 +215,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     history = read_metrics(run_dir)
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2")}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CheckpointSaver, "begin", killed)
+        patch.setattr(CheckpointManager, "save", killed)
         train(ground, **again, training__max_steps=5, training__save_steps=0)
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
@@ -260,22 +260,20 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     """The system's own refusal of large files stands for the disk; it comes when the second checkpoint is written."""
     import resource
 
-    from trainer.checkpoint.background import CheckpointSaver
-
     run_dir = tmp_path / "full"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    begin = CheckpointSaver.begin
+    save = CheckpointManager.save
 
-    def refuse(saves: CheckpointSaver, engine: Any, position: dict[str, Any], *more: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if position["step"] == 2 else soft, hard))
+    def refuse(checkpoints: CheckpointManager, engine: Any, position: Position, *more: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if position.step == 2 else soft, hard))
         try:
-            begin(saves, engine, position, *more)
-            saves.wait(60.0)
+            save(checkpoints, engine, position, *more)
+            checkpoints.wait_for_save(60.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(CheckpointSaver, "begin", refuse)
+    monkeypatch.setattr(CheckpointManager, "save", refuse)
     shown = train(ground, output_dir=str(run_dir), training__save_steps=1, training__max_steps=3)
     assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
@@ -356,14 +354,14 @@ def test_a_folder_that_is_moved_in_training_leaves_whole_runs(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints that follow lie in a new folder, with a record by which they can be used and resumed."""
-    run, save = tmp_path / "run", RunFolder.save_checkpoint
+    run, save = tmp_path / "run", CheckpointManager.save
 
-    def move_and_save(folder: RunFolder, *arguments: Any, **options: Any) -> None:
+    def move_and_save(checkpoints: CheckpointManager, *arguments: Any) -> None:
         if (run / "checkpoint-2").exists():
             run.rename(tmp_path / "moved")
-        save(folder, *arguments, **options)
+        save(checkpoints, *arguments)
 
-    monkeypatch.setattr(RunFolder, "save_checkpoint", move_and_save)
+    monkeypatch.setattr(CheckpointManager, "save", move_and_save)
     train(ground, output_dir=str(run))
     for name in ("moved/checkpoint-2", "run/checkpoint-4", "run"):
         assert find_run(tmp_path / name).config.output_dir == str(run)

@@ -12,17 +12,19 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.preferences import write_answers, write_pairs
-from tests.runs_in_process import make_ground, train
+from tests.families import FAMILIES, save_family
+from tests.plain_peft import train_steps
+from tests.preferences import make_pairs_ground, read_metric, write_answers
+from tests.runs_in_process import train
 from tests.tiny import write_chats
-from trainer.commands import chat, evaluate, generate, merge
+from trainer.checkpoint.finished_run import find_run
+from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError, load_config
-from trainer.data import Batches, Sample, Samples
-from trainer.data.batches import collate
+from trainer.data import Sample, Samples
+from trainer.data.batches import PairBatch, collate
 from trainer.data.samples import split_documents
 from trainer.model.random_weights import draw_score
-from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 from trainer.tasks.reward import find_last_tokens
@@ -32,14 +34,18 @@ STEPS: dict[str, Any] = REWARD | {
     "training__max_steps": 5, "training__batch_size": 2, "training__gradient_accumulation_steps": 2,
     "training__learning_rate": 3e-3, "reward__center": 0.1,
 }  # fmt: skip
+MARGINS = (0.0, 0.5, 1, -0.25)
+"""Of every fourth record; those of the first have no such field."""
 NAMES = ("train/loss", "train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_ground(tmp_path_factory.mktemp("reward"))
-    write_pairs(folder / "train.jsonl", 16)
-    write_pairs(folder / "held_out.jsonl", 5, seed=1)
+    folder = make_pairs_ground(tmp_path_factory.mktemp("reward"), 16, 5)
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        record |= {"margin": MARGINS[number % 4]} if number % 4 else {}
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
@@ -57,11 +63,6 @@ def configure(ground: Path, **changes: Any) -> RunConfig:
     return load_config(ground / "base.yaml", [*given, "output.overwrite=true"]).config
 
 
-def metrics(folder: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
 def plain_model(base: str) -> Any:
     """What the guide says; a new score head is random."""
     return AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
@@ -75,8 +76,7 @@ def reward(model: Any, document: Sample) -> torch.Tensor:
 
 def plain_losses(config: RunConfig, *, new_head: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
     """Metrics of each step and the trained tensors: one answer at a time, plain torch, PEFT and transformers."""
-    training, prepared = config.training, prepare(config)
-    assert isinstance(prepared.data.train, Samples) and training.max_steps is not None
+    prepared = prepare(config)
     model = plain_model(config.base_model)
     if new_head:
         model.score.weight.data = draw_score(model.config)
@@ -87,30 +87,16 @@ def plain_losses(config: RunConfig, *, new_head: bool) -> tuple[dict[str, list[f
         model, LoraConfig(task_type="SEQ_CLS", r=lora.r, lora_alpha=lora.alpha, target_modules=projections)
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
-    schedule = build_schedule(optimizer, training, training.max_steps)
-    batches = Batches(
-        prepared.data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps,
-        rank=0, world_size=1, seed=config.seed, shuffle=True, pad_token_id=0, flat=False,
-    )  # fmt: skip
     found: dict[str, list[float]] = {name: [] for name in NAMES}
-    epoch = offset = 0
-    for _ in range(training.max_steps):
-        indices = batches.order(epoch)[offset : offset + batches.global_batch_size].tolist()
-        documents = [document for index in indices for document in split_documents(prepared.data.train[index])]
+    for samples in train_steps(trained, config, prepared):
+        documents = [document for sample in samples for document in split_documents(sample)]
+        margins = torch.tensor([margin for sample in samples for margin in sample.margins])
         scores = torch.stack([reward(model, document) for document in documents]).view(-1, 2)
         chosen, rejected = scores.unbind(1)
-        losses = -logsigmoid(chosen - rejected) + config.reward.center * (chosen + rejected) ** 2
+        losses = -logsigmoid(chosen - rejected - margins) + config.reward.center * (chosen + rejected) ** 2
         losses.mean().backward()
         for name, values in zip(NAMES, (losses, chosen, rejected, chosen - rejected), strict=True):
             found[name].append(values.mean().item())
-        torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        offset += len(indices)
-        if offset >= len(prepared.data.train):
-            epoch, offset = epoch + 1, 0
     return found, {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}
 
 
@@ -135,7 +121,7 @@ def test_losses_and_adapters_agree_with_plain_peft(
     train(ground, **changes)
     expected, tensors = plain_losses(configure(ground, **changes), new_head=not stored_head)
     for name, values in expected.items():
-        assert metrics(folder, name) == pytest.approx(values, abs=1e-5), name
+        assert read_metric(folder, name) == pytest.approx(values, abs=1e-5), name
     saved = load_file(folder / "adapter_model.safetensors")
     assert len(saved) == len(tensors)
     for key, value in tensors.items():
@@ -147,6 +133,88 @@ def test_losses_and_adapters_agree_with_plain_peft(
         else draw_score(plain_model(str(base)).config)
     )
     assert (saved["base_model.model.score.weight"] - before).abs().max() > 1e-3
+
+
+def test_margins_are_read_from_the_records(ground: Path, tmp_path: Path) -> None:
+    """By their own name or another one; `task: preference` warns that it does not use them."""
+    path = tmp_path / "renamed.jsonl"
+    path.write_text((ground / "train.jsonl").read_text().replace('"margin"', '"gap"'))
+    named = {
+        "dataset__path": str(path),
+        "dataset__fields": {"margin": "gap", "chosen": "chosen", "rejected": "rejected"},
+    }
+    for changes in ({}, named):
+        for packing in (False, True):
+            samples = prepare(configure(ground, **(REWARD | changes | {"dataset__packing": packing}))).data.train
+            assert isinstance(samples, Samples)
+            assert sorted(margin for sample in samples for margin in sample.margins) == sorted(MARGINS * 4)
+            batch = collate(list(samples), 0, packed=packing, flat=packing, pairs=True)
+            assert isinstance(batch, PairBatch) and batch.margins is not None
+            assert batch.margins.tolist() == [margin for sample in samples for margin in sample.margins]
+            assert packing or batch.margins.tolist() == list(MARGINS * 4)
+    prepared = prepare(configure(ground, task="preference", dataset__max_length=192))
+    assert "warning: dataset: 12 pairs have a margin, which only task: reward uses" in prepared.notes
+
+
+def test_eval_measures_rewards(ground: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The held-out values of training, and those of the base before it."""
+    assert evaluate.main([str(finished), "--json", str(ground / "eval.json"), "--batch-size", "2"]) == 0
+    shown, found = capsys.readouterr().out, json.loads((ground / "eval.json").read_text())
+    assert "5 pairs" in shown and "loss (nats/pair)" in shown
+    assert found["pairs"] == 5
+    for name, metric in (("loss", "loss"), ("accuracy", "rewards/accuracies"), ("margin", "rewards/margins")):
+        before, *_, after = read_metric(finished, f"eval/{metric}")
+        assert found["base"][name] == pytest.approx(before, abs=1e-5)
+        assert found["adapter"][name] == pytest.approx(after, abs=1e-5)
+        assert found["difference"][name] == pytest.approx(after - before, abs=2e-5)
+        low, high = found["adapter"][f"{name}_interval"]
+        assert low <= found["adapter"][name] <= high
+    assert (
+        evaluate.main([str(finished), "--data", str(ground / "train.jsonl"), "--json", str(ground / "other.json")]) == 0
+    )
+    assert json.loads((ground / "other.json").read_text())["pairs"] == 16
+    write_chats(ground / "chats.jsonl", 4)
+    assert evaluate.main([str(finished), "--data", str(ground / "chats.jsonl")]) == 2
+    assert "task=reward: 4 of 4 records of dataset are no pairs" in capsys.readouterr().err
+    assert "nats per pair" in (finished / "README.md").read_text()
+    assert "nats per token" not in (finished / "report.html").read_text()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"lora__dora": True},
+    "dropout": {"lora__dropout": 0.2},
+    "bf16": {"training__precision": "bf16"},
+    "by tokens": {"dataset__batching": "tokens", "dataset__packing": False},
+    "recomputed": {"training__gradient_checkpointing": "non_reentrant"},
+    "qwen2": {},
+    "gemma3_text": {},
+    "mistral": {},
+    "mixtral": {},
+    "fp8": {"adapter": "qlora", "quantization__quant_type": "fp8"},
+    "int8": {"adapter": "qlora", "quantization__quant_type": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_plain_peft_gives_the_rewards_of_every_kind(ground: Path, name: str) -> None:
+    """On held-out pairs after training, up to the rounding of bf16 and of 8-bit products."""
+    base, folder = ground / "model", ground / f"kind-{name}"
+    if name in FAMILIES:
+        base = save_family(ground / name, name)
+    changes = STEPS | KINDS[name] | {"base_model": str(base)}
+    held_out = {"dataset__evaluation": {"path": str(ground / "held_out.jsonl")}, "training__eval_steps": 5}
+    train(ground, **changes, **held_out, output_dir=str(folder))
+    losses = read_metric(folder, "eval/loss")
+    assert losses[-1] < losses[0] - 1e-3
+    alone = {"dataset__path": str(ground / "held_out.jsonl"), "dataset__packing": False, "dataset__batching": "samples"}
+    samples = prepare(configure(ground, **(changes | alone))).data.train
+    assert isinstance(samples, Samples)
+    model = PeftModel.from_pretrained(plain_model(str(base)), folder).eval()
+    with torch.no_grad():
+        scores = torch.stack([reward(model, one) for sample in samples for one in split_documents(sample)]).view(-1, 2)
+    rounding = 3e-2 if name in ("bf16", "fp8", "int8") else 1e-5
+    for side, values in zip(("chosen", "rejected"), scores.unbind(1), strict=True):
+        assert read_metric(folder, f"eval/rewards/{side}")[-1] == pytest.approx(values.mean().item(), abs=rounding)
 
 
 def test_plain_peft_gives_the_same_rewards(ground: Path, finished: Path, tmp_path: Path) -> None:
@@ -166,9 +234,9 @@ def test_plain_peft_gives_the_same_rewards(ground: Path, finished: Path, tmp_pat
         with torch.no_grad():
             scores = model.eval()(**padded).logits.view(-1, 2)
         for name, values in (("chosen", scores[:, 0]), ("rejected", scores[:, 1])):
-            assert metrics(finished, f"eval/rewards/{name}")[-1] == pytest.approx(values.mean().item(), abs=1e-5)
+            assert read_metric(finished, f"eval/rewards/{name}")[-1] == pytest.approx(values.mean().item(), abs=1e-5)
         accuracy = (scores[:, 0] > scores[:, 1]).float().mean().item()
-        assert metrics(finished, "eval/rewards/accuracies")[-1] == pytest.approx(accuracy, abs=1e-6)
+        assert read_metric(finished, "eval/rewards/accuracies")[-1] == pytest.approx(accuracy, abs=1e-6)
 
 
 def test_a_resumed_run_continues_to_the_bit(ground: Path, finished: Path) -> None:
@@ -182,7 +250,7 @@ def test_a_resumed_run_continues_to_the_bit(ground: Path, finished: Path) -> Non
     whole, again = (load_file(ground / name / "adapter_model.safetensors") for name in ("whole", "whole-again"))
     assert whole.keys() == again.keys()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert metrics(ground / "whole-again", "train/loss") == metrics(ground / "whole", "train/loss")[2:]
+    assert read_metric(ground / "whole-again", "train/loss") == read_metric(ground / "whole", "train/loss")[2:]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -191,10 +259,10 @@ def test_a_base_in_4_bits_keeps_its_score_head(ground: Path, stage: int) -> None
     train(ground, **STEPS, output_dir=str(folder), adapter="qlora", zero__stage=stage, ops__backend="reference")
     saved = load_file(folder / "adapter_model.safetensors")
     assert saved["base_model.model.score.weight"].shape == (1, 64)
-    losses = metrics(folder, "train/loss")
+    losses = read_metric(folder, "train/loss")
     assert losses[-1] < losses[0]
     if stage:
-        assert losses == pytest.approx(metrics(ground / "nf4-0", "train/loss"), abs=1e-5)
+        assert losses == pytest.approx(read_metric(ground / "nf4-0", "train/loss"), abs=1e-5)
 
 
 def test_the_score_is_that_of_the_last_token_but_padding() -> None:
@@ -233,12 +301,12 @@ def test_wrong_settings_have_one_line(ground: Path, name: str) -> None:
 def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 4)
     write_answers(tmp_path / "answers.jsonl", 4)
-    records = [json.loads(line) | {"margin": 0.5} for line in (ground / "train.jsonl").read_text().splitlines()]
-    (tmp_path / "margins.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [json.loads(line) for line in (ground / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "margins.jsonl").write_text("".join(json.dumps(each | {"margin": "0.5"}) + "\n" for each in records))
     for file, message in {
         "chats": "task=reward: 4 of 4 records of dataset are no pairs of a chosen and a rejected answer",
         "answers": "task=reward: 4 records of dataset have one answer with a label, and a reward model",
-        "margins": "task=reward: dataset has margins, which are not supported; rename or remove the field",
+        "margins": "record 1: margin=0.5 is not a number; give one, or remove the field",
     }.items():
         with pytest.raises(UserError) as error:
             prepare(configure(ground, **(REWARD | {"dataset__path": str(tmp_path / f"{file}.jsonl")})))
@@ -262,7 +330,7 @@ def test_commands_that_write_text_refuse(
     ground: Path, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     commands: list[tuple[Any, list[str]]] = [
-        (chat.main, []), (generate.main, ["red"]), (evaluate.main, []),
+        (chat.main, []), (generate.main, ["red"]), (evaluate.main, ["--scale", "0.5"]),
         (export.main, ["--format", "gguf", "--output", str(tmp_path / "x.gguf")]),
         (export.main, ["--format", "vllm", "--output", str(tmp_path / "x")]),
         (merge.main, ["--scale", "0.5", "--output", str(tmp_path / "x")]),
@@ -274,5 +342,9 @@ def test_commands_that_write_text_refuse(
         assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert export.main([str(finished), "--format", "peft", "--output", str(tmp_path / "peft")]) == 0
+    (tmp_path / "hub").mkdir()
+    pushed = [path.name for path in push.stage(find_run(finished), "me/scores", tmp_path / "hub")]
+    assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= {*pushed}
+    assert "pipeline_tag: text-classification" in (tmp_path / "hub" / "README.md").read_text()
     card = (finished / "README.md").read_text()
     assert "AutoModelForSequenceClassification.from_pretrained" in card and "num_labels=1" in card

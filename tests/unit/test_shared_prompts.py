@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ops.head import LOSS
 from tests.preferences import LN_2, write_pairs
 from tests.runs_in_process import make_ground, train
 from tests.unit.test_packing_probe import CPU, EXPERTS, LLAMA, model_of
@@ -56,7 +57,7 @@ def pairs() -> list[Sample]:
 
 def losses_and_gradients(model: Any, samples: list[Sample], *, shared: bool) -> tuple[torch.Tensor, ...]:
     batch = collate(samples, 0, packed=True, flat=False, pairs=True, shared=shared)
-    found = TokenLoss(model).by_token(model, batch, CPU)
+    found = TokenLoss(model).by_token(model, batch, CPU)[LOSS]
     weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
     (found * weights).sum().backward()

@@ -1,6 +1,5 @@
 """Padding to few shapes changes no loss and no gradient; which settings leave micro-steps that can be replayed."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from ops.head import token_loss_sum
 from ops.seeds import Seeds, draw_seed
 from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
-from trainer.data.batches import IGNORED, MicroBatch, collate, with_documents
+from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.samples import Sample
-from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, pad_to_shape, rounded_up, shape_of
+from trainer.data.static_shapes import StaticShape, pad_to_shape, rounded_up, shape_of
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter
-from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.graphed_passes import JointPass, StaticInputs
+from trainer.patches.graphed_loss import DivergencePass, GraphedLoss, LossPass, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 CPU = torch.device("cpu")
@@ -78,110 +76,58 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     torch.testing.assert_close(loss(model, batch, CPU), wanted)  # the buffers are read again
 
 
-REFERENCE = [sample(9, seed=5), sample(14, seed=6), sample(12, seed=9)]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "prompt", "equal"),
-    [((32,), 0, 1), ((16, 16), 5, 2), ((40, 30), 4, 0), ((14, 14), 0, 2), ((30,), 30, 1)],
-    ids=["one", "of one length", "ragged", "some as long as reference text", "no target"],
-)
-def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_gradients(
-    adapted: tuple[Any, FlatAdapter], lengths: tuple[int, ...], prompt: int, equal: int
+@pytest.mark.parametrize("lengths", [(9, 14, 12), (15, 15, 15)], ids=["ragged", "of one length"])
+def test_a_padded_batch_of_reference_text_has_the_same_divergence_and_gradients(
+    adapted: tuple[Any, FlatAdapter], lengths: tuple[int, ...]
 ) -> None:
-    """Also for a batch with shorter reference text, in the memory of an earlier one: nothing of that is left."""
+    """Also in the memory of an earlier batch with more text: nothing of that is left."""
     model, flat = adapted
     loss = TokenLoss(model)
-    own = collate([sample(*lengths, prompt=prompt)], 0, packed=True, flat=True)
 
-    def with_text(documents: list[Sample]) -> JointPass:
-        states = loss.compute_base_states(model, collate(documents, 0, packed=True, flat=True), CPU)
-        return JointPass(loss, own, with_documents(own, documents, 0), states)
+    def reference(*lengths: int) -> DivergencePass:
+        documents = [sample(length, seed=length + at) for at, length in enumerate(lengths)]
+        batch = collate(documents, 0, packed=True, flat=True)
+        return DivergencePass(loss, batch, loss.compute_base_states(model, batch, CPU))
 
-    before, wanted = with_text([sample(22, seed=7), sample(14, seed=8)]), with_text(REFERENCE)
+    before, wanted = reference(lengths[0], *lengths[1:-1], lengths[-1] + 1), reference(*lengths)
     expected = wanted.launch(model, CPU)
-    gradients = [torch.autograd.grad(each, flat.buffers, retain_graph=True) for each in expected]
-    assert all(float(each.detach()) > 0 for each in expected[prompt == sum(lengths) :])
-    shape = wanted.shape((0, 0))
-    assert shape is not None and (shape.reference, shape.equal) == (36, equal)
+    gradients = torch.autograd.grad(expected, flat.buffers)
+    assert expected.item() > 0
+    shape = before.shape((0, 0))
+    assert shape is not None and shape.length > sum(lengths)
     inputs = before.static(shape, CPU)
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
         before.compute(model, inputs)
         wanted.fill(inputs, shape)
         found = wanted.compute(model, inputs)
-        ours = [torch.autograd.grad(each, leaves, retain_graph=True) for each in found]
+        ours = torch.autograd.grad(found, leaves)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     for got, want in zip(ours, gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
-def test_what_attention_is_told_of_equal_documents_holds_for_every_batch_of_the_shape() -> None:
-    """Documents of one length must not seem to fill a row in which others are shorter and padded."""
-    generator = random.Random(0)
-    for _ in range(300):
-        longest, own_documents = generator.randint(2, 40), generator.randint(1, 4)
-        own = collate([sample(*[longest] * own_documents)], 0, packed=True, flat=True)
-        documents = [sample(generator.randint(2, longest)) for _ in range(generator.randint(1, 6))]
-        together = with_documents(own, documents, 0)
-        shape = joint_shape_of(own, together)
-        filled = pad_to_shape(together, shape.whole)
-        assert filled.cu_seqlens is not None and filled.cu_seqlens[-1] == filled.input_ids.shape[1]
-        lengths, tokens = filled.cu_seqlens.diff().tolist(), sum(len(each.input_ids) for each in documents)
-        most = max(rounded_up(tokens), tokens + own.input_ids.shape[1] // 16)
-        assert tokens <= shape.reference <= most and shape.holds(shape)
-        is_even = len(lengths) * filled.max_seqlen == filled.input_ids.shape[1]
-        assert is_even == (set(lengths) == {longest}) and max(lengths) <= max(filled.max_seqlen, shape.reference)
-        if shape.equal:
-            assert lengths[: shape.equal] == [longest] * shape.equal and not is_even
-
-
-def test_packs_of_any_length_come_back_in_few_shapes() -> None:
-    """One document fills its pack, however long it is; where every pack is as long, that stays as it is."""
-    packs = [collate([sample(length)], 0, packed=True, flat=True) for length in range(1025, 2044)]
-    shapes = {joint_shape_of(own, with_documents(own, [sample(200)], 0)) for own in packs}
-    assert len(shapes) < 64 < len(packs)
-    own = packs[7]
-    assert joint_shape_of(own, with_documents(own, [sample(200)], 0), (1032, 1031)).equal == 1
-    assert joint_shape_of(own, with_documents(own, [sample(200)], 0), (2000, 1999)).equal == 0
-
-
 def test_positions_of_padding_stay_among_those_of_documents() -> None:
     """A model with learned positions has none for more than a document may have."""
-    own = collate([sample(100, 100)], 0, packed=True, flat=True)
-    together = with_documents(own, [sample(90, seed=at) for at in range(40)], 0)
-    shape = joint_shape_of(own, together)
-    filled = pad_to_shape(together, shape.whole)
-    assert filled.position_ids is not None and shape.reference - 3600 > 100 > int(filled.position_ids.max())
+    batch = collate([sample(100, seed=at) for at in range(40)], 0, packed=True, flat=True)
+    filled = pad_to_shape(batch, StaticShape(1, 4352, 4352, True, 64, 512))
+    assert filled.position_ids is not None and 4352 - 4000 > 100 > int(filled.position_ids.max())
 
 
-def test_what_cannot_be_recorded_leaves_what_can() -> None:
-    """Reference text of a step makes one micro-batch longer, which may not pay or find no room where the others do."""
-    plain, joint = StaticShape(1, 64, 64, True, 4, 64), JointShape(StaticShape(1, 96, 64, True, 4, 64), 32)
-    other = replace(joint, reference=16)
+def test_reference_text_that_cannot_be_captured_is_launched() -> None:
+    """It may find no room where micro-batches do; these are then captured again."""
+    plain, reference = ((kind, StaticShape(1, 64, 64, True, 4, 64)) for kind in (LossPass, DivergencePass))
 
-    def after(recorded: list[StaticShape | JointShape], refused: Any, *, no_room: bool) -> tuple[int, bool, bool, str]:
-        said: list[str] = []
-        loss = GraphedLoss(None, nn.Module(), None, "auto", said.append)  # type: ignore[arg-type]
-        loss._captures = dict.fromkeys(recorded, (None, None))  # type: ignore[arg-type]
-        loss._capturer = object()  # type: ignore[assignment]
+    def after(captured: list[Any], refused: Any, *, no_room: bool) -> tuple[int, bool, str]:
+        loss = GraphedLoss(None, nn.Module(), None, "auto", lambda line: None)  # type: ignore[arg-type]
+        loss._captures = dict.fromkeys(captured, (None, None))  # type: ignore[arg-type]
         loss.drop = lambda why="": (loss._captures.clear(), setattr(loss, "why_not", why))  # type: ignore[assignment]
-        loss._refuse(refused, "why", no_room=no_room)
-        return len(loss._captures), loss._launches_reference, refused in loss._refused, loss.why_not
+        loss._refuse(refused[0], "why", no_room=no_room)
+        return len(loss._captures), loss._launches_reference, loss.why_not
 
-    assert after([plain], joint, no_room=False) == (1, True, False, "")
-    assert after([plain], joint, no_room=True) == (0, True, False, "")
-    assert after([plain, joint], other, no_room=False) == (2, False, True, "")
-    assert after([joint], plain, no_room=True) == (0, True, False, "")
-    assert after([], plain, no_room=False) == (0, False, False, "why")
-
-
-def test_a_shape_with_reference_text_holds_no_other_text() -> None:
-    own = collate([sample(16, 16)], 0, packed=True, flat=True)
-    short, long = (joint_shape_of(own, with_documents(own, [sample(count)], 0)) for count in (4, 6))
-    assert not short.holds(long) and not long.holds(short)
-    assert replace(short, whole=replace(short.whole, documents=9)).holds(short)
-    assert not replace(short, whole=replace(short.whole, longest=32)).holds(short)
+    assert after([plain], reference, no_room=False) == (1, True, "")
+    assert after([plain], reference, no_room=True) == (0, True, "")
+    assert after([], plain, no_room=False) == (0, False, "why")
 
 
 def test_documents_of_a_flat_pack_keep_their_bounds() -> None:

@@ -1,6 +1,7 @@
 """One optimizer step and its loss: only targets count, documents are alone, a bad gradient changes nothing."""
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,28 @@ def test_loraplus_teaches_b_faster_and_vectors_do_not_decay() -> None:
     assert groups == {(1e-3, 0.1): 1, (1e-3, 0.0): 1, (16e-3, 0.1): 1}
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_min_lr", "constant_with_warmup", "polynomial"])
+def test_restarts_and_stable_decay_are_the_published_curves() -> None:
+    def rates(**changes: Any) -> list[float]:
+        training = TrainingSection(warmup_steps=2, learning_rate=1.0, **changes)
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        return planned_rates(build_schedule(torch.optim.AdamW([parameter], lr=1.0), training, 22), 22)
+
+    restarts = rates(lr_scheduler="cosine_with_restarts", lr_cycles=2)
+    assert restarts[2] == restarts[12] == 1.0
+    assert restarts[2:12] == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(10)])
+    assert restarts[12:] == pytest.approx(restarts[2:12])
+    stable = rates(lr_scheduler="warmup_stable_decay", decay_ratio=0.25, min_lr_ratio=0.2)
+    assert stable[2:17] == [1.0] * 15 and stable[16] == 1.0
+    assert stable[16:] == pytest.approx([0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "warmup_stable_decay", "constant_with_warmup",
+        "polynomial",
+    ],
+)  # fmt: skip
 def test_a_restored_schedule_goes_on_where_it_was(name: str) -> None:
     training = TrainingSection(lr_scheduler=name, warmup_steps=3, learning_rate=1e-2, min_lr_ratio=0.1)
 
@@ -120,7 +142,7 @@ def test_a_restored_schedule_goes_on_where_it_was(name: str) -> None:
         assert restored.get_last_lr() == stepped.get_last_lr() == [rates[stepped.last_epoch]]
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "inverse_sqrt"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "warmup_stable_decay", "constant_with_warmup", "inverse_sqrt"])
 @pytest.mark.parametrize("total", [1, 2, 3])
 @pytest.mark.parametrize("ratio", [0.0, 0.03, 0.99])
 def test_the_last_step_is_no_warm_up(name: str, total: int, ratio: float) -> None:

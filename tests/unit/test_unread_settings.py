@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from launcher.importing.command import translate_arguments
-from launcher.importing.writing import format_yaml
+from launcher.importing.command import format_yaml, translate_arguments
 from tests import runs_in_process
 from trainer.config import LoadedConfig, RunConfig, UserError, dump_yaml, load_config
 from trainer.config.messages import section_at, setting_names

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.families import tiny_family
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.run_record import write_run_record
-from trainer.commands import download, validate
+from trainer.commands import download, estimate, validate
 from trainer.config import UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 
@@ -51,6 +52,35 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     assert lines["warning"].startswith("4 optimizer steps in all, the first of them at a learning rate of 0 (18 sam")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
+
+
+UNLIMITED = ("mpt", "recurrent_gemma", "xlstm")
+
+
+@pytest.mark.parametrize(
+    "kind", ["bloom", "mamba", "xlnet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in UNLIMITED)]
+)
+def test_models_without_a_longest_sequence_are_described(
+    kind: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their configurations have no such entry, or -1 in it."""
+    tiny_family(kind).save_pretrained(kind)
+    assert validate.main([str(config), f"base_model={kind}", "model.tokenizer=model", "adapter=lora"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("model: "))
+    assert line.endswith(" parameters, 4 layers")
+
+
+@pytest.mark.parametrize("kind", ["jetmoe", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
+def test_a_model_without_an_estimate_is_one_line(kind: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers of Gemma 3n share keys, and experts of JetMoE need values of tensors: neither runs without weights."""
+    tiny_family(kind).save_pretrained(kind)
+    words = [str(config), f"base_model={kind}", "model.tokenizer=model", "adapter=lora"]
+    capsys.readouterr()
+    assert estimate.main(words) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.startswith("error: this model has no memory estimate (")
+    assert validate.main(words) == 0
+    assert "no memory estimate for this model (" in capsys.readouterr().out
 
 
 def test_validate_during_a_run_reports_what_training_would_need(

@@ -46,8 +46,9 @@ def test_its_commands_find_presets_and_the_job_script(installed: Path, tmp_path:
     assert script.startswith("#!") and f"ZEROLORA_HOME={home}" in script
     assert (home / "slurm" / "env.sh").is_file() and (home / "pyproject.toml").is_file()
     assert list((installed / "ops" / "csrc").rglob("*.cu"))
-    data = {str(path.relative_to(ROOT)) for folder in SOURCES[:3] for path in (ROOT / folder).rglob("*.yaml")}
-    assert data and all((installed / path).is_file() for path in data)
+    files = [path for folder in SOURCES[:3] for path in (ROOT / folder).rglob("*") if path.suffix in (".yaml", ".css")]
+    assert {path.suffix for path in files} == {".yaml", ".css"}
+    assert all((installed / path.relative_to(ROOT)).is_file() for path in files)
 
 
 def test_a_package_that_was_installed_over_ours_is_one_message(installed: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A fingerprint of a base model's weights from headers, sizes and a sample of the bytes.
 
 64 KiB of every 16 MiB are read, 64 MB for a model of 16 GB; files under 16 MiB are read completely. A change between
-the samples that keeps names, shapes and sizes is not detected.
+the samples that keeps names, shapes and sizes is not detected; nor is code that the base takes from another repository.
 """
 
 import json
@@ -16,13 +16,17 @@ from trainer.model.tensor_files import INDEX, Index
 
 SAMPLE, EVERY = 1 << 16, 1 << 24
 # Rewritten whenever a model is saved, without effect on what it computes.
-VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-PIPELINE = "model_index.json"
+VOLATILE = ("transformers_version", "_diffusers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+PIPELINE, SCHEDULER = "model_index.json", "scheduler"
+FROZEN_PARTS = (SCHEDULER, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+SAME_WEIGHTS = ("name", "weights", "commit")
+"""Keys of a fingerprint, the first of which that two have decides whether their weights are the same."""
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
     """Return what identifies a base: `name` of a random one, `commit` on the hub, hashes of its `weights` and `config`.
 
+    Further hashes are named after the frozen parts of an image pipeline, and the files of Python code that is run.
     Empty if the base is not on this machine yet.
     """
     if is_random(base_model):
@@ -39,12 +43,11 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
         folder = cached
         found["commit"] = folder.name
     if (folder / PIPELINE).is_file():
-        return found | _hash_denoiser(folder)
-    config = folder / "config.json"
-    if config.is_file():
-        settings = read_json(config)
-        kept = {name: value for name, value in settings.items() if name not in VOLATILE}
-        found["config"] = xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
+        return found | _hash_denoiser(folder) | _hash_frozen_parts(folder)
+    if (folder / "config.json").is_file():
+        found["config"] = _hash_settings(folder / "config.json")
+    if section.trust_remote_code:
+        found |= {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in folder.glob("*.py")}
     return found | _hash_weights(_weight_files(folder))
 
 
@@ -57,11 +60,31 @@ def _hash_denoiser(folder: Path) -> dict[str, str]:
     return found | _hash_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
 
 
+def _hash_frozen_parts(folder: Path) -> dict[str, str]:
+    """Return the hashes of a pipeline's scheduler, VAE and text encoders, of those that are complete."""
+    found = {}
+    for part in FROZEN_PARTS:
+        settings, weights = sorted((folder / part).glob("*config.json")), _weight_files(folder / part)
+        if settings and (weights or part == SCHEDULER):
+            found[part] = ".".join([*map(_hash_settings, settings), *_hash_weights(weights).values()])
+    return found
+
+
+def _hash_settings(file: Path) -> str:
+    kept = {name: value for name, value in read_json(file).items() if name not in VOLATILE}
+    return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
+
+
+def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
+    """Return what two fingerprints differ in apart from their weights: `config`, a frozen part or a file of code."""
+    return next((key for key in one if key not in SAME_WEIGHTS and other.get(key, one[key]) != one[key]), None)
+
+
 def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
-    """Return whether two fingerprints are of the same base; None if they have no key in common."""
-    if "config" in one and "config" in other and one["config"] != other["config"]:
+    """Return whether two fingerprints are of the same base; None if their weights cannot be compared."""
+    if find_changed_part(one, other):
         return False
-    for key in ("name", "weights", "commit"):
+    for key in SAME_WEIGHTS:
         if key in one and key in other:
             return one[key] == other[key]
     return None

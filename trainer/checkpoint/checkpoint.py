@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -35,7 +34,7 @@ from trainer.parallel.engine.optimizer_state import EngineState
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.engine.state_pieces import Pieces, whole_state
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
 
@@ -97,10 +96,7 @@ def checkpoint_sizes(engine: Engine, ranks: Ranks) -> list[Size]:
 
 def find_damage_collectively(checkpoint: Path, ranks: Ranks) -> str | None:
     """Return on all ranks the damage that rank 0 finds in a checkpoint; a collective call."""
-    answer = [find_damage(checkpoint) if ranks.is_main else None]
-    if dist.is_initialized() and ranks.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, device=ranks.device())
-    return answer[0]
+    return run_on_main(ranks, lambda: find_damage(checkpoint))
 
 
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
@@ -200,6 +196,8 @@ class Position:
     last_evaluation: float | None = None
     evaluated_at: int = -1
     """Step of the last evaluation."""
+    best_metric: str = "loss"
+    """Setting `training.best_metric`, which decides what `best_loss` is: negated if higher is better."""
     best_loss: float = math.inf
     best_step: int = 0
     worse_in_a_row: int = 0

@@ -1,28 +1,51 @@
-"""Resume a run, save its checkpoints, and set aside those of an earlier run in the same folder."""
+"""The checkpoints of a run on one rank: the one it resumes from, those it writes, and the best.
+
+State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
+`copy` gathers partitioned weights and queues the copies while the device still computes the step; `save`, once the loss
+of the step is known, starts the writing; `settle`, called before the next copy and at the end, exchanges the outcome
+between ranks.
+"""
 
 import math
+import os
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import CheckpointSaver, PublishOptions, SaveFailed, WriteWeights
-from trainer.checkpoint.checkpoint import Position, find_damage_collectively, restore_checkpoint
-from trainer.checkpoint.checkpoint_files import later_checkpoints
+from trainer.checkpoint.background import PREFIX, Report, Save, SaveFailed, exchange_outcomes
+from trainer.checkpoint.checkpoint import (
+    Position,
+    RankState,
+    checkpoint_sizes,
+    find_damage_collectively,
+    restore_checkpoint,
+)
+from trainer.checkpoint.checkpoint_files import later_checkpoints, publish, surplus_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
 from trainer.checkpoint.resume_comparison import agree_on_resumption, describe_finished
-from trainer.config import RunConfig, UserError
+from trainer.checkpoint.run_folder import RunFolder
+from trainer.checkpoint.run_record import note_written
+from trainer.checkpoint.weights import gather_weights
+from trainer.config import RunConfig
+from trainer.contract.output_files import collect_disk_errors
+from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import archive_previous_attempt
+from trainer.parallel.engine.optimizer import has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
+from trainer.scu.controller import Steering
+from trainer.tasks.task import BatchSource
 
 REQUANTIZED_MOMENTS = (
     "the 8-bit moments are split into other blocks than in the checkpoint and were quantized again: the run continues "
@@ -33,57 +56,78 @@ REQUANTIZED_MOMENTS = (
 class CheckpointManager:
     """The checkpoint that all ranks agree to resume from, and those written afterwards; every rank has a manager."""
 
-    @phase("restore")
     def __init__(
-        self,
-        config: RunConfig,
-        prepared: Prepared,
-        ranks: Ranks,
-        device: torch.device,
-        precision: str,
-        say: Output,
+        self, config: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output, folder: RunFolder
     ) -> None:
-        """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
         self._config, self._prepared, self._ranks, self._precision, self._say = config, prepared, ranks, precision, say
-        self._run_dir = Path(config.output_dir)
+        self._run_dir, self._folder = Path(config.output_dir), folder
+        self.checkpoint: Path | None = None
         self._identity: dict[str, Any] | None = None
         self._saved, self._begun_at = False, 0
-        self._saves = CheckpointSaver(self._run_dir, ranks)
-        resumption = agree_on_resumption(config, prepared, ranks, device, precision)
+        self._later: list[Path] = []
+        self._aside: list[Path] = []
+        self._copies = HostCopies()
+        self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
+        self._current: Save | None = None
+        self._preparing: threading.Thread | None = None
+        self._has_memory = threading.Event()
+
+    @phase("restore")
+    def agree(self) -> None:
+        """Agree on the checkpoint before weights are loaded; raises UserError if it is damaged or of another run."""
+        resumption = agree_on_resumption(self._config, self._prepared, self._ranks, self._precision)
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
-            say(f"[yellow]warning:[/yellow] {escape(warning)}")
+            self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
-            say(f"note: {escape(note)}")
+            self._say(f"note: {escape(note)}")
 
-    def restore(self, engine: Engine, total_steps: int) -> tuple[Position, dict[str, Any]]:
-        """Load the checkpoint, if any, into the engine; return its position and `state.json`."""
+    def restore(
+        self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
+    ) -> tuple[Position, dict[str, Any] | None]:
+        """Load the checkpoint, if any, into engine, schedule and batches; return position and state of the SCU."""
+        training = self._config.training
         if self.checkpoint is None:
-            return Position(), {}
+            return Position(best_metric=training.compared_metric), None
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
         self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
-        training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {describe_finished(position.step, total_steps)}")
-        best = position.best_step
+        best, now = position.best_step, training.compared_metric
+        why = f"training.best_metric is now {now}" if position.best_metric != now else ""
         if training.best_checkpoint and best and not self._checkpoint_path(best).exists():
-            self._say(f"note: the best checkpoint so far (step {best}) is missing; the search for the best starts over")
+            why = f"the best checkpoint so far (step {best}) is missing"
+        if best and why:
+            self._say(f"note: {why}; the search for the best starts over")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
-        return position, state
+        position.best_metric = now
+        restore_schedule(schedule, int(state["schedule_steps"]))
+        if isinstance(batches, StreamBatches):
+            batches.load_state_dict(state.get("stream", {}))
+        return position, state.get("scu")
 
-    def prepare_saves(self, engine: Engine, also: Callable[[], object]) -> None:
-        """Prepare the first save and call `also` in a thread while the first step runs."""
+    def prepare(self, engine: Engine) -> None:
+        """Prepare the first save in a thread, so that it does not stall training, if the run will write any."""
+        training, sizes = self._config.training, checkpoint_sizes(engine, self._ranks)
+        if not (training.save_steps or training.save_minutes):
+            return
 
         def prepare() -> None:
-            self.identity()
-            also()
+            with suppress(Exception):  # the save that needs it fails in the same way, and raises
+                try:
+                    self._copies.reserve(sizes)
+                finally:
+                    self._has_memory.set()
+                self.identity()
+                self._folder.adapter_form(engine)
 
-        self._saves.prepare(engine, prepare)
+        self._preparing = threading.Thread(target=prepare, name="save", daemon=True)
+        self._preparing.start()
 
     def identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
@@ -92,58 +136,98 @@ class CheckpointManager:
             self._identity = found.model_dump()
         return self._identity
 
-    def copy(self, engine: Engine, weights: Callable[[HostCopies], object]) -> None:
-        """Queue copies of a checkpoint's tensors behind the current step on the device; a collective call."""
+    @phase("save")
+    def copy(self, engine: Engine) -> None:
+        """Queue copies of engine state and weights behind the current step on the device; a collective call."""
         with suppress(SaveFailed):  # the previous save: its failure was reported, and the next one follows
             self.settle()
-        self._saves.copy(engine, weights)
+        if self._preparing is not None:
+            self._has_memory.wait()
+        state = RankState.capture(engine, self._ranks, self._copies)
+        with phase("gather"):
+            only_trained = self._config.adapter != "none"
+            weights = gather_weights(engine.module, only_trained=only_trained, copy=self._copies.copy)
+        self._copies.mark_queued()
+        self._copied = state, weights
 
     def make_updates_wait(self) -> None:
-        """Make the next update on the device wait for the copies."""
-        self._saves.make_updates_wait()
+        """Make the device, not the host, wait for the copies before the next update changes the tensors."""
+        self._copies.make_updates_wait()
 
+    @phase("save")
     def save(
-        self,
-        engine: Engine,
-        position: Position,
-        more: dict[str, Any],
-        write_weights: WriteWeights,
-        before_publishing: Callable[[], None],
+        self, engine: Engine, position: Position, schedule: Any, batches: BatchSource, steering: Steering | None
     ) -> None:
-        """Start writing what was copied; a collective call. Raises SaveFailed, after a warning."""
-        training = self._config.training
-        order = PublishOptions(
-            keep=training.save_total_limit,
-            protect=(position.best_step,) if training.best_checkpoint else (),
-            later=self._later,
-            before_publishing=before_publishing,
-            after_publishing=self._close_earlier_run,
-        )
+        """Start writing the copies and the state of everything else while training continues; a collective call.
+
+        Raises SaveFailed on every rank, after a warning, if the folder cannot be created.
+        """
+        assert self._copied is not None, "nothing was copied"
+        (rank_state, weights), self._copied = self._copied, None
+        state = position.to_dict() | {"schedule_steps": schedule.last_epoch}
+        if isinstance(batches, StreamBatches):
+            state["stream"] = batches.state_dict()
+        if steering is not None:
+            state["scu"] = steering.state_dict()
+            self._folder.save_steering(steering)
+        folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
+        if self._ranks.is_main:
+            self._folder.restore_record()
+            note_written(self._run_dir, [folder.name.removeprefix(PREFIX), folder.name])
+        write_weights = self._folder.weights_writer(engine, weights, must_have_moved=has_moved(schedule))
+        rank_state = rank_state.complete(state | {"run": self.identity()}, engine, self._ranks)
+
+        def write(folder: Path) -> None:
+            self._copies.wait()
+            if self._ranks.is_main:
+                if self._preparing is not None:
+                    self._preparing.join()
+                write_weights(folder)
+            for file in rank_state.write(folder):
+                _flush(file)
+
+        protect = (position.best_step, position.step) if self._config.training.best_checkpoint else (position.step,)
+        failures: list[str] = []
+        with collect_disk_errors(failures, self._run_dir):
+            if self._ranks.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
         with self._warn_on_failure():
-            state = position.to_dict() | more | {"run": self.identity()}
-            self._saves.begin(engine, state, write_weights, order)
+            exchange_outcomes(Report(failures), folder, self._ranks)
+        self._current = Save(folder, write, partial(self._publish, protect), self._ranks)
+
+    def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
+        """Publish a written checkpoint and delete surplus ones except those of the steps `protect`; in the thread.
+
+        Checkpoints of an earlier run beyond the step this one resumed from are renamed, and its metrics dropped or set
+        aside.
+        """
+        self._folder.check()
+        self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
+        if not self._saved:
+            archive_previous_attempt(self._run_dir, keep=bool(self._aside))
+        self._saved = True
+        for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
+            shutil.rmtree(checkpoint)
 
     @phase("save")
     def settle(self) -> None:
         """Wait until the current save is complete; a collective call. Raises SaveFailed, after a warning."""
-        with self._warn_on_failure():
-            aside = self._saves.finish()
-        if aside is None:
+        save, self._current = self._current, None
+        if save is None:
             return
+        with self._warn_on_failure():
+            save.finish()
         self._later = []
-        if aside:
-            names = ", ".join(path.name for path in aside)
+        if self._aside:
+            names = ", ".join(path.name for path in self._aside)
             self._say(f"checkpoints after step {self._begun_at} belong to the earlier run: kept as {names}")
-
-    def _close_earlier_run(self, aside: list[Path]) -> None:
-        """Drop or set aside the earlier run's metrics once this run has a checkpoint."""
-        if not self._saved:
-            archive_previous_attempt(self._run_dir, keep=bool(aside))
-        self._saved = True
+            self._aside = []
 
     def wait_for_save(self, seconds: float) -> None:
-        """Wait for a save on this rank alone, after the run has failed."""
-        self._saves.wait(seconds)
+        """Wait up to `seconds` for the current save, on this rank only, after the run has failed."""
+        if self._current is not None:
+            self._current.thread.join(seconds)
 
     @contextmanager
     def _warn_on_failure(self) -> Iterator[None]:
@@ -153,18 +237,8 @@ class CheckpointManager:
             self._say(f"[yellow]warning:[/yellow] {escape(str(error))}")
             raise
 
-    def copy_missing_folder(self, name: str) -> None:
-        """Copy a folder of the resumed run into this run's output_dir, unless it is already there."""
-        source, target = (self.checkpoint or self._run_dir).parent / name, self._run_dir / name
-        if target.is_dir():
-            return
-        if not source.is_dir():
-            raise UserError(f"{source}: missing, and the run cannot continue without it; restore it")
-        if self._ranks.is_main:
-            shutil.copytree(source, target)
-
     def restore_best(self, engine: Engine, position: Position) -> int | None:
-        """Restore the weights with the lowest held-out loss if `best_checkpoint` is set; return their step.
+        """Restore the weights with the best `best_metric` if `best_checkpoint` is set; return their step.
 
         Returns None if the last weights are kept: they are the best, or the best checkpoint is damaged.
         """
@@ -175,11 +249,22 @@ class CheckpointManager:
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)
-        position.last_evaluation, position.evaluated_at = position.best_loss, position.step
-        self._say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+        metric = position.best_metric
+        is_known = metric == "loss" and not self._config.evaluation.has_scores
+        position.last_evaluation, position.evaluated_at = position.best_loss, position.step if is_known else -1
+        named = "lowest held-out loss" if metric == "loss" else f"best {metric}"
+        self._say(f"the weights of step {position.best_step} have the {named} and are kept")
         return position.best_step
 
     def _checkpoint_path(self, step: int) -> Path:
         """Return the checkpoint of a step, in this run's folder or that of the run it resumes."""
         own = self._run_dir / f"checkpoint-{step}"
         return own if self.checkpoint is None or own.exists() else self.checkpoint.parent / own.name
+
+
+def _flush(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -19,7 +19,6 @@ from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir,
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
 from trainer.config.files import check_shape
-from trainer.data.conversations import find_chat_template
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -28,7 +27,7 @@ from trainer.patches.fake_quantised_lora import compute_rounded
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
-INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
+INPUTS = ("base_model", "tokenizer", "path", "adapter_path", "reference")
 """Settings, in any section, that may name a file or folder the run reads."""
 BASE_MODEL_HELP = "location of the base model, if it was moved"
 Section = TypeVar("Section", bound=BaseModel)
@@ -84,6 +83,9 @@ def find_run(
         raise UserError(f"base_model={config.base_model}: is missing; pass its new location with --base-model")
     if not allow_mismatch:
         check_loaded(config, folder, needs_base=needs_base)
+    # The run's tokenizer has the template that was used; its file may have changed since.
+    dataset = config.dataset.model_copy(update={"chat_template": None})
+    config = config.model_copy(update={"dataset": dataset})
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
@@ -137,19 +139,16 @@ def _resolve_paths(section: Section, folder: Path) -> Section:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a chat template, too long for a path
+    except (OSError, ValueError):  # too long for a path
         return False
 
 
 def saved_tokenizer(run: FinishedRun) -> Any:
-    """Load the tokenizer saved with the adapter, with the run's chat template."""
+    """Load the tokenizer saved with the adapter, which has the run's chat template."""
     section = run.config.model.model_copy(
         update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
     )
-    tokenizer = load_tokenizer(str(run.folder), section)
-    if run.config.dataset.chat_template is not None:
-        tokenizer.chat_template = find_chat_template(tokenizer, run.config.dataset.chat_template)
-    return tokenizer
+    return load_tokenizer(str(run.folder), section)
 
 
 def default_device() -> torch.device:

@@ -12,83 +12,21 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
-from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_base, is_same_base
+from trainer.checkpoint.base_fingerprint import cached_folder, find_changed_part, fingerprint_base, is_same_base
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
 from trainer.config.files import check_shape, read_json
+from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
 
 ALLOW = "--allow-mismatch"
-# These determine the trained tensors, which the optimizer's state must match.
-FIXED = (
-    "lora.r",
-    "lora.rank_pattern",
-    "lora.target_modules",
-    "lora.exclude_modules",
-    "lora.modules_to_save",
-    "lora.dora",
-    "lora.init",
-    "model.added_tokens",
-)
-# Setting -> its name in training.resume_changes.
-CHANGE_GROUPS = {
-    "adapter": "adapter",
-    "lora.alpha": "adapter",
-    "lora.alpha_pattern": "adapter",
-    "lora.dropout": "adapter",
-    "lora.rslora": "adapter",
-    "training.qat": "adapter",
-    "seed": "seed",
-    "training.optimizer": "optimizer",
-    "training.precision": "precision",
-}
-SECTION_GROUPS = {"dataset": "data", "image": "data", "quantization": "adapter", "scu": "scu"}
-# Compared in another way (content instead of path, the global batch), or relevant to this start only.
-NOT_COMPARED = (
-    "base_model",
-    "output_dir",
-    "output.overwrite",
-    "model.revision",
-    "model.tokenizer",
-    "lora.adapter_path",
-    "lora.allow_mismatch",
-    "dataset.path",
-    "dataset.on_bad_record",
-    "dataset.workers",
-    "dataset.cache_dir",
-    "image.sample_steps",
-    "image.sample_guidance",
-    "image.sample_every",
-    "training.batch_size",
-    "training.gradient_accumulation_steps",
-    "training.global_batch_size",
-    "training.resume_from_checkpoint",
-    "training.resume_changes",
-    "parallel.sequence",
-)
-MODEL_SETTINGS = ("adapter", "model.added_tokens", "quantization.", "training.qat")
-"""Settings that determine the model a finished adapter is loaded into; its own are in adapter_config.json."""
-SPLIT_SETTINGS = (
-    *("dataset.val_split", "dataset.split", "dataset.mix", "dataset.format", "dataset.fields", "dataset.template"),
-    *("dataset.max_length", "dataset.max_samples", "dataset.text_mode", "dataset.too_long", "seed"),
-)
-"""Settings that determine which documents were held out."""
-# adapter_config.json's names -> ours.
-PEFT_NAMES = {
-    "r": "r",
-    "rank_pattern": "rank_pattern",
-    "lora_alpha": "alpha",
-    "alpha_pattern": "alpha_pattern",
-    "lora_dropout": "dropout",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-    "modules_to_save": "modules_to_save",
-    "use_rslora": "rslora",
-    "use_dora": "dora",
-}
+TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+FIXED, NOT_COMPARED, GROUPS, PEFT_NAMES = (TABLES[name] for name in ("fixed", "not_compared", "groups", "peft_names"))
+MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
+"""Settings that determine the model a finished adapter is loaded into, and which documents were held out."""
 
 
 class Identity(BaseModel):
@@ -160,12 +98,14 @@ def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
         if old == new or unknown or (new is None and setting == "training.precision"):
             continue
         fixed = setting in FIXED or (setting == "adapter" and "none" in (old, new))
-        group = CHANGE_GROUPS.get(setting) or SECTION_GROUPS.get(setting.partition(".")[0])
+        group = GROUPS.get(setting) or GROUPS.get(setting.partition(".")[0])
         problem = f"{setting}={shown(new)}: {name} was trained with {shown(old)}"
         found.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
     same = is_same_base(then.base, now.base)
     if not same:
-        what = "its weights differ from" if same is False else "its weights cannot be compared with"
+        part = find_changed_part(then.base, now.base)
+        differ = "its weights differ from" if part in (None, "config") else f"its {part} differs from"
+        what = "its weights cannot be compared with" if same is None else differ
         before = f"{then.base_model}, on which" if then.base_model != now.base_model else "when"
         problem = f"base_model={now.base_model}: {what} {before} {name} was trained"
         found.append(Difference(problem, "the weights of base_model", "base_model"))
@@ -287,7 +227,7 @@ def _comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _normalize_value(name: str, value: Any) -> Any:
-    """Sort layer names, whose order is irrelevant, and drop the paths of data sources, whose content is compared."""
+    """Sort layer names and drop the paths of data sources: their order and place are irrelevant."""
     if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
         return sorted(value)
     if name == "dataset.mix":

@@ -7,15 +7,12 @@ state can follow (the adapter's rank or layers) are always refused; harmless cha
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.checkpoint.identity import Identity, check_start, differences, recorded_identity, run_identity
-from trainer.config import RunConfig, UserError
+from trainer.config import RunConfig
 from trainer.config.errors import UserErrors
 from trainer.data.prepared import Prepared
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, run_on_main
 
 
 @dataclass(frozen=True)
@@ -70,23 +67,10 @@ def describe_finished(step: int, total_steps: int) -> str:
     )
 
 
-def agree_on_resumption(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
-) -> Resumption:
+def agree_on_resumption(config: RunConfig, prepared: Prepared, ranks: Ranks, precision: str) -> Resumption:
     """Run `plan_resumption` on rank 0 and share the result; a collective call."""
-    answer: list[Resumption | list[str] | None] = [None]
-    if ranks.is_main:
-        try:
-            answer[0] = plan_resumption(config, prepared, world_size=ranks.world_size, precision=precision)
-        except UserError as error:
-            answer[0] = error.messages if isinstance(error, UserErrors) else [str(error)]
-    if dist.is_initialized() and ranks.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, device=device)
-    found = answer[0]
-    if isinstance(found, list):
-        raise UserErrors(found)
-    assert found is not None, "rank 0 sent no answer"
-    return found
+    world_size = ranks.world_size
+    return run_on_main(ranks, lambda: plan_resumption(config, prepared, world_size=world_size, precision=precision))
 
 
 def compare(then: Identity, now: Identity, checkpoint: Path, allowed: tuple[str, ...]) -> tuple[list[str], str | None]:

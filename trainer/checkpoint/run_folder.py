@@ -18,16 +18,13 @@ from rich.markup import escape
 
 from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
-from trainer.checkpoint.background import SaveFailed, WriteWeights
+from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
-from trainer.checkpoint.checkpoint_manager import CheckpointManager
-from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.run_record import (
     CONFIG,
     RESULT,
     RUN,
     clear_folder,
-    note_written,
     place_result,
     write_run_record,
 )
@@ -37,7 +34,7 @@ from trainer.checkpoint.weights import (
     write_adapter,
     write_full_model,
 )
-from trainer.config import RunConfig
+from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors
 from trainer.model.adapter import changes_base_weights
@@ -53,7 +50,7 @@ from trainer.monitor.summary import end_summary
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.progress import PROGRESS
+from trainer.parallel.ranks.progress import PROGRESS, phase
 from trainer.scu.controller import Steering
 from trainer.tasks.task import Task
 
@@ -70,17 +67,15 @@ class RunFolder:
         ranks: Ranks,
         console: Console,
         say: Output,
-        checkpoints: CheckpointManager,
         lock: FolderLock | None,
     ) -> None:
         """Write nothing yet. `config` has no `auto` values; `lock` is the folder's lock, held by rank 0."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
-        self._console, self._say, self._checkpoints, self._lock = console, say, checkpoints, lock
+        self._console, self._say, self._lock = console, say, lock
         self._metrics: Metrics | None = None
         self._form: AdapterForm | None = None
         self._write_record: Callable[[], None] = lambda: None
-        self._copied: dict[str, torch.Tensor] = {}
 
     def check(self) -> None:
         """Raise FolderLost if another run has taken the folder; called before every write."""
@@ -95,12 +90,16 @@ class RunFolder:
         device: torch.device,
         precision: str,
         prompt_text: str | None,
+        checkpoint: Path | None,
     ) -> Metrics | None:
-        """Write the run's record, after all checks have passed; return rank 0's metrics."""
+        """Write the run's record, after all checks have passed; return rank 0's metrics.
+
+        `checkpoint` is the one that the run resumes from.
+        """
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and moves_base:
-            self._checkpoints.copy_missing_folder(INITIAL_ADAPTER)
+            self._copy_initial_adapter((checkpoint or self.path).parent / INITIAL_ADAPTER)
         if is_main:
             self.check()
             moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
@@ -118,6 +117,15 @@ class RunFolder:
             before_writing=self.check, settings=config.model_dump(mode="json"),
         )  # fmt: skip
         return self._metrics
+
+    def _copy_initial_adapter(self, source: Path) -> None:
+        """Copy the initial adapter of the resumed run into this folder, unless it is already there."""
+        if (self.path / INITIAL_ADAPTER).is_dir():
+            return
+        if not source.is_dir():
+            raise UserError(f"{source}: missing, and the run cannot continue without it; restore it")
+        if self._ranks.is_main:
+            shutil.copytree(source, self.path / INITIAL_ADAPTER)
 
     def save_answer(self, prompt: str, when: str, answer: str) -> None:
         """Keep the answer to a sample prompt for the report."""
@@ -158,59 +166,33 @@ class RunFolder:
         if failures:
             self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
-    def prepare_saves(self, engine: Engine) -> None:
-        """Prepare asynchronous checkpoints in a thread, if the run will write any."""
-        training = self._config.training
-        if training.save_steps or training.save_minutes:
-            self._checkpoints.prepare_saves(engine, lambda: self._adapter_form(engine))
-
-    def copy_checkpoint(self, engine: Engine) -> None:
-        """Queue copies of engine state and weights behind the current step; a collective call."""
-        only_trained = self._config.adapter != "none"
-
-        def weights(copies: HostCopies) -> None:
-            self._copied = gather_weights(engine.module, only_trained=only_trained, copy=copies.copy)
-
-        self._checkpoints.copy(engine, weights)
-
-    def save_checkpoint(
-        self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
+    @phase("save")
+    def save_result(
+        self, engine: Engine, *, must_have_moved: bool, factor: float, identity: dict[str, Any] | None
     ) -> None:
-        """Start writing the copies, `position` and `state` while training continues; a collective call.
-
-        `must_have_moved`: the learning rate has been above zero. Raises SaveFailed, after a warning.
-        """
-        if self._ranks.is_main:
-            self._restore_record()
-            name = f"checkpoint-{position.step}"
-            note_written(self.path, [name, f".writing-{name}"])
-        write_weights = self._writer(engine, self._copied, must_have_moved)
-        self._checkpoints.save(engine, position, state, write_weights, self.check)
-
-    def save_result(self, engine: Engine, *, must_have_moved: bool, factor: float = 1.0) -> None:
         """Write the final weights to a temporary folder and move them into place; a collective call.
 
-        `factor` scales the adapter's update. Raises SaveFailed.
+        `factor` scales the adapter's update; `identity` is that of the run, on rank 0. Raises SaveFailed.
         """
         result = self.path / RESULT
         failures: list[str] = []
         with collect_disk_errors(failures, self.path):
             if self._ranks.is_main:
-                self._restore_record()
+                self.restore_record()
                 shutil.rmtree(result, ignore_errors=True)
                 result.mkdir()
             weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
             if factor != 1.0:
                 weights |= {name: value * factor for name, value in weights.items() if "lora_B" in name}
             if self._ranks.is_main:
-                self._writer(engine, weights, must_have_moved)(result)
+                self.weights_writer(engine, weights, must_have_moved=must_have_moved)(result)
                 self.check()
                 self._write_card(result)
-                record_result(self.path, place_result(self.path), self._checkpoints.identity())
+                record_result(self.path, place_result(self.path), identity)
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
-    def _restore_record(self) -> None:
+    def restore_record(self) -> None:
         """Check the folder, and rewrite the record if it was moved away."""
         self.check()
         if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
@@ -237,14 +219,19 @@ class RunFolder:
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 
-    def _adapter_form(self, engine: Engine) -> AdapterForm | None:
+    def adapter_form(self, engine: Engine) -> AdapterForm | None:
         """Return PEFT's layout of this run's adapter; None without an adapter, and on other ranks than 0."""
         if self._form is None and self._ranks.is_main and self._config.adapter != "none":
             self._form = AdapterForm.from_model(engine.module, [name for name, _ in trained_parameters(engine.module)])
         return self._form
 
-    def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:
-        """Return a function that writes the copied weights and their tokenizer files."""
+    def weights_writer(
+        self, engine: Engine, weights: dict[str, torch.Tensor], *, must_have_moved: bool
+    ) -> Callable[[Path], None]:
+        """Return a function that writes copied weights and their tokenizer files into a folder, on rank 0.
+
+        `must_have_moved`: the learning rate has been above zero.
+        """
         model, whole = engine.module, self._config.adapter == "none"
         write_companions = self._task.companion_files() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
@@ -253,7 +240,7 @@ class RunFolder:
             if whole:
                 write_full_model(model, weights, folder)
             else:
-                form = self._adapter_form(engine)
+                form = self.adapter_form(engine)
                 assert form is not None, "weights are written on rank 0"
                 write_adapter(form, weights, folder, must_have_moved=must_have_moved, initial=initial)
             if write_companions is not None:

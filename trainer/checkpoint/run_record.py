@@ -63,7 +63,7 @@ def write_run_record(
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, list_run_files(run_dir))):
-        (run_dir / WRITTEN).touch()  # a list started in a folder whose list was lost would be incomplete
+        (run_dir / WRITTEN).touch()  # a list started in a folder that lost its list would be incomplete
     note_written(run_dir, RUN_FILES)
     resolved, earlier = config.model_dump_json(indent=1), {}
     with suppress(UserError):  # a damaged record is replaced

@@ -27,7 +27,7 @@ def check_output(output: Path) -> None:
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); use another folder with --output") from None
     if occupied:
-        raise UserError(f"{output}: already exists; remove it, or use another folder with --output")
+        raise UserError(f"{output}: already exists; use another folder with --output")
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"{output}: cannot be written in {existing}; use another folder with --output")

@@ -110,6 +110,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "sample": planner.sample_text(resolved),
         "steps": None if count_steps(*counted) is None else steps_line(*counted),
         "estimate": to_json(found),
+        "bytes_received": planner.traffic(resolved),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "batch_size_is_bounded_by": None if best is None else _explain_batch_limit(planner, best, memory),
@@ -192,6 +193,10 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     parts.add_row("CUDA context and NCCL", f"{CONTEXT / GIB:.2f}")
     parts.add_row("needed", f"{estimate.needed / GIB:.2f}")
     console.print(parts)
+    traffic = {name.replace("_", " "): size / 1e9 for name, size in found["bytes_received"].items()}
+    if any(traffic.values()):
+        received = ", ".join(f"{size:.2f} GB of {name}" for name, size in traffic.items())
+        console.print(f"each GPU receives per step: {received}", highlight=False)
     console.print(f"host memory per rank {gib(estimate.host)} plus the process itself, disk {gib(estimate.disk)}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in found["stages"]:
@@ -222,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, help="number of GPUs, one rank each (default: those of this machine, or 1)")
+    parser.add_argument("--gpus-per-host", type=int, help="GPUs of each host (default: all are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
@@ -231,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
         if gpus < 1:
             raise UserError(f"--gpus {gpus}: must be 1 or more")
+        if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
+            raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be from 1 to --gpus, which is {gpus}")
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config
@@ -238,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
             config = fit_max_length(config, context_length(read_model_config(config)[0]))
-        planner, notes = build_planner(config, gpus)
+        planner, notes = build_planner(config, gpus, arguments.gpus_per_host)
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
@@ -264,10 +272,10 @@ def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
         return Choice(config, None, str(error))
 
 
-def build_planner(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
+def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:
     """Build a planner for assumed GPUs; return it with notes on the assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine.assumed(world_size, precision)
+    machine = Machine.assumed(world_size, precision, ranks_per_host)
     if is_pipeline(config):
         pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
         where = f"every image counts as {config.image.resolution} x {config.image.resolution}"

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,33 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
-from trainer.config import CommandParser, SourceSection, UserError
+from trainer.config import CommandParser, RunConfig, SourceSection, UserError
 from trainer.config.command_line import positive_int
+from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
-from trainer.data.batches import MicroBatch, collate
+from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.samples import split_documents
+from trainer.data.source_files import named_source
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
+from trainer.setup.preflight import check_pairs
+from trainer.tasks.lm_eval_scores import TaskScores
+from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
 FEW_DOCUMENTS = 30
+COLUMNS = {
+    "documents": {
+        "loss": ("loss (nats/token)", ".4f"), "bits_per_token": ("bits/token", ".4f"),
+        "perplexity": ("perplexity", ",.2f"),
+    },
+    "pairs": {"loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f")},
+}  # fmt: skip
+"""Values of texts and of pairs -> title and format of their column."""
 Losses = NDArray[np.float64]
 
 
@@ -60,20 +75,18 @@ class Estimate:
     low: float
     high: float
 
+    def named(self, name: str) -> dict[str, Any]:
+        """Return the value and its interval for JSON, under `name`."""
+        return {name: self.loss, f"{name}_interval": [self.low, self.high]}
+
     def to_dict(self) -> dict[str, Any]:
         """Return loss (nats), bits per token and perplexity, each with its interval.
 
         For a difference of losses, `perplexity` is the ratio of perplexities; see `Evaluation.to_dict`.
         """
-        ends = [self.low, self.high]
-        return {
-            "loss": self.loss,
-            "loss_interval": ends,
-            "bits_per_token": self.loss / math.log(2),
-            "bits_per_token_interval": [end / math.log(2) for end in ends],
-            "perplexity": _exp(self.loss),
-            "perplexity_interval": [_exp(end) for end in ends],
-        }
+        values = (self.loss, self.low, self.high)
+        bits, perplexity = Estimate(*(value / math.log(2) for value in values)), Estimate(*map(_exp, values))
+        return self.named("loss") | bits.named("bits_per_token") | perplexity.named("perplexity")
 
 
 @dataclass(frozen=True)
@@ -155,17 +168,50 @@ def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, 
     return Evaluation(len(tokens), int(total), estimates[0], estimates[1], estimates[2])
 
 
-def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
-    """Return the documents that the run held out, or all of `data`, read with the run's settings.
+@torch.no_grad()
+def evaluate_rewards(
+    model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
+) -> dict[str, Any]:
+    """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
+    loss, parts = RewardLoss(model, config.reward), []
+    documents = [document for sample in samples for document in split_documents(sample)]
+    margins = torch.tensor([margin for sample in samples for margin in sample.margins], device=model.device)
+    for start in range(0, len(margins), batch_size):
+        end = start + batch_size
+        batch = collate(documents[2 * start : 2 * end], pad_token_id, packed=False, flat=False, pairs=True)
+        assert isinstance(batch, PairBatch)
+        for without in (model.disable_adapter, nullcontext):
+            with without():
+                scores = loss.score_answers(model, batch, model.device)
+            gain = scores[:, 0] - scores[:, 1]
+            parts.append(torch.stack([loss.pair_losses(scores, margins[start:end]), (gain > 0).float(), gain]).double())
+    values = torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
+    found: dict[str, Any] = {"pairs": len(margins), "base": {}, "adapter": {}, "difference": {}}
+    for name, base, adapter in zip(COLUMNS["pairs"], *values, strict=True):
+        result = bootstrap(base, adapter, np.ones(len(margins)), resamples=resamples, seed=config.seed)
+        for part in ("base", "adapter", "difference"):
+            found[part] |= getattr(result, part).named(name)
+    return found
 
-    Raises UserError if the run held nothing out and no data is given.
+
+def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
+    """Return the documents that the run held out, or all of `data`; see `held_out_samples`."""
+    return [
+        document for sample in held_out_samples(run, tokenizer, data, split) for document in split_documents(sample)
+    ]
+
+
+def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> Samples:
+    """Return the samples that the run held out, or all of `data`, read with the run's settings.
+
+    Raises UserError if the run held nothing out and no data is given, and for data of another task.
     """
     section = run.config.dataset
     source = section.evaluation
     if data is not None:
         shaped = source or (section.mix[0] if section.mix else section)
         kept = {name: getattr(shaped, name) for name in ("format", "fields", "template")}
-        source = SourceSection(path=data, split=split or "train", **kept)
+        source = named_source(data, "--data", split=split or "train", **kept)
     elif split is not None:
         raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:
@@ -189,14 +235,16 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         raise UserError(named) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    if (prepared.stats.evaluation or prepared.stats).pairs:
+    if run.config.task == "reward":
+        check_pairs(run.config, prepared.stats)
+    elif (prepared.stats.evaluation or prepared.stats).pairs:
         raise UserError(
             f"{run.folder}: the data has pairs of answers, which eval does not measure; see eval/rewards in "
             f"{run.folder}/metrics.jsonl, or pass texts or conversations with --data"
         )
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
-    return [document for sample in samples for document in split_documents(sample)]
+    return samples
 
 
 def _document_losses(
@@ -221,30 +269,29 @@ def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     return TokenLoss(model).by_row(model, batch, model.device)
 
 
-def show(evaluation: Evaluation, heading: str, console: Console) -> None:
-    """Print the results as a table with intervals below the values."""
-    table = Table(box=None, pad_edge=False)
+def show(found: dict[str, Any], heading: str, console: Console) -> None:
+    """Print the results, as they are written in JSON, in a table with intervals below the values."""
+    unit = "pairs" if "pairs" in found else "documents"
+    columns, table = COLUMNS[unit], Table(box=None, pad_edge=False)
     table.add_column("")
-    for name in ("loss (nats/token)", "bits/token", "perplexity"):
-        table.add_column(name, justify="right")
-    for name, estimate in (("base", evaluation.base), ("base + adapter", evaluation.adapter)):
-        table.add_row(name, *_cells(estimate, (".4f", ".4f", ",.2f")))
-    loss, bits, ratio = _cells(evaluation.difference, ("+.4f", "+.4f", ".3f"))
-    table.add_row("difference", loss, bits, f"x {ratio}")
+    for title, _ in columns.values():
+        table.add_column(title, justify="right")
+    for row, model in (("base", "base"), ("base + adapter", "adapter"), ("difference", "difference")):
+        sign = "+" * (model == "difference")
+        table.add_row(row, *(_cell(found[model], name, sign + form) for name, (_, form) in columns.items()))
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over documents[/dim]", highlight=False)
-    if evaluation.documents < FEW_DOCUMENTS:
-        console.print(f"[yellow]only {evaluation.documents} documents: the intervals are rough[/yellow]")
+    console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over {unit}[/dim]", highlight=False)
+    if found[unit] < FEW_DOCUMENTS:
+        console.print(f"[yellow]only {found[unit]} {unit}: the intervals are rough[/yellow]")
 
 
-def _cells(estimate: Estimate, forms: Sequence[str]) -> list[str]:
-    values = estimate.to_dict()
-    cells = []
-    for name, form in zip(("loss", "bits_per_token", "perplexity"), forms, strict=True):
-        low, high = values[f"{name}_interval"]
-        cells.append(f"{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]")
-    return cells
+def _cell(values: dict[str, Any], name: str, form: str) -> str:
+    mark = ""
+    if name not in values:
+        name, form, mark = f"{name}_ratio", ".3f", "x "
+    low, high = values[f"{name}_interval"]
+    return f"{mark}{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]"
 
 
 def _exp(nats: float) -> float:
@@ -261,6 +308,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
+    parser.add_argument("--tasks", metavar="A,B", help="score tasks of lm-eval instead: names or YAML files")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompts of --tasks")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="documents of each of --tasks")
+    parser.add_argument("--apply-chat-template", action="store_true", help="ask --tasks as conversations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="documents per batch (as in training)")
     parser.add_argument("--samples", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
@@ -270,37 +321,68 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    if arguments.json is not None:
-        check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
-    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, "its held-out loss is in metrics.jsonl")
-    refuse_reward_model(run, "its held-out loss and rewards are in metrics.jsonl")
-    config = run.config
-    tokenizer = saved_tokenizer(run)
-    documents = held_out_documents(run, tokenizer, arguments.data, arguments.split)
+def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
+    """Print the scores of --tasks for base and adapter, and return them for JSON."""
+    if arguments.data is not None or arguments.scale != 1.0:
+        raise UserError(f"--tasks={arguments.tasks}: not with --data or --scale; remove them")
+    asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
+    try:
+        scorer = TaskScores(EvaluationSection(**asked), tokenizer, batch_size, Ranks(0, 1, 0))
+    except UserError as error:
+        raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
     device = default_device()
     model = load_trained(run, tokenizer, device)
+    adapter = scorer.measure(model, device, errors=True)
+    with model.disable_adapter():
+        base = scorer.measure(model, device, errors=True)
+    both = {"base": base, "adapter": adapter}
+    table = Table("", "base", "base + adapter", box=None, pad_edge=False)
+    for name in adapter.values:
+        errors = [f" ± {scores.errors[name]:.4f}" if name in scores.errors else "" for scores in both.values()]
+        table.add_row(name, f"{base.values[name]:.4f}{errors[0]}", f"{adapter.values[name]:.4f}{errors[1]}")
+    Console(markup=False).print(table)
+    return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in both.items()}
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.json is not None:
+        check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
+    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
+    refuse_images(run, "its held-out loss is in metrics.jsonl")
+    config = run.config
+    if arguments.scale != 1.0:
+        refuse_reward_model(run, "--scale is for models that write text; evaluate without it")
+    tokenizer = saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
-    evaluation = evaluate(
-        model,
-        documents,
-        tokenizer.pad_token_id,
-        batch_size=batch_size,
-        resamples=arguments.samples,
-        seed=config.seed,
-        scale=arguments.scale,
-    )
+    if arguments.tasks:
+        refuse_reward_model(run, "--tasks are for models that write text; evaluate without it")
+        scores = _score_tasks(arguments, run, tokenizer, batch_size)
+        if arguments.json is not None:
+            record = {"run": str(arguments.run), "base_model": config.base_model, **scores}
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return
+    samples = held_out_samples(run, tokenizer, arguments.data, arguments.split)
+    device = default_device()
+    model = load_trained(run, tokenizer, device)
+    given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
+    if config.task == "reward":
+        model.config.pad_token_id = tokenizer.pad_token_id
+        found = evaluate_rewards(model, samples, config, tokenizer.pad_token_id, **given)
+        size = f"{found['pairs']:,} pairs"
+    else:
+        documents = [document for sample in samples for document in split_documents(sample)]
+        given |= {"seed": config.seed, "scale": arguments.scale}
+        found = evaluate(model, documents, tokenizer.pad_token_id, **given).to_dict()
+        size = f"{found['documents']:,} documents, {found['target_tokens']:,} target tokens"
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
     elif config.training.qat:
         precision = f"{precision}, merged weights in {config.training.qat}"
-    size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
-    show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
+    show(found, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     if arguments.scale == AUTO:
-        print(f"best scale {evaluation.scale:g}; each half of the documents measured at the best scale of the other")
-        print(f"zerolora merge {arguments.run} --scale {evaluation.scale:g}")
+        print(f"best scale {found['scale']:g}; each half of the documents measured at the best scale of the other")
+        print(f"zerolora merge {arguments.run} --scale {found['scale']:g}")
     if arguments.json is not None:
         record = {
             "run": str(arguments.run),
@@ -311,7 +393,7 @@ def _run(arguments: argparse.Namespace) -> None:
             "confidence": CONFIDENCE,
             "resamples": arguments.samples,
             "seed": config.seed,
-            **evaluation.to_dict(),
+            **found,
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,7 @@
 """`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally next to its base."""
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +65,7 @@ class Sampling:
         """Raise UserError for a value out of range."""
         for allowed, setting, value, range_ in (
             (self.max_new_tokens >= 1, "--max-new-tokens", self.max_new_tokens, "1 or more"),
-            (self.temperature >= 0, "--temperature", self.temperature, "0 or more"),
+            (0 <= self.temperature < math.inf, "--temperature", self.temperature, "0 or more"),
             (0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1"),
         ):
             if not allowed:

@@ -65,10 +65,10 @@ def _describe_model(config: RunConfig, prepared: Prepared, model: Any, size: int
     if isinstance(prepared.model_config, Pipeline):
         name = type(model.denoiser).__name__
         return [f"model: {config.base_model}: {name} of {model.family.pipeline}, {size:,} parameters"]
-    text_config = prepared.model_config.get_text_config()
+    layers = prepared.model_config.get_text_config().num_hidden_layers
+    context = f", context {prepared.longest:,}" if prepared.longest else ""
     return [
-        f"model: {config.base_model}: {type(model).__name__}, {size:,} parameters, "
-        f"{text_config.num_hidden_layers} layers, context {text_config.max_position_embeddings:,}",
+        f"model: {config.base_model}: {type(model).__name__}, {size:,} parameters, {layers} layers{context}",
         f"tokenizer: {type(prepared.tokenizer).__name__}, {len(prepared.tokenizer):,} tokens, "
         f"pads with {prepared.tokenizer.pad_token!r}",
     ]

@@ -1,4 +1,4 @@
-"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a plot.
+"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a page.
 
 Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss of the last tenth.
 Exit code 0, 1 if a run has no result, 2 after one line on stderr.
@@ -7,7 +7,6 @@ Exit code 0, 1 if a run has no result, 2 after one line on stderr.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -19,24 +18,28 @@ from trainer.config import CommandParser, UserError
 from trainer.config.errors import printable
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.curves import Series, choose_window, running_mean, series
+from trainer.monitor.report.curves import Series, series
+from trainer.monitor.report.together import MAX_RUNS, write_page_of_runs
 
-PLOT = "sweep.png"
+PAGE = "sweep.html"
 TAIL_DIVISOR = 10
-MOST_LINES = 8
-COLOURS = ("#2f6db3", "#d9822b", "#3b8f6b", "#a14f9a", "#8a94a3", "#b5473c", "#6b6f1d", "#27303d")
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One run of a sweep, ranked by `loss`, which it had at `step`; None without a result."""
 
-    name: str
+    folder: Path
     held_out: Series
     training: Series
     loss: float | None
     step: int
     state: str
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
 
     @property
     def last(self) -> float | None:
@@ -67,7 +70,7 @@ def _outcome(folder: Path, exit_code: int | None) -> Outcome:
     state = (
         f"ended with {exit_code}" if exit_code else "done" if exit_code == 0 or _has_result(folder) else "not finished"
     )
-    return Outcome(folder.name, held_out, training, loss, step, state)
+    return Outcome(folder, held_out, training, loss, step, state)
 
 
 def _has_result(folder: Path) -> bool:
@@ -87,31 +90,11 @@ def show(console: Console, runs: list[Outcome]) -> None:
     console.print(table)
 
 
-def draw(runs: list[Outcome], path: Path) -> None:
-    """Plot held-out losses, or training losses without held-out data, with the best runs in colour."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    from trainer.monitor.report.plots import DOTS_PER_INCH, STYLE, WIDE_INCHES
-
+def write_page(runs: list[Outcome], page: Path) -> str:
+    """Write the curves of the best runs to a page, and return a line that names it."""
     shown = [run for run in runs if run.loss is not None]
-    held_out = any(len(run.held_out) for run in shown)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=WIDE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-        axes: Any = figure.add_subplot()
-        axes.set_title("Held-out loss" if held_out else "Training loss")
-        axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10], integer=True))
-        for place, run in reversed(list(enumerate(shown))):
-            line = run.held_out if held_out else run.training
-            window = None if held_out else choose_window(len(line))
-            values = running_mean(line.values, window) if window else line.values
-            colour, label = (COLOURS[place], f"{run.name}  {run.loss:.4f}") if place < MOST_LINES else ("#d5dae1", None)
-            axes.plot(line.steps, values, "o-" if held_out else "-", color=colour, label=label, markersize=4)
-        handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(path)
+    write_page_of_runs([run.folder for run in shown[:MAX_RUNS]], page)
+    return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(shown)} runs)" if len(shown) > MAX_RUNS else "")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = read_outcomes(arguments.folder)
         show(Console(soft_wrap=True), runs)
         if any(run.loss is not None for run in runs):
-            draw(runs, arguments.folder / PLOT)
-            print(f"plot: {arguments.folder / PLOT}")
+            print(write_page(runs, arguments.folder / PAGE))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,9 +1,11 @@
 """Checks of combinations of settings, made before anything is loaded."""
 
+import re
 from collections.abc import Iterator
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
+from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection, RewardSection
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
@@ -268,6 +270,9 @@ def _check_reward(config: RunConfig) -> Iterator[Mistake]:
 def _check_kto(config: RunConfig) -> Iterator[Mistake]:
     if config.preference.reference == "none":
         yield Mistake("preference.reference", "none", "kto compares with a reference", "use step", "preference.loss")
+    if config.preference.weighting != "none":
+        problem = "weights pairs, and kto learns from single answers"
+        yield Mistake("preference.weighting", config.preference.weighting, problem, "remove it", "preference.loss")
     if config.preference.length_weight != 1.0:
         problem, given = "shortens the longer answer of a pair, and kto has no pairs", config.preference.length_weight
         yield Mistake("preference.length_weight", f"{given:g}", problem, "remove it", "preference.loss")
@@ -277,17 +282,15 @@ def _check_kto(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_reference(config: RunConfig) -> Iterator[Mistake]:
-    """Check that the base without its adapter can be the reference of preference training."""
+    """Check that the base without its adapter, or the adapter from which training starts, can be the reference."""
     fix = "or a loss without a reference, such as preference.loss: simpo"
     involved = "preference.loss preference.reference task"
     if config.adapter == "none":
         problem = "the reference is the model without its adapter"
         yield Mistake("adapter", "none", problem, f"use lora, {fix}", involved)
-    if path := config.lora.adapter_path:
-        problem = "the reference would be the base without this adapter"
-        yield Mistake(
-            "lora.adapter_path", path, problem, f"merge it into the base first (`zerolora merge`), {fix}", involved
-        )
+    if (path := config.lora.adapter_path) and config.preference.reference != "cached":
+        problem = "is the reference as well, which must be computed before it is trained"
+        yield Mistake("lora.adapter_path", path, problem, f"set preference.reference: cached, {fix}", involved)
     if (init := config.lora.init) in ("pissa", "pissa_niter_16", "olora"):
         yield Mistake("lora.init", init, "changes the base, which is the reference", "use default", involved)
 
@@ -355,15 +358,36 @@ def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
     when = "evals_per_epoch" if training.evals_per_epoch else "eval_steps"
     interval = getattr(training, when)
     users = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
-    if not (config.dataset.val_split or config.dataset.evaluation):
+    tasks = config.evaluation.tasks  # which need no held-out data
+    has_scores = tasks and training.compared_metric not in LOSSES
+    if not (config.dataset.val_split or config.dataset.evaluation or has_scores):
         also = "" if interval else " training.eval_steps"
         fix = f"set dataset.val_split or dataset.evaluation{also and f', and{also}'}"
-        for name, value in (users or ({when: interval} if interval else {})).items():
+        for name, value in (users or ({when: interval} if interval and not tasks else {})).items():
             involves = f"dataset.val_split dataset.evaluation{also}"
             yield Mistake(f"training.{name}", value, "nothing is held out", fix, involves)
     elif users and not interval:
         problem = "early_stopping and best_checkpoint need evaluations"
         yield Mistake("training.eval_steps", 0, problem, "set it", " ".join(f"training.{name}" for name in users))
+    yield from _check_scores(config)
+
+
+def _check_scores(config: RunConfig) -> Iterator[Mistake]:
+    asked, best = config.evaluation, config.training.compared_metric
+    for name in asked.metrics:
+        if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
+            fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"
+            yield Mistake("evaluation.metrics", name, "unknown metric", fix)
+        elif name in ("regex", "json_schema") and not getattr(asked, name):
+            yield Mistake("evaluation.metrics", name, f"needs evaluation.{name}", "set it", f"evaluation.{name}")
+    if asked.metrics and not (config.dataset.val_split or config.dataset.evaluation):
+        fix = "set dataset.val_split or dataset.evaluation"
+        yield Mistake("evaluation.metrics", asked.metrics, "nothing is held out", fix, "dataset.val_split")
+    known = [*LOSSES, *(name.rpartition(":")[2] for name in asked.metrics)]
+    if best not in known and not (asked.tasks and "/" in best):
+        fix = f"use {', '.join(known)}{' or TASK/METRIC' if asked.tasks else ''}"
+        involves = "evaluation.metrics evaluation.tasks"
+        yield Mistake("training.best_metric", best, "not among the metrics of this run", fix, involves)
 
 
 def _check_scu(config: RunConfig) -> Iterator[Mistake]:

@@ -79,4 +79,5 @@ class CommandParser(argparse.ArgumentParser):
         words = message.partition("unrecognized arguments: ")[2].split()
         if words and (override := suggest_override(words[0], words)):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
+        message = message.removesuffix(", key=value")  # which argparse takes for required
         self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")

@@ -1,7 +1,7 @@
 """Collect the mistakes of a configuration, ordered by line of the file, then the command line."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Mistakes:
         self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line(self, line: int, message: str) -> None:
-        """Add a mistake whose message names its line of the file."""
+        """Add a mistake that names its line of the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._found.setdefault(message, ((0, max(positions, default=0)), message))
 
@@ -74,16 +74,19 @@ class Mistakes:
 
         Returns the settings that were switched off on purpose, by the reason why they have no effect.
         """
-        unread, left_out = self._unread(config)
         entries = [(name, found) for name, (_, found) in self._found.items()]
         doubtful = set().union(*(found.settings if isinstance(found, Mistake) else {name} for name, found in entries))
+        unread, left_out = self._unread(config, doubtful)
         for mistake in (*find_invalid_combinations(config), *unread):
             if not mistake.concerns(doubtful):
                 self.add(mistake)
         return left_out
 
-    def _unread(self, config: RunConfig) -> tuple[list[Mistake], dict[str, list[Unread]]]:
-        """Return a mistake for each reason why given settings have no effect, and those without effect on purpose."""
+    def _unread(self, config: RunConfig, doubtful: Set[str]) -> tuple[list[Mistake], dict[str, list[Unread]]]:
+        """Return a mistake for each reason why given settings have no effect, and those without effect on purpose.
+
+        Settings in `doubtful` have a mistake of their own.
+        """
         mistaken: dict[str, list[Unread]] = {}
         left_out: dict[str, list[Unread]] = {}
         if config.zero.stage == 3 and config.zero.gather == "auto":
@@ -93,7 +96,9 @@ class Mistakes:
         for found in find_unread_settings(config):
             section = found.name.partition(".")[0]
             is_whole = all(self._is_given(each) for each in names if each.startswith(f"{section}."))
-            if not self._is_given(found.name) or (is_whole and found.is_default):  # a run's record has all settings
+            if not self._is_given(found.name) or found.name in doubtful:
+                continue
+            if is_whole and found.is_default:  # a run's record has all settings
                 continue
             on_purpose = is_whole or found.need.replaces or self._is_switched_off(found, config)
             (left_out if on_purpose else mistaken).setdefault(found.need.reason(config), []).append(found)

@@ -42,8 +42,9 @@ class PreferenceSection(Section):
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
     reference: Literal["auto", "step", "cached", "none"] = "auto"
     """Reference model, the base without the adapter: a second forward pass in each `step`, or all answers once before
-    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. `none`: a reference
-    that gives all answers the same probability. `auto`: `step` if a loss needs a reference."""
+    training (`cached`), which is faster from the second epoch on. Neither takes more GPU memory. With
+    `lora.adapter_path` that adapter is the reference, which must be `cached`. `none`: a reference that gives all
+    answers the same probability. `auto`: `step` if a loss needs a reference."""
     share_prompt: Literal["auto"] | bool = False
     """Whether the prompt of a pair is computed once for both answers, with equal losses; not for `kto`. `auto`: if that
     saves at least 10 % of the tokens, and a pass shows that the model supports it."""
@@ -56,6 +57,9 @@ class PreferenceSection(Section):
     """Temperature of `discopop`."""
     length_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO's alpha); 1: no change."""
+    weighting: Literal["none", "wpo"] = "none"
+    """`wpo` multiplies the loss of a pair by how probable both answers are for the model that is trained, relative to
+    answers that it would generate (WPO; TRL's use_weighting), so that the data counts as if it were on-policy."""
     desirable_weight: Positive = 1.0
     """Weight of answers labelled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
     desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trainer.config.data_sections import DatasetSection
+from trainer.config.evaluation_section import EvaluationSection
 from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.needs import LANGUAGE, Needs
@@ -207,6 +208,7 @@ class RunConfig(Section):
     reward: Annotated[RewardSection, Needs("task", ("reward",))] = RewardSection()
     image: Annotated[ImageSection, Needs("task", ("image",))] = ImageSection()
     training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
     zero: ZeroSection = ZeroSection()
     parallel: ParallelSection = ParallelSection()
     scu: Annotated[ScuSection, Needs("scu.enabled", (True,))] = ScuSection()

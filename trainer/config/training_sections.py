@@ -34,11 +34,21 @@ def _checkpointing_word(value: Any) -> Any:
     return value
 
 
+def _ranks_or_word(value: Any) -> Any:
+    """Raise ValueError unless the value is `auto`, `host`, `all` or a whole number from 2 on, also as text."""
+    if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
+        return value
+    raise ValueError("must be auto, host, all, or a number of ranks from 2 on")
+
+
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _WARMUP = Needs(
     ".lr_scheduler",
-    ("linear", "cosine", "cosine_with_min_lr", "constant_with_warmup", "polynomial", "inverse_sqrt"),
-)
+    (
+        "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "warmup_stable_decay", "constant_with_warmup",
+        "polynomial", "inverse_sqrt",
+    ),
+)  # fmt: skip
 _PARTITIONED, _STAGE_3, _BY_MODULE = (Needs(".stage", (1, 2, 3)), Needs(".stage", (3,)), Needs(".gather", ("module",)))
 # The first step also compiles, tunes and allocates.
 FIRST_STEP_FACTOR = 3.0
@@ -54,7 +64,7 @@ class TrainingSection(Section):
     """Number of optimizer steps, instead of `epochs`."""
     batch_size: BatchSize = 1
     """Sequences per GPU and micro-step; `auto`: as many as fit by the memory estimate."""
-    eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation")] = None
+    eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation evaluation.tasks")] = None
     """Sequences per GPU in evaluation; default: batch_size."""
     gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
@@ -64,11 +74,16 @@ class TrainingSection(Section):
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
     """Peak learning rate."""
     lr_scheduler: Literal[
-        "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = "cosine"
+        "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "warmup_stable_decay", "constant",
+        "constant_with_warmup", "polynomial", "inverse_sqrt",
+    ] = "cosine"  # fmt: skip
     """Learning rate schedule (those of transformers)."""
-    min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr",))] = 0.0
-    """Final learning rate as a fraction of the peak, for cosine_with_min_lr."""
+    min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr", "warmup_stable_decay"))] = 0.0
+    """Final learning rate as a fraction of the peak, for cosine_with_min_lr and warmup_stable_decay."""
+    lr_cycles: Annotated[PositiveInt, Needs(".lr_scheduler", ("cosine_with_restarts",))] = 1
+    """Number of times that cosine_with_restarts falls to zero."""
+    decay_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("warmup_stable_decay",))] = 0.1
+    """Fraction of the steps, at the end, in which the learning rate of warmup_stable_decay falls (by a cosine)."""
     warmup_ratio: Annotated[Fraction, _WARMUP, Needs(".warmup_steps", (None,), replaces=True)] = 0.03
     """Fraction of the steps for warm-up, in which the learning rate rises from zero."""
     warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
@@ -149,11 +164,14 @@ class TrainingSection(Section):
     rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples per step), precision,
     optimizer, scu."""
     early_stopping: PositiveInt | None = None
-    """Stop after this many consecutive evaluations without a lower held-out loss."""
+    """Stop after this many consecutive evaluations without a better `best_metric`."""
     early_stopping_threshold: Annotated[NonNegative, Needs(".early_stopping")] = 0.0
-    """Minimum decrease of the held-out loss that counts as lower."""
+    """Minimum change of `best_metric` that counts as better."""
     best_checkpoint: bool = False
-    """Keep the checkpoint with the lowest held-out loss, and save its adapter as the result."""
+    """Keep the checkpoint with the best `best_metric`, and save its adapter as the result."""
+    best_metric: Annotated[str, Needs(".best_checkpoint .early_stopping")] = "loss"
+    """Metric that best_checkpoint and early_stopping compare: the held-out loss (`loss`), one of `evaluation.metrics`,
+    or TASK/METRIC of `evaluation.tasks`, such as gsm8k/exact_match/strict-match (with the filter, if it has one)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop the run at a loss or gradient that is not finite, or skip the step (at most 10 in a row)."""
     on_spike: Literal["warn", "ignore"] = "warn"
@@ -186,6 +204,11 @@ class TrainingSection(Section):
     rank repeatedly fails before its first step; the global batch is kept by more accumulation."""
     launcher_timeout: NonNegative = 120.0
     """Seconds without a heartbeat of the `zerolora` process after which ranks on other hosts exit; 0: never."""
+
+    @property
+    def compared_metric(self) -> str:
+        """The metric that evaluations are compared by."""
+        return self.best_metric if self.best_checkpoint or self.early_stopping else "loss"
 
     @model_validator(mode="before")
     @classmethod
@@ -220,6 +243,14 @@ class ZeroSection(Section):
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
     """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
     replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
+    shard_within: Annotated[
+        Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)],
+        BeforeValidator(_ranks_or_word),
+        _STAGE_3,
+        Needs(".gather", ("layer",)),
+    ] = "auto"
+    """Ranks that share one copy of the frozen base at stage 3: those of a `host`, so that no weight crosses the network
+    in training, groups of this many ranks, or `all`. `auto`: host if its shards fit by the memory estimate."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False

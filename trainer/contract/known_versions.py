@@ -36,6 +36,7 @@ KNOWN = {
     "diffusers": Reliance(("0.42.1",), "packed latents of samples, a mark on models in 4 bits"),
     "datasets": Reliance(("5.2.0",), "fingerprints of data from the hub"),
     "torchao": Reliance(("0.18.0",), "rounding of weights (training.qat)"),
+    "lm_eval": Reliance(("0.4.13",), "batches of requests (evaluation.tasks)"),
     "compressed-tensors": Reliance(("0.20.0",), "packing of rounded weights for servers"),
 }
 

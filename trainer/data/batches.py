@@ -1,6 +1,10 @@
 """Micro-batches of an optimizer step: the same global batch in the same order on any number of ranks.
 
 Shapes: B sequences in a micro-batch, L the longest of them, D documents.
+
+By tokens, steps have sequences of similar length: an epoch's order is cut into windows of global batches, each window
+is sorted by length and its batches are shuffled, so that a step's sequences come from one 32nd of the lengths. Within a
+step, micro-batches have about equally many padded tokens: few long rows or many short ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
-from trainer.data.by_tokens import like_lengths_together, like_tokens
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
 from trainer.data.sequence_parts import SequencePart
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
@@ -73,6 +76,8 @@ class PairBatch(MicroBatch):
     """Number of targets of each document, int64 [D]; empty without a pair."""
     reference: torch.Tensor | None = None
     """`Sample.reference` of the documents, fp32 [D]; None if it is not cached."""
+    margins: torch.Tensor | None = None
+    """`Sample.margins` of the pairs, fp32 [D / 2]; None without a pair."""
 
     @property
     def target_count(self) -> int:
@@ -314,8 +319,9 @@ def collate(
         counts = torch.tensor(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
-        known = [value for sample in samples for value in sample.reference]
-        return PairBatch(**vars(batch), document_targets=counts, reference=torch.tensor(known) if known else None)
+        given = {name: [value for one in samples for value in getattr(one, name)] for name in ("reference", "margins")}
+        known: dict[str, Any] = {name: torch.tensor(values) for name, values in given.items() if values}
+        return PairBatch(**vars(batch), document_targets=counts, **known)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
@@ -371,62 +377,6 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
     return replace(batch, position_ids=positions, shared_keys=find_shared_keys(lengths, shared))
 
 
-def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Return a packed batch with more documents appended: in the same row if it is flat, else in further rows.
-
-    Further rows have the width of the existing ones, or of the longest document.
-    """
-    assert batch.position_ids is not None, "only packs keep documents apart"
-    width = batch.input_ids.shape[1]
-    rows = documents if batch.cu_seqlens is not None else _split_into_rows(documents, width)
-    more = collate(rows, pad_token_id, packed=True, flat=batch.cu_seqlens is not None)
-    assert more.position_ids is not None
-    if batch.cu_seqlens is None or more.cu_seqlens is None:
-        width = max(width, more.input_ids.shape[1])
-        parts, along = [_widened(part, width, pad_token_id) for part in (batch, more)], 0
-        bounds = None
-    else:
-        parts, along = [batch, more], 1
-        bounds = torch.cat([batch.cu_seqlens, more.cu_seqlens[1:] + batch.cu_seqlens[-1]])
-    return MicroBatch(
-        torch.cat([part.input_ids for part in parts], along),
-        torch.cat([part.targets for part in parts], along),
-        batch.tokens + more.tokens,
-        position_ids=torch.cat([part.position_ids for part in parts if part.position_ids is not None], along),
-        cu_seqlens=bounds,
-        max_seqlen=max(batch.max_seqlen, more.max_seqlen),
-    )
-
-
-def _split_into_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
-    """Return the documents joined into rows, in order: as many per row as fit into its width, at least one."""
-    rows: list[Sample] = []
-    for document in documents:
-        if not rows or len(rows[-1].input_ids) + len(document.input_ids) > width:
-            rows.append(Sample([], [], []))
-        last = rows[-1]
-        rows[-1] = Sample(
-            [*last.input_ids, *document.input_ids],
-            [*last.trained, *document.trained],
-            [*last.document_lengths, *document.document_lengths],
-        )
-    return rows
-
-
-def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
-    """Return the batch padded on the right to a width; the padding is a separate document."""
-    assert batch.position_ids is not None
-    rows, before = batch.input_ids.shape
-    added = torch.arange(width - before).expand(rows, -1)
-    return replace(
-        batch,
-        input_ids=torch.cat([batch.input_ids, torch.full_like(added, pad_token_id)], 1),
-        targets=torch.cat([batch.targets, torch.full_like(added, IGNORED)], 1),
-        position_ids=torch.cat([batch.position_ids, added], 1),
-        unpadded=None,
-    )
-
-
 def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
@@ -446,3 +396,49 @@ def _weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> to
 
 def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+
+
+Index = NDArray[np.int64]
+WINDOW = 32
+"""Number of global batches sorted together."""
+
+
+def like_lengths_together(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
+    """Return an epoch's order with samples of similar lengths in each global batch; an incomplete batch stays last."""
+    windows = []
+    for start in range(0, len(order), WINDOW * global_batch):
+        window = order[start : start + WINDOW * global_batch]
+        whole = len(window) - len(window) % global_batch
+        window = window[np.argsort(-lengths[window], kind="stable")]
+        # The shortest remain for the incomplete last batch.
+        batches = window[:whole].reshape(-1, global_batch)
+        windows += [*generator.permutation(batches), window[whole:]]
+    return np.concatenate(windows) if windows else order
+
+
+def like_tokens(lengths: Index, count: int) -> list[Index]:
+    """Return the positions of a step's samples for each of `count` micro-batches, with padded tokens balanced.
+
+    No micro-batch has more padded tokens than with equally many rows each; some are empty if there are few samples.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    low, high = int(descending[0]), int(descending[0]) * -(-len(order) // count)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_bounds(descending, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    bounds = _bounds(descending, low)
+    bounds += [len(order)] * (count - len(bounds))
+    return [order[start:end] for start, end in zip([0, *bounds[:-1]], bounds, strict=True)]
+
+
+def _bounds(descending: Index, most: int) -> list[int]:
+    """Return the ends of micro-batches of at most `most` padded tokens, filled one after the other."""
+    bounds, start = [], 0
+    while start < len(descending):
+        start = min(len(descending), start + max(1, most // int(descending[start])))
+        bounds.append(start)
+    return bounds

@@ -25,7 +25,7 @@ from trainer.data.sources import content_key, stamps
 from trainer.data.streams import look_ahead, stream_samples
 
 # Part of every cache key: raise it when the same input gives other documents.
-CACHE_FORMAT = 7
+CACHE_FORMAT = 8
 # Of a source in a mixed stream.
 LEAST_ODDS = 1e-6
 

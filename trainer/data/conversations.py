@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +15,7 @@ from trainer.data.chat_template import ChatTemplate, Message
 from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
 from trainer.data.records import Turns
 from trainer.data.render import RenderError
+from trainer.data.source_files import read_template
 from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
 
 FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
@@ -38,19 +38,7 @@ def find_chat_template(
         if isinstance(template, Mapping):
             template = template.get("tool_use" if for_tools and "tool_use" in template else "default")
         return template
-    if "{" in configured:
-        return configured
-    if not configured.strip():
-        raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
-    try:
-        return Path(configured).expanduser().read_text(encoding="utf-8")
-    except FileNotFoundError:
-        problem = "no template in it and no such file; write the template itself, or the path of a file"
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); use a file that this user may read"
-    except ValueError as error:
-        problem = f"is not UTF-8 text ({error}); save it as such"
-    raise UserError(f"dataset.chat_template={configured}: {problem}")
+    return read_template(configured)
 
 
 def template_variables(section: DatasetSection) -> dict[str, Any]:

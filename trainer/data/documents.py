@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 # of tokens up to the first target, 0 without targets. `answers` counts answers, `empty` the empty ones; `digest` is
 # equal for equal documents. `control` marks conversations with a special token in a turn's text. `unread` lists unused
 # fields. A skipped record has no tokens, and the reason as its `problem`. The row of a pair has the documents of both
-# answers; `rejected` is the length of the second, 0 otherwise. `label` is 1 for a desirable answer and -1 for an
-# undesirable one, which have a mismatched answer as their second document; else 0.
+# answers; `rejected` is the length of the second, 0 otherwise. `margin` is that of a pair, 0 without one. `label` is 1
+# for a desirable answer and -1 for an undesirable one, which have a mismatched answer as their second document; else 0.
 LISTS = {"input_ids": "int32", "trained": "bool", "weights": "float32", "unread": "string"}
 VALUES = {
     "length": "int32",
     "rejected": "int32",
+    "margin": "float32",
     "label": "int32",
     "targets": "int32",
     "first_target": "int32",
@@ -169,6 +170,7 @@ class DocumentEncoder:
             rows["weights"].append(weights if set(weights) - {0.0, 1.0} else [])
             rows["length"].append(min(len(document.input_ids), self.max_length))
             rows["rejected"].append(document.rejected)
+            rows["margin"].append(example.margin if isinstance(example, Pair) else 0.0)
             rows["label"].append((1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0)
             # Documents without targets are left out, as in streams; an answer of a pair is never cut.
             left_out = too_long and (self.too_long == "drop" or document.rejected > 0)
@@ -271,16 +273,7 @@ class DocumentEncoder:
         return [encoded[at] for at in range(len(examples))]
 
 
-@replaces(
-    "`os.environ` after `Dataset.map`",
-    library="datasets",
-    read_in="5.2.0",
-    why="with several workers `map` leaves a copy of the environment as `os.environ`, so later changes miss the "
-    "real one",
-    active="tokenising",
-    test="tests/unit/test_workarounds.py: test_datasets_puts_another_object_in_the_place_of_the_environment",
-    upstream="https://github.com/huggingface/datasets/issues/2115 (only the type of the copy was fixed)",
-)
+@replaces("`os.environ` after `Dataset.map`")
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
 ) -> "tuple[Dataset, SourceReport]":

@@ -27,8 +27,10 @@ OPTIONAL = {
     "prompt_completion": ("tools", "system"),
     "completion": (),
     "custom": (),
-    PREFERENCE: ("prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content"),
-}
+    PREFERENCE: (
+        "prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content", "margin",
+    ),
+}  # fmt: skip
 OPTIONAL[UNPAIRED] = (*OPTIONAL[PREFERENCE], "completion", "output", *REQUIRED[PREFERENCE])
 # Names of the better answer on the hub.
 CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")
@@ -132,6 +134,12 @@ def _detect(
     for format_ in ("messages", "sharegpt", "alpaca", "prompt_completion", "completion"):
         if all(name in present for name in REQUIRED[format_]):
             return shape(format_, {name: present[name] for name in REQUIRED[format_]})
+    for pair in (("role", "content"), ("from", "value")):
+        if not source.fields and set(pair) <= present.keys():
+            raise UserError(
+                f"{label}.format=auto: the records are single turns ({' and '.join(pair)}), and a record is a whole "
+                "conversation; write its turns as a list under `messages`"
+            )
     for format_, names in COMMON_NAMES:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})

@@ -50,6 +50,8 @@ class DataStats:
     """Number of documents that are pairs of a chosen and a rejected answer, or labelled answers."""
     desirable: int = 0
     undesirable: int = 0
+    margins: int = 0
+    """Number of pairs with a margin."""
     prompt_text: str | None = None
     """Form of prompts as text (see `records.prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -135,6 +137,7 @@ class Figures:
 
     length: Index
     rejected: Index
+    margin: NDArray[np.bool_]
     label: Index
     targets: Index
     first_target: Index
@@ -150,7 +153,7 @@ class Figures:
     def of(cls, documents: Table) -> "Figures":
         columns = {name: documents.column(name).to_numpy() for name in cls.__dataclass_fields__ if name != "skipped"}
         columns["skipped"] = pc.is_valid(documents.column("problem")).to_numpy()
-        flags = ("truncated", "continued", "control", "skipped")
+        flags = ("margin", "truncated", "continued", "control", "skipped")
         return cls(**{name: column.astype(bool if name in flags else np.int64) for name, column in columns.items()})
 
 
@@ -264,6 +267,7 @@ def _grouped(
         pairs=int((figures.rejected[members] > 0).sum()),
         desirable=int((figures.label[members] > 0).sum()),
         undesirable=int((figures.label[members] < 0).sum()),
+        margins=int(figures.margin[members].sum()),
     )
 
 

@@ -1,11 +1,13 @@
 """Preference data: a better (chosen) and a worse (rejected) answer to the same prompt, as two documents of one row."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.errors import shown
 from trainer.data.formats import Shape, describe_type
 from trainer.data.records import (
     ALPACA_WITH_INPUT,
@@ -30,6 +32,8 @@ class Pair:
 
     chosen: Turns | Text
     rejected: Turns | Text
+    margin: float = 0.0
+    """By how much the score of a reward model should be higher for the chosen answer; 0 without a margin."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Nonempty fields of the record that were not used."""
 
@@ -38,10 +42,13 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
     """Return a record of the format `preference`.
 
     Answers are texts, turns, or whole conversations that begin with the same turns. Raises UserError, starting with
-    `where`, for answers that are missing, empty or equal, and for prompts that differ.
+    `where`, for answers that are missing, empty or equal, for prompts that differ, and for a margin that is no number.
     """
     fields = Fields(record)
     answers = [_answer(fields, shape.names[name], where) for name in SIDES]
+    margin = fields.get(name := shape.names["margin"]) or 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise UserError(f"{where}: {name}={shown(margin, 30)} is not a number; give one, or remove the field")
     prompt, is_chat = _prompt(fields, shape, where)
     if prompt is None or _begins_conversation(answers[0]):
         given, prompt = prompt, _common_start(answers, where)
@@ -54,7 +61,7 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
         one = replace(shape, names={**shape.names, "completion": shape.names[name]})
         sides.append(_join_answer(system_prompt, prompt, answer, fields, one, where, chat=is_chat))
     unread = dict.fromkeys([*fields.unread(), *sides[0].unread, *sides[1].unread])
-    return Pair(sides[0], sides[1], tuple(unread))
+    return Pair(sides[0], sides[1], float(margin), tuple(unread))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape, listed
 from trainer.data.records import Turns, read_record
-from trainer.data.source_files import READERS, data_suffix
+from trainer.data.source_files import READERS, data_suffix, named_source
 from trainer.data.sources import read_rows, read_source
 from trainer.data.text_files import parse_row
 
@@ -23,12 +23,9 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
     `setting` is the option that names `path`. Raises UserError for a file or record without a prompt.
     """
-    source = SourceSection(path=path)
-    try:
-        for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
-            yield _read_prompt(parse_row(row), f"{setting}={path}, record {number}")
-    except UserError as error:
-        raise UserError(str(error).replace(f"{setting}.path=", f"{setting}=")) from None
+    source = named_source(path, setting)
+    for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
+        yield _read_prompt(parse_row(row), f"{setting}={path}, record {number}")
 
 
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:

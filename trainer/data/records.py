@@ -4,32 +4,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-}
+_NAMES: dict[str, str] = read_yaml(Path(__file__).with_name("roles.yaml")).tree
+ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 # Fields of a turn that switch its loss on or off, by OpenAI, Axolotl, LLaMA-Factory, ms-swift, verl and torchtune.
@@ -83,7 +66,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Return the records of a field, whose unread fields are then reported with this one's."""
+        """Return the records of a field; their unread fields are reported with this one's."""
         wrapped = [Fields(each) if isinstance(each, Mapping) else each for each in records]
         self._inner += [(name, each) for each in wrapped if isinstance(each, Fields)]
         return wrapped

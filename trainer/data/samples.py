@@ -23,6 +23,8 @@ class Sample:
     document_lengths: list[int]
     reference: tuple[float, ...] = ()
     """Log-probability of the answer in each document under the reference of preference training, in nats, if cached."""
+    margins: tuple[float, ...] = ()
+    """Margin of each pair of answers, 0 for a pair without one."""
 
 
 class Samples:
@@ -63,7 +65,8 @@ class Samples:
         columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained", "weights"))
         input_ids, trained, weights = (_numbers(column).tolist() for column in columns)
         rejected = self._documents.column("rejected")[index].as_py()
-        return Sample(input_ids, weights or trained, document_lengths(len(input_ids), rejected))
+        margins = (self._documents.column("margin")[index].as_py(),) if rejected else ()
+        return Sample(input_ids, weights or trained, document_lengths(len(input_ids), rejected), margins=margins)
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
@@ -125,7 +128,7 @@ class SampleStream:
 
 
 def document_lengths(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of the documents of a row: both of a pair, whose second has `rejected` tokens, or one."""
+    """Return the lengths of the documents of a row: both of a pair, the second of `rejected` tokens, or one."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 
@@ -155,4 +158,5 @@ def join(samples: list[Sample]) -> Sample:
         [token for sample in samples for token in sample.input_ids],
         [trained for sample in samples for trained in sample.trained],
         [length for sample in samples for length in sample.document_lengths],
+        margins=tuple(margin for sample in samples for margin in sample.margins),
     )

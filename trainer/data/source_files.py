@@ -3,9 +3,11 @@
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
+from trainer.config.paths import expand_path
 from trainer.data.splits import no_such_split
 from trainer.data.text_files import OPENERS
 
@@ -27,8 +29,33 @@ SPLIT_WORDS = {
 
 
 def describe_source(source: SourceSection, label: str) -> str:
-    """Return the source as configured, for the beginning of a message."""
-    return f"{label}.path={shown(source.path)}"
+    """Return the source as configured, for the beginning of a message; `label` may be an option or a setting."""
+    return f"{label}{'.path' if label.startswith('dataset') else ''}={shown(source.path)}"
+
+
+def named_source(path: str, label: str, **settings: Any) -> SourceSection:
+    """Return the source at the path that an option or another setting gives; `label` names it in errors."""
+    try:
+        return SourceSection(path=expand_path(path), **settings)
+    except ValueError as error:
+        raise UserError(f"{label}={shown(path)}: {error}") from None
+
+
+def read_template(configured: str) -> str:
+    """Return the template of dataset.chat_template: its text, or that of the file. Raises UserError if it has none."""
+    if "{" in configured:
+        return configured
+    if not configured.strip():
+        raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
+    try:
+        return Path(configured).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        problem = "no template in it and no such file; write the template itself, or the path of a file"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}); use a file that this user may read"
+    except ValueError as error:
+        problem = f"is not UTF-8 text ({error}); save it as such"
+    raise UserError(f"dataset.chat_template={configured}: {problem}")
 
 
 def data_suffix(path: Path) -> str:

@@ -10,7 +10,7 @@ import torch
 from trainer.data.batches import IGNORED, MicroBatch
 
 PARTS = 16
-"""Padding adds at most one part in PARTS; to reference text as many tokens as to training text."""
+"""Padding adds at most one part in PARTS."""
 HEAD_PARTS = 8
 """The head is computed at a multiple of one part in HEAD_PARTS of the tokens."""
 LEAST_DOCUMENTS = 4
@@ -30,7 +30,7 @@ class StaticShape:
     documents: int = 0
     """Documents, D, if the batch has their bounds."""
     longest: int = 0
-    """Upper bound of the documents' lengths, if there are bounds; padding after reference text may be longer."""
+    """Upper bound of the documents' lengths, if there are bounds."""
 
     def holds(self, other: "StaticShape") -> bool:
         """Return whether a batch of the other shape may be padded to this one."""
@@ -46,38 +46,10 @@ class StaticShape:
         return self.documents * self.longest == self.rows * self.length
 
 
-@dataclass(frozen=True)
-class JointShape:
-    """Sizes of a flat pack of training text followed by reference documents (`with_documents`)."""
-
-    whole: StaticShape
-    """Sizes of both together, except `places`, which are those of training text."""
-    reference: int
-    """Tokens of reference text; adapter and base are compared at each of them."""
-    equal: int = 0
-    """Number of documents of `whole.longest` tokens each before the others; 0 for documents of any length."""
-
-    @property
-    def places(self) -> int:
-        """Positions of training text with an output head."""
-        return self.whole.places
-
-    def holds(self, other: "JointShape") -> bool:
-        """Return whether a pack of the other shape may be padded to this one."""
-        if (self.reference, self.equal) != (other.reference, other.equal) or not self.whole.holds(other.whole):
-            return False
-        return not self.equal or self.whole.longest == other.whole.longest
-
-
 def rounded_up(count: int, parts: int = PARTS) -> int:
     """Round up to a multiple of the power of two below `count` over `parts`: adds at most one part in `parts`."""
-    unit = max(1, _power_of_two(count) // parts)
+    unit = max(1, (1 << count.bit_length() - 1) // parts)
     return -(-count // unit) * unit
-
-
-def _power_of_two(count: int) -> int:
-    """Return the largest power of two not above `count`."""
-    return 1 << count.bit_length() - 1
 
 
 def sizes_of(batch: MicroBatch) -> tuple[int, int]:
@@ -100,25 +72,6 @@ def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
     longest = 1 << (max(batch.max_seqlen, length - own) - 1).bit_length()
     # Documents that only seem to be of one length would be computed as if they were.
     return StaticShape(rows, length, places, True, bounds, longest + (bounds * longest == length))
-
-
-def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int] = (0, 0)) -> JointShape:
-    """Return the shape to which `together`, the flat pack `own` followed by reference documents, is padded."""
-    assert own.cu_seqlens is not None and together.cu_seqlens is not None, "only flat packs"
-    length, wanted = sizes_of(own)
-    of_head, of_text = (max(1, _power_of_two(length) // parts) for parts in (HEAD_PARTS, PARTS))
-    places = wanted if (length, wanted) == usual else -(-wanted // of_head) * of_head
-    # Its length differs in every step: use units of at least one part in PARTS of the training text.
-    reference = together.input_ids.shape[1] - length
-    reference = max(rounded_up(reference), -(-reference // of_text) * of_text)
-    comes_back = length in (usual[0], rounded_up(length))
-    if not comes_back or (own.cu_seqlens.diff() != together.max_seqlen).any():
-        return JointShape(replace(shape_of(together), places=places), reference)
-    equal, longest = len(own.cu_seqlens) - 1, own.max_seqlen
-    documents = len(together.cu_seqlens)  # one more than there are, for the padding
-    # Documents that only seem to be of one length would be computed as if they were.
-    documents += documents * longest == length + reference
-    return JointShape(StaticShape(1, length + reference, places, True, documents, longest), reference, equal)
 
 
 def pad_to_shape(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:

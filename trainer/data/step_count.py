@@ -147,7 +147,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
             f"{total} optimizer steps in all{first} ({samples:,} samples, {size} a step): too few to learn much; "
             f"set {', or '.join(ways)}"
         )
-    evaluates = bool(config.dataset.val_split or config.dataset.evaluation)
+    evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
     if evaluates and training.eval_steps > total:
         best = ", and best_checkpoint and early_stopping have nothing to compare"
         warnings.append(

@@ -32,13 +32,13 @@ class Work:
     """Whether logits are capped by tanh, which keeps its results."""
     recomputed_layers: int | None = None
     """training.gradient_checkpointing_layers."""
-    rows_apart: int = 0
-    """Rows with a separate forward pass, which is kept in addition until the backward pass of both."""
+    reference_rows: int = 0
+    """Rows of reference text, whose separate forward pass is kept until the backward pass of both."""
 
     @property
     def larger_pass(self) -> int:
         """Rows of the larger of the two backward passes."""
-        return max(self.rows - self.rows_apart, self.rows_apart)
+        return max(self.rows - self.reference_rows, self.reference_rows)
 
     @property
     def tokens(self) -> int:

@@ -82,6 +82,8 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"zero.stage": 3})
     if config.zero.stage == 3 and config.zero.gather == "module":
         candidates.append({"zero.gather": "auto"})
+    if planner.decisions(config).shard_group.reason:
+        candidates.append({"zero.shard_within": "all"})
     if config.adapter == "lora":
         candidates.append({"adapter": "qlora"})
     if not config.zero.offload_optimizer:

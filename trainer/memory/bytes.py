@@ -12,6 +12,7 @@ from trainer.memory.process import process_peak
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
+    base_shard_size,
     base_weight_bytes,
     dequantized_expert_bytes,
     fetched_weights,
@@ -186,7 +187,7 @@ def offloaded(shapes: Shapes, work: Work | None, placement: Placement) -> int:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
-        total += shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
+        total += base_shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement)
     if work is not None and work.offload_activations and work.recompute != "none":
         total += len(shapes.layers[: work.recomputed_layers]) * work.tokens * shapes.hidden * work.element
     return total

@@ -12,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 from trainer.config import RunConfig, engine_stage, engine_zero, find_graph_obstacle, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
+from trainer.parallel.engine.layer_gather.groups import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
@@ -34,12 +35,14 @@ class Machine:
     """Whether torch's flash attention runs on the device in this precision."""
     scan_kernels: bool = False
     """Whether mamba-ssm's scan kernels are installed."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank; empty if all are on one."""
 
     @classmethod
-    def assumed(cls, world_size: int, precision: str) -> "Machine":
+    def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
         """Assume GPUs with all kernels installed, except those of mamba-ssm unless they are installed here."""
-        flash = precision != "fp32"
-        return cls(world_size, True, precision, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
+        hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
+        return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
     @classmethod
     def cpu(cls, world_size: int, precision: str) -> "Machine":
@@ -79,10 +82,10 @@ class Decisions:
     """training.gradient_checkpointing."""
     fused_head: Decided[bool | None]
     """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
-    reference: Decided[str]
-    """How the reference text of scu.measure: kl is computed: `packed` with the training text, `apart` or `none`."""
     gather: Decided[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
+    shard_group: Decided[int]
+    """Number of ranks that share one copy of the base at stage 3; of the smallest group, if they differ."""
     flat: Decided[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decided[bool]
@@ -109,8 +112,6 @@ class Decisions:
             "clipping on the device": self.clips_on_device,
             "CUDA graphs": self.cuda_graphs,
         }
-        if self.reference.value != "none":
-            shown |= {"reference text": self.reference}
         return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
 
 
@@ -131,8 +132,8 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         recomputed_results=_recomputed_results(config, machine),
         recomputes=Decided(config.training.gradient_checkpointing),
         fused_head=_fused_head(config, machine, model),
-        reference=_reference(config),
         gather=_gather(config),
+        shard_group=_shard_group(config, machine),
         flat=Decided(not_flat is None, not_flat or ""),
         clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
         cuda_graphs=_cuda_graphs(config, machine),
@@ -244,21 +245,6 @@ def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | No
     return Decided(True if model is not None and model.head is not None else None)
 
 
-def _reference(config: RunConfig) -> Decided[str]:
-    scu = config.scu
-    if not scu.enabled or scu.measure != "kl":
-        return Decided("none")
-    if not config.dataset.packing:
-        return Decided("apart", "dataset.packing: false")
-    if scu.controller == "none":
-        return Decided("apart", "scu.controller: none wants no gradient of it")
-    if config.task in ("preference", "reward"):
-        return Decided("apart", f"task: {config.task} has a pass of its own for the reference")
-    if config.training.router_aux_loss:
-        return Decided("apart", "training.router_aux_loss balances experts over the training text alone")
-    return Decided("packed")
-
-
 def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
     asked = config.training.cuda_graphs
     if asked == "off":
@@ -268,6 +254,15 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
     if obstacle := find_graph_obstacle(config):
         return Decided(False, obstacle[1])
     return Decided(True, "asked for") if asked == "on" else Decided(None)
+
+
+def _shard_group(config: RunConfig, machine: Machine) -> Decided[int]:
+    if config.zero.stage < 3 or not gathers_by_layer(config):
+        return Decided(machine.world_size)
+    within = config.zero.shard_within
+    groups = list_groups(within, machine.hosts or ("",) * machine.world_size)
+    size = min(map(len, groups))
+    return Decided(size) if len(groups) == 1 else Decided(size, f"zero.shard_within: {within}")
 
 
 def _gather(config: RunConfig) -> Decided[str]:

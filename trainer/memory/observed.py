@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import TrainingSection
+from trainer.config import TrainingSection, UserError
+from trainer.config.errors import one_line
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.memory.widths import Shapes
@@ -137,8 +138,18 @@ class _Complete(Exception):
     """Ends a pass once a layer of each kind has run."""
 
 
+class NoEstimate(UserError):
+    """A model whose code does not run without weights."""
+
+    def __init__(self, error: Exception) -> None:
+        self.reason = one_line(f"{type(error).__name__}: {error}")
+        super().__init__(
+            f"this model has no memory estimate ({self.reason}); set zero.stage and training.batch_size to numbers"
+        )
+
+
 def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-    """Return what a layer of each kind takes with `rows` rows."""
+    """Return what a layer of each kind takes with `rows` rows. Raises NoEstimate."""
     model = shapes.model.to("meta", kernels.dtype).train()
     found: dict[int, Layer] = {}
     meter = Meter(model, kernels)
@@ -151,6 +162,8 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
             _forward(model, rows, kernels.length)
     except _Complete:
         pass
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise NoEstimate(error) from error
     finally:
         disable_recomputation(model)
         model.zero_grad()
@@ -163,14 +176,7 @@ def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
-@replaces(
-    "Triton's `JITFunction.run`",
-    library="torch",
-    read_in="2.13.0",
-    why="a kernel that gets tensors of the meta device reads address 0, which ends every later use of the GPU",
-    active="the memory estimate, for layers with Triton kernels, such as those of flash-linear-attention",
-    test="tests/gpu/test_recurrent_packs.py",
-)
+@replaces("Triton's `JITFunction.run`")
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Raise RuntimeError within the block where a layer would launch a Triton kernel."""
@@ -347,14 +353,7 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
     return (result, None) if return_final_states else result
 
 
-@replaces(
-    "`scaled_dot_product_attention`",
-    library="torch",
-    read_in="2.13.0",
-    why="on the meta device it is computed in parts and keeps its scores, unlike flash attention on a GPU",
-    active="the memory estimate, which runs layers of an empty model once",
-    test="tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
-)
+@replaces("`scaled_dot_product_attention`")
 @contextmanager
 def flash_attention(*, copied: bool = False) -> Iterator[None]:
     """Replace attention, which torch decomposes on the meta device so that scores would be saved."""

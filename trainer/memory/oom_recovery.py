@@ -64,15 +64,7 @@ class Halving:
     gradient_accumulation_steps: int
 
 
-@replaces(
-    "the gradient reduction, and its state after an aborted pass",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="no rank may update a weight before all ranks report enough memory; interrupted hooks of stage 1 leave "
-    "buffers and a depth behind",
-    active="training.on_oom: halve at stages 0 and 1",
-    test="tests/distributed/test_oom.py",
-)
+@replaces("the gradient reduction, and its state after an aborted pass")
 class Recovery:
     """Guards the steps of a run according to `training.on_oom`."""
 

@@ -16,8 +16,9 @@ from trainer.memory.activations import Seen, Work, add_layers
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
-from trainer.memory.stored_weights import Placement
+from trainer.memory.stored_weights import Placement, fetched_weights, stored_bytes
 from trainer.memory.widths import Shapes
+from trainer.parallel.engine.layer_gather.groups import list_groups
 from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
 
 LARGEST_BATCH = 256
@@ -82,6 +83,28 @@ class Planner:
         decided = self.decisions(config)
         work, placement = self.work(config, decided), self._placement(config, decided)
         return estimate(self.shapes, work, placement, self.seen(work), checkpoints=checkpoints + best)
+
+    def traffic(self, config: RunConfig) -> dict[str, int]:
+        """Return the bytes that a GPU receives in a step: gathered weights, by where they come from, and gradients.
+
+        Weights are gathered in the forward and in the backward pass of each micro-step. A ring sums gradients.
+        """
+        decided, machine = self.decisions(config), self.machine
+        placement = self._placement(config, decided)
+        hosts = machine.hosts or ("",) * machine.world_size
+        within = config.zero.shard_within if decided.gather.value == "layer" else "all"
+        group = list_groups(within, hosts)[0]
+        near = sum(hosts[rank] == hosts[group[0]] for rank in group)
+        weights = 0
+        if placement.stage == 3:
+            once = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
+            weights = 2 * placement.accumulation * once
+        gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element // machine.world_size
+        return {
+            "weights_from_its_host": weights * (near - 1) // len(group),
+            "weights_from_other_hosts": weights * (len(group) - near) // len(group),
+            "gradients": gradients,
+        }
 
     def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
         """Return the estimate after some changes, or why they cannot be combined."""
@@ -171,11 +194,20 @@ class Planner:
         if stage_open:
             stage = self._cpu_stage(config) if memory is None else self.lowest_stage(config, memory)
             config = apply_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
+        config = self._choose_shard_group(config, memory)
         if batch_open and memory is not None:
             config = apply_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
         config = resolve_global_batch(config, samples, ranks)
         check_combinations(config)
         return config
+
+    def _choose_shard_group(self, config: RunConfig, memory: int | None) -> RunConfig:
+        """Replace zero.shard_within: auto at stage 3 by `host` if the shards of a host fit, otherwise by `all`."""
+        if config.zero.stage != 3 or config.zero.shard_within != "auto":
+            return config
+        host = apply_changes(config, {"zero.shard_within": "host"})
+        fits = memory is None or self.estimate(host).needed <= memory
+        return host if fits else apply_changes(config, {"zero.shard_within": "all"})
 
     def _cpu_stage(self, config: RunConfig) -> int | None:
         return CPU_STAGE if self.choice(config, {"zero.stage": CPU_STAGE}).found is not None else None
@@ -197,7 +229,7 @@ class Planner:
         reference = _reference_rows(config)
         return Work(
             rows=training.batch_size + reference,
-            rows_apart=reference if decided.reference.value == "apart" else 0,
+            reference_rows=reference,
             # Without the fused loss, a position with a target in one row has logits in every row. If only the device
             # can decide, all logits count.
             targets=self.lengths.targets if training.batch_size == 1 or fused else kernels.length,
@@ -279,13 +311,15 @@ class Planner:
             prefetch=zero.prefetch_bucket_size,
             live=zero.max_live_parameters,
             rounded=bool(training.qat),
+            shard_group=decided.shard_group.value,
             base_states=self._base_states(config, decided),
         )
 
     def _base_states(self, config: RunConfig, decided: Decisions) -> int:
         """Return the bytes of scu.reference_cache, if the run is long enough to use it and the file's size is known."""
         scu = config.scu
-        if decided.reference.value == "none" or not scu.reference_cache or decided.fused_head.value is False:
+        kl = scu.enabled and scu.measure == "kl"
+        if not kl or not scu.reference_cache or decided.fused_head.value is False:
             return 0
         places = self.lengths.reference or 0
         if scu.reference is None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -20,11 +19,12 @@ from trainer.memory.bytes import CONTEXT, Estimate, to_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.observed import NoEstimate
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.tasks.images.pipeline import Pipeline
@@ -49,24 +49,16 @@ def plan_memory(
     with the figures and three changes, unless training.ignore_memory_check is set.
     """
     memory = _least_free(config, device)
-    neighbours = _ranks_on_this_host(ranks)
-    answer: list[Any] = [None]
-    if ranks.is_main:
-        on_gpu = device.type == "cuda"
-        flash = has_flash(device, DTYPES[precision])
-        try:
-            own = _has_own_kernels(config, device)
-            machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels())
-            plan = plan_for_machine(machine, config, prepared, memory)
-            answer[0] = plan if on_gpu else check_host_memory(plan, neighbours)
-        except UserError as error:
-            answer[0] = str(error)
-    if dist.is_initialized() and ranks.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, device=device)
-    if isinstance(answer[0], str):
-        raise UserError(answer[0])
-    agreed: MemoryPlan = answer[0]
-    return agreed
+    hosts = gather_objects(host_name())
+
+    def plan() -> MemoryPlan:
+        on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
+        own = _has_own_kernels(config, device)
+        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
+        found = plan_for_machine(machine, config, prepared, memory)
+        return found if on_gpu else check_host_memory(found, hosts.count(host_name()))
+
+    return run_on_main(ranks, plan)
 
 
 def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
@@ -77,9 +69,9 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
     try:
         planner = _planner(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # which runs layers of the model
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (NoEstimate, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model that the estimate cannot handle still trains, if no setting depends on the estimate.
-        reason = f"{type(error).__name__}: {error}"
+        reason = error.reason if isinstance(error, NoEstimate) else f"{type(error).__name__}: {error}"
         if is_open:
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to a number"
@@ -143,14 +135,6 @@ def describe_cpu_memory(config: RunConfig, prepared: Prepared) -> str:
     free, _ = host_memory_left()
     there = f"a rank on this machine's CPU takes {gib(plan.found.needed)}, {gib(free)} free"
     return there if plan.found.needed <= free else f"{there}: too little"
-
-
-def _ranks_on_this_host(ranks: Ranks) -> int:
-    """Count the ranks on this host, including this one; every rank must call it."""
-    names: list[Any] = [host_name()] * ranks.world_size
-    if dist.is_initialized() and ranks.world_size > 1:
-        dist.all_gather_object(names, host_name())
-    return names.count(host_name())
 
 
 def check_host_memory(plan: MemoryPlan, processes: int) -> MemoryPlan:

@@ -43,6 +43,8 @@ class Placement:
     live: int
     rounded: bool = False
     """Whether adapted layers compute their merged weight in every pass (training.qat)."""
+    shard_group: int = 0
+    """Ranks that share one copy of the base at stage 3; 0: all."""
     base_states: int = 0
     """Bytes of the base model's outputs on reference text, on the host."""
 
@@ -118,7 +120,7 @@ def quantization_state_bytes(shapes: Shapes, placement: Placement) -> int:
 
 def held(size: int, placement: Placement) -> int:
     """Return the bytes on a rank's GPU of parameters that stage 3 partitions or offloads."""
-    return 0 if placement.stage == 3 and placement.offload_parameters else shard_size(size, placement, 3)
+    return 0 if placement.stage == 3 and placement.offload_parameters else base_shard_size(size, placement)
 
 
 def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
@@ -127,7 +129,7 @@ def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     By layer: the largest frozen layer twice; embedding or head while it is used. By module: the same, trained or not,
     and prefetched parameters up to `max_live_parameters`. A single rank copies nothing, unless from host memory.
     """
-    alone = placement.world_size == 1 and not placement.offload_parameters
+    alone = (placement.shard_group or placement.world_size) == 1 and not placement.offload_parameters
     if placement.stage < 3 or alone:
         return 0, 0
     fetched = fetched_weights(shapes, placement)
@@ -146,6 +148,11 @@ def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
 def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
     """Return the weights that stage 3 gathers: frozen ones and, by module, trained ones except LoRA factors."""
     return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
+
+
+def base_shard_size(size: int, placement: Placement) -> int:
+    """Return a rank's shard of `size` bytes of the base, which stage 3 partitions."""
+    return -(-size // (placement.shard_group or placement.world_size)) if placement.stage == 3 else size
 
 
 def shard_size(size: int, placement: Placement, from_stage: int) -> int:

@@ -14,17 +14,22 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
 
-@phase("generate")
-@torch.no_grad()
 def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_new_tokens: int) -> str:
     """Return the greedy answer to a prompt's token ids [1, T]; every rank must call it."""
-    input_ids = input_ids.to(engine.device)
+    return answer_prompts(engine, tokenizer, input_ids.tolist(), max_new_tokens)[0]
+
+
+@phase("generate")
+@torch.no_grad()
+def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    """Return the greedy answers to a batch of prompts, given as token ids; every rank must call it."""
     model = engine.module
+    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(engine.device)
     was_training = model.training
     model.eval()
     generated = model.generate(
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
+        input_ids=padded["input_ids"],
+        attention_mask=padded["attention_mask"],
         max_new_tokens=max_new_tokens,
         do_sample=False,
         temperature=None,
@@ -33,11 +38,16 @@ def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_n
         use_cache=True,
         eos_token_id=stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        # Under ZeRO-3 every forward pass gathers: no rank may stop generating before the others.
-        synced_gpus=engine.zero_optimization_stage() == 3 or find_layer_shards(model) is not None,
+        synced_gpus=needs_synced_passes(engine),
     )
     model.train(was_training)
-    return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))
+    answers: list[str] = tokenizer.batch_decode(generated[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answers
+
+
+def needs_synced_passes(engine: Engine) -> bool:
+    """Return whether every forward pass gathers weights, so that no rank may stop generating before the others."""
+    return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
 def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None) -> torch.Tensor:

@@ -81,14 +81,7 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
         check_finite(f"base_model={base_model}", SafetensorsFiles(base_model, section), dtype)
 
 
-@replaces(
-    "`legacy` in the saved settings of a tokenizer",
-    library="transformers",
-    read_in="5.23.0",
-    why="it is not saved, so a reloaded tokenizer splits words differently",
-    active="loading a tokenizer that has this setting",
-    test="tests/unit/test_workarounds.py: test_transformers_does_not_save_legacy",
-)
+@replaces("`legacy` in the saved settings of a tokenizer")
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     """Load the tokenizer with a padding token and the tokens of `model.added_tokens`."""
     name = section.tokenizer or base_model

@@ -21,14 +21,7 @@ from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_sha
 from trainer.model.older_names import keep_target_names
 
 
-@replaces(
-    "the adapter of a tensor of experts",
-    library="peft",
-    read_in="0.21.2",
-    why="PEFT adds B A to the weights of all experts in every forward pass, and does not support dropout",
-    active="adapted experts",
-    test="tests/unit/test_workarounds.py: test_peft_refuses_dropout_on_experts",
-)
+@replaces("the adapter of a tensor of experts")
 class ParamWrapper(lora.ParamWrapper):
     """PEFT's adapter of one expert tensor; of several nested ones, only the outermost runs the experts.
 

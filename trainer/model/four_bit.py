@@ -38,14 +38,7 @@ class _FrozenLinear4bit(torch.autograd.Function):
         return grad_y.matmul(dequantized(weight, ctx.quant_state, grad_y.dtype)), None, None
 
 
-@replaces(
-    "`dequantize_4bit` on a CPU",
-    library="bitsandbytes",
-    read_in="0.50.2",
-    why="it uses the wrong scales if a row is not a whole number of blocks: 10 to 16 % error",
-    active="adapter: qlora on a CPU",
-    test="tests/unit/test_workarounds.py: test_bitsandbytes_takes_wrong_scales_on_a_cpu",
-)
+@replaces("`dequantize_4bit` on a CPU")
 def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
     """Dequantise a packed 4-bit weight to [O,I] in `dtype`.
 
@@ -93,17 +86,7 @@ def should_quantize(path: str, module: nn.Module) -> bool:
     return is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY
 
 
-@replaces(
-    "`Linear4bit.forward` and `Params4bit.to`",
-    library="bitsandbytes",
-    read_in="0.50.2",
-    why="the forward keeps a view of the packed weight until the backward pass, memory that ZeRO-3 has to free; "
-    "`to` creates a new Parameter even if nothing moves",
-    active="adapter: qlora",
-    test="tests/unit/test_workarounds.py: test_bitsandbytes_keeps_the_packed_weight_until_the_backward_pass, "
-    "test_bitsandbytes_makes_a_new_parameter_where_nothing_moves",
-    upstream="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034 (the kept weight)",
-)
+@replaces("`Linear4bit.forward` and `Params4bit.to`")
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
     """Quantise `linear` to a bitsandbytes Linear4bit that works under every ZeRO stage, and free its weight.
 

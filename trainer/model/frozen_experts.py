@@ -15,14 +15,7 @@ from trainer.contract.replacements import replaces
 from trainer.model.packed_experts import PackedExperts
 
 
-@replaces(
-    "the forward of quantised experts",
-    library="transformers",
-    read_in="5.23.0",
-    why="it expects 16-bit weights, and autograd would keep the dequantised ones until the backward pass",
-    active="experts in 4 or 8 bits without an adapter",
-    test="tests/unit/test_packed_experts.py: test_packed_experts_compute_what_bitsandbytes_makes_of_each",
-)
+@replaces("the forward of quantised experts")
 def compute_dequantized(module: nn.Module) -> None:
     """Replace the forward of a module with packed experts by one on dequantised weights."""
     module.forward = partial(forward_frozen, module, module.forward)

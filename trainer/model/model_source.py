@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlparse
+
+from pydantic import Field
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
@@ -15,6 +17,7 @@ from trainer.config.files import UnreadableFile, check_shape, read_json
 
 LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+MOST_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
@@ -42,6 +45,7 @@ class Quantization:
 class Config:
     """The keys of config.json used here; transformers reads the rest."""
 
+    num_hidden_layers: Annotated[int, Field(le=MOST_LAYERS)] | None = None
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, Any] | None = None

@@ -16,15 +16,7 @@ from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 
 
-@replaces(
-    "the conversion of target names",
-    library="peft",
-    read_in="0.21.2",
-    why="it takes gate_proj, up_proj and down_proj of dense layers and shared experts for those of the routed experts",
-    active="while an adapter is added to a model",
-    test="tests/unit/test_workarounds.py: test_peft_takes_dense_layers_for_experts",
-    upstream="https://github.com/huggingface/peft/issues/3711",
-)
+@replaces("the conversion of target names")
 @contextmanager
 def keep_target_names() -> Iterator[None]:
     """Disable the translation while PEFT adds an adapter to a model."""
@@ -68,7 +60,7 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
             check(config, model, name)
         except ValueError:
             kind = model.config.model_type
-            refused[name] = f"PEFT refuses them in {kind} models, whose kernels read the weight directly"
+            refused[name] = f"PEFT refuses them in {kind} models: their kernels read the weight directly"
     return refused
 
 

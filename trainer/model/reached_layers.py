@@ -41,14 +41,7 @@ class Reached:
     """Layers that get a gradient only from sequences of more than a few tokens."""
 
 
-@replaces(
-    "linear layers and experts of an empty copy of the model",
-    library="transformers",
-    read_in="5.23.0",
-    why="a pass without weights shows which layers are called and get a gradient",
-    active="choosing the layers that get an adapter",
-    test="tests/unit/test_reached_layers.py",
-)
+@replaces("linear layers and experts of an empty copy of the model")
 def find_reached(model: Any) -> Reached:
     """Return the result of a pass over a copy of the model (loaded, quantised or empty); empty if the pass fails."""
     config = copy.deepcopy(model.config)

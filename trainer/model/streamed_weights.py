@@ -38,14 +38,7 @@ from trainer.parallel.engine.linear_layers import find_expert_weights, is_transp
 Tensors = SafetensorsFiles | RandomTensors | Fp8Files | WithScore
 
 
-@replaces(
-    "modules and parameters of the empty model",
-    library="transformers",
-    read_in="5.23.0",
-    why="weights are read, quantised and partitioned module by module, so that no rank ever holds the whole model",
-    active="loading a base in 4 bits or under ZeRO-3",
-    test="tests/distributed/test_memory.py",
-)
+@replaces("modules and parameters of the empty model")
 def load_streamed(
     base_model: str,
     section: ModelSection,

@@ -13,14 +13,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.parallel.ranks.group import sum_over_ranks
 
 
-@replaces(
-    "the call of experts, to read its arguments",
-    library="transformers",
-    read_in="5.23.0",
-    why="the load of experts is a metric, and models do not return it",
-    active="MoE models, on rank 0, without torch.compile",
-    test="tests/unit/test_expert_load.py",
-)
+@replaces("the call of experts, to read its arguments")
 class ExpertLoad:
     """Counts, on the device, the training tokens that each expert receives between two calls of `values`."""
 

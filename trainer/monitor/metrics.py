@@ -5,10 +5,11 @@ import importlib.util
 import json
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -18,7 +19,6 @@ from trainer.contract.json_records import MOST_METRICS_BYTES, parse_record
 from trainer.contract.json_records import Record as Record
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.display import Display
-from trainer.monitor.gpu import GpuMetrics
 from trainer.monitor.metric_files import METRICS_FILE, MetricFiles
 
 # Records after the step that a run resumes from, until its first checkpoint is complete; and their name after that.
@@ -180,3 +180,68 @@ def _open_wandb(run_dir: Path, name: str, project: str) -> Any:
     # An explicit step axis: wandb's internal step cannot go back after a resume.
     run.define_metric("*", step_metric="step")
     return run
+
+
+EVERY_S = 2.0
+
+
+class GpuMetrics:
+    """Utilization, power and memory (all processes) of this rank's GPU, from NVML (nvidia-ml-py).
+
+    A query can take several milliseconds, so a thread polls until `close`, and the loop reads the latest values.
+    """
+
+    def __init__(self, nvml: Any, handle: Any, every_s: float = EVERY_S) -> None:
+        self._nvml, self._handle, self._every_s = nvml, handle, every_s
+        self._closed = threading.Event()
+        self._values: dict[str, float] = self._read()
+        self._thread = threading.Thread(target=self._watch, name="gpu-metrics", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls) -> Self | None:
+        """Monitor torch's current GPU; return None without a GPU, NVIDIA driver or nvidia-ml-py."""
+        import torch  # readers of metrics.jsonl import this module and need no torch
+
+        if not torch.cuda.is_available():
+            return None
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            # By UUID, not by index: CUDA_VISIBLE_DEVICES renumbers torch's GPUs, but not NVML's.
+            identity = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}"))
+        except pynvml.NVMLError:
+            return None  # a MIG slice, or a container without the driver's library
+
+    def values(self) -> dict[str, float]:
+        """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib, as far as the GPU reports them."""
+        return dict(self._values)
+
+    def close(self) -> None:
+        """Stop the thread; may be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            self._nvml.nvmlShutdown()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self._values = self._read()
+
+    def _read(self) -> dict[str, float]:
+        nvml, handle = self._nvml, self._handle
+        values: dict[str, float] = {}
+        for name, read in (
+            ("gpu/utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            ("gpu/power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+            ("gpu/memory_gib", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30),
+        ):
+            try:
+                values[name] = float(read())
+            except nvml.NVMLError:
+                continue  # some GPUs and virtual machines report no power or no utilization
+        return values

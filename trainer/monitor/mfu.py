@@ -9,11 +9,13 @@ state-space layers and the optimizer are not counted; of an MoE layer only the e
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.config.yaml_core import read_yaml
 from trainer.data import MicroBatch
 from trainer.model.expert_layers import (
     DOWN,
@@ -27,41 +29,15 @@ from trainer.model.expert_layers import (
 from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
-# Dense 16-bit tensor-core TFLOP/s from the vendors' data sheets (bf16; fp16 where the GPU has no bf16). The first name
-# that occurs in the GPU's name counts.
-PEAKS: tuple[tuple[str, float], ...] = (
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 311.9),
-    ("A800", 311.9),
-    ("A40", 149.7),
-    ("A30", 165.0),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("RTX 6000 Ada", 364.2),
-    ("RTX A6000", 154.8),
-    ("RTX 5090", 209.5),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
-    ("V100", 125.0),
-    ("T4", 65.0),
-)
+PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")).tree
+"""Dense TFLOP/s by name of the GPU."""
 
 
 def peak_flops(card: str, precision: str) -> float | None:
     """Return the dense 16-bit FLOP/s of a GPU by name; None for an unknown GPU or 32-bit precision."""
     if precision not in ("bf16", "fp16"):
         return None
-    return next((tera * TERA for name, tera in PEAKS if name in card), None)
+    return next((tera * TERA for name, tera in PEAKS.items() if name in card), None)
 
 
 class StepFlops:

@@ -17,14 +17,7 @@ FOLDER = "profile"
 STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolora: optimizer", "zerolora: scu"
 
 
-@replaces(
-    "`engine.backward` and `engine.step`, inside named ranges",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="a trace then shows which kernels belong to the backward pass and to the update",
-    active="logging.profile_steps, in profiled steps",
-    test="tests/unit/test_profiling.py",
-)
+@replaces("`engine.backward` and `engine.step`, inside named ranges")
 class StepProfiler:
     """Profiles every step from `first_step` (counted from 1) until `finish`."""
 

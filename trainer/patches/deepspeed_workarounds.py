@@ -25,16 +25,7 @@ def install_workarounds(engine: Engine) -> None:
             scale_the_loss(engine)
 
 
-@replaces(
-    "state and master weights of the 16-bit optimizer of stage 0 after its start",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="the state is created by an update with zero gradients, which decays the weights and counts as a step: "
-    "the first real update would be 0.74 of its size",
-    active="zero.stage: 0 in bf16 or fp16",
-    test="tests/unit/test_workarounds.py: test_stage_0_takes_a_step_of_zeros",
-    upstream="https://github.com/deepspeedai/DeepSpeed/issues/5151 (the same in BF16_Optimizer)",
-)
+@replaces("state and master weights of the 16-bit optimizer of stage 0 after its start")
 def undo_zero_step(optimizer: Any) -> None:
     """Clear the state of a 16-bit optimizer of stage 0, and reset its master weights to those of the model.
 
@@ -48,17 +39,7 @@ def undo_zero_step(optimizer: Any) -> None:
             master.data.copy_(weight.data)
 
 
-@replaces(
-    "`optimizer.step` and `_update_scale`",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="the loss scale is doubled before gradients are divided by it, which halves that step; stage 0 reports "
-    "the norm times the scale",
-    active="fp16",
-    test="tests/unit/test_workarounds.py: test_the_loss_scale_rises_before_gradients_are_divided_by_it, "
-    "test_stage_0_reports_the_norm_times_the_loss_scale; tests/unit/test_loss_scale.py",
-    upstream="https://github.com/deepspeedai/DeepSpeed/pull/8588",
-)
+@replaces("`optimizer.step` and `_update_scale`")
 def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
     """Raise fp16's loss scale after the step instead of within it; report the norm of stage 0 without the scale.
 
@@ -83,15 +64,7 @@ def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
     replace(optimizer, "_update_scale", update_after_overflow)
 
 
-@replaces(
-    "`engine.backward`",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="stage 0 divides gradients by a loss scale without multiplying the loss by it",
-    active="zero.stage: 0 in fp16, if the first gradient shows that DeepSpeed does not multiply",
-    test="tests/unit/test_workarounds.py: test_stage_0_divides_by_a_loss_scale_that_it_never_applied",
-    upstream="https://github.com/deepspeedai/DeepSpeed/pull/8393",
-)
+@replaces("`engine.backward`")
 def scale_the_loss(engine: Engine) -> None:
     """Multiply the loss of stage 0 by fp16's loss scale if DeepSpeed does not.
 

@@ -26,14 +26,7 @@ from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
 
-@replaces(
-    "the forward of PEFT's LoRA layers, with rounding",
-    library="peft",
-    read_in="0.21.2",
-    why="a server with integer weights computes Q(W + s B A), while PEFT computes W and s B A separately",
-    active="training.qat: int8 or int4, also in `eval` and `generate` of such a run",
-    test="tests/unit/test_qat.py",
-)
+@replaces("the forward of PEFT's LoRA layers, with rounding")
 def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
     """Let every adapted layer compute with its merged weight rounded to integers; return lines for the console.
 

@@ -15,14 +15,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 
-@replaces(
-    "the forward of experts without an adapter",
-    library="transformers",
-    read_in="5.23.0",
-    why="our operator computes them the same way as adapted ones",
-    active="on a GPU, for activations that the operator supports",
-    test="tests/unit/test_experts.py",
-)
+@replaces("the forward of experts without an adapter")
 def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
     """Let the operator also compute experts without an adapter on a GPU; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}

@@ -61,15 +61,7 @@ class FusionReport:
         return lines
 
 
-@replaces(
-    "the forward of PEFT's LoRA layers",
-    library="peft",
-    read_in="0.21.2",
-    why="one operator computes the frozen product and the adapter, for shared-input projections in one call",
-    active="ops.backend: cuda or reference; layers that the operators do not support keep PEFT's forward, and the "
-    "reason is logged",
-    test="tests/unit/test_fused_lora.py",
-)
+@replaces("the forward of PEFT's LoRA layers")
 def fuse(
     model: nn.Module,
     backend: Literal["auto", "cuda", "reference"],
@@ -332,7 +324,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
 
 def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
     """Return the RMS of the difference, relative to that of `wanted`, per repetition or of their sum."""
-    if got.shape == wanted.shape:  # of factors, whose gradients add up
+    if got.shape == wanted.shape:  # of factors: their gradients add up
         differences = [got.float() - times * wanted]
         wanted = times * wanted
     else:

@@ -11,14 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops.head import NLL, LossKind, divergence_sum, token_loss_sum, token_loss_sum_of_logits, token_losses
+from ops.head import (
+    LOSS,
+    MEASURES,
+    NLL,
+    LossKind,
+    divergence_sum,
+    measure_logits,
+    measure_tokens,
+    token_loss_sum,
+    token_loss_sum_of_logits,
+)
 from trainer.contract.known_versions import replaced, require
 from trainer.contract.replacements import replaces
 from trainer.data.batches import IGNORED, MicroBatch
-from trainer.data.static_shapes import JointShape
 from trainer.model.expert_targets import BALANCE
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
-from trainer.patches.packed_attention import VARLEN, equal_documents_first
+from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import document_inputs, has_separate_documents
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
@@ -159,8 +168,13 @@ class TokenLoss:
             states, weight, targets, factor=factor, rows=rows, kind=self._kind_now, token_weights=weights
         )
 
-    def by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return -log p of every target of the batch, row by row, nats, fp32 [K], differentiable."""
+    def by_token(
+        self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `measure_tokens` of the targets of the batch, row by row [5, K]; LOSS is differentiable.
+
+        `base_states` are the result of `compute_base_states`, if `in_chunks`.
+        """
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
         flat = targets.flatten()
@@ -170,18 +184,17 @@ class TokenLoss:
         def losses_of(hidden: torch.Tensor) -> torch.Tensor:
             layer, rows = linear_layer(self._head), trained_rows(self._head)
             states = hidden.flatten(0, 1).index_select(0, places).to(layer.weight.dtype)
-            return token_losses(states, layer.weight, chosen, factor=self._factor or 1.0, rows=rows).view(1, -1, 1)
+            base, factor = None if base_states is None else base_states.to(layer.weight.dtype), self._factor or 1.0
+            measures = measure_tokens(states, layer.weight, chosen, factor=factor, rows=rows, base_hidden=base)
+            return measures.view(1, -1, 1)
 
         with replace_head(self._head, losses_of):
             values: torch.Tensor = self._call_model(model, inputs, batch).logits
         if self._head is not None:
-            return values.flatten() / (self._factor or 1.0)
-        return F.cross_entropy(values.flatten(0, 1).index_select(0, places).float(), chosen, reduction="none")
-
-    def base_by_token(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return `by_token` of the base model, without its adapter and without a gradient."""
-        with self._outside_step(batch, device), torch.no_grad(), bypass_adapter(self._module):
-            return self.by_token(model, batch, device)
+            return values.view(len(MEASURES), -1) / (self._factor or 1.0)
+        logits = values.flatten(0, 1).index_select(0, places)
+        losses = F.cross_entropy(logits.float(), chosen, reduction="none")
+        return torch.cat([losses[None], measure_logits(logits, chosen)[LOSS + 1 :]])
 
     def _divergence_sum(self, states: torch.Tensor, base_states: torch.Tensor) -> torch.Tensor:
         weight = linear_layer(self._head).weight
@@ -201,93 +214,6 @@ class TokenLoss:
             result = model(**inputs, use_cache=False, output_router_logits=True)
         self.balancing = self._balance * result.aux_loss * batch.target_weight
         return result
-
-    def with_reference(
-        self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss sum of `own` and the sum of KL(adapted || base) on reference text, from one pass.
-
-        Both are in nats, fp32. `batch` is `own` followed by reference documents, and `base_states` are the result of
-        `compute_base_states` for these documents.
-        """
-        self._observe(batch, device)
-        inputs, targets = self._inputs(batch, device)
-        if "cu_seqlens" in inputs:
-            inputs |= equal_documents_first(batch)
-        flat = targets.flatten()
-        found = (flat != IGNORED).nonzero().squeeze(1)
-        chosen = to_device(flat[found[: own.target_count]], device)
-        places, counts = to_device(found, device), [len(chosen), len(base_states)]
-
-        def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return rows.flatten(0, 1).index_select(0, places).split(counts)
-
-        weights = to_device(own.weights, device)
-        if self._head is not None:
-            loss, divergence = self._both_in_chunks(model, inputs, split, chosen, weights, base_states).unbind()
-            return loss, divergence
-        ours, others = split(model(**inputs, use_cache=False).logits)
-        loss = token_loss_sum_of_logits(ours, chosen, self._kind_now, weights)
-        return loss, _divergence(others.float(), base_states)
-
-    def _both_in_chunks(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        split: Callable[..., Any],
-        chosen: torch.Tensor,
-        weights: torch.Tensor | None,
-        base: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return [loss, divergence]; `split` divides the head's input into training and reference tokens."""
-
-        def both(hidden: torch.Tensor) -> torch.Tensor:
-            ours, others = split(hidden)
-            loss, divergence = self._token_loss_sum(ours, chosen, weights), self._divergence_sum(others, base)
-            return torch.stack([loss, divergence]).view(1, 1, 2)
-
-        with replace_head(self._head, both):
-            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
-        return scaled.flatten() / (self._factor or 1.0)
-
-    def build_host_inputs_with_reference(
-        self, batch: MicroBatch, shape: JointShape, own: int
-    ) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the arguments of `compute_both_from_inputs` on the host for a batch with `own` training targets.
-
-        Rows that only fill the shape are copies of the first position.
-        """
-        inputs, targets = self.build_host_inputs(batch)
-        kept: torch.Tensor = inputs["logits_to_keep"]
-        others = int((batch.targets != IGNORED).sum()) - own
-        more, more_others = kept.new_zeros(shape.places - own), kept.new_zeros(shape.reference - others)
-        inputs["logits_to_keep"] = torch.cat([kept[:own], more, kept[own : own + others], more_others])
-        inputs["others"] = torch.tensor([others])
-        if shape.equal and "cu_seqlens" in inputs:
-            inputs |= {"equal_documents": shape.equal, "others_seqlen": shape.reference}
-        return inputs, torch.cat([targets[0, :own], more + IGNORED])
-
-    def compute_both_from_inputs(
-        self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
-    ) -> torch.Tensor:
-        """Return `with_reference` as [2] from tensors on the device, without a wait; head and loss must be fused.
-
-        Rows of IGNORED count 0. Of the compared rows the first `others` count; `base_states` of the rest must be 0.
-        """
-        counted = torch.arange(len(base_states), device=base_states.device) < inputs["others"]
-        counts = [len(targets), len(base_states)]
-
-        def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            ours, others = rows.flatten(0, 1).split(counts)
-            return ours, others.masked_fill(~counted[:, None], 0.0)  # compared with 0: no divergence
-
-        taken = {name: value for name, value in inputs.items() if name != "others"}
-        return self._both_in_chunks(model, taken, split, targets, None, base_states)
-
-    @property
-    def states_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the head's input; None if head and loss are computed separately."""
-        return None if self._head is None or self._factor is None else linear_layer(self._head).weight.dtype
 
     def divergence(
         self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
@@ -309,6 +235,27 @@ class TokenLoss:
                 # As in the loss: undo the factor that the model applies to its logits.
                 return logits.view(()) / (self._factor or 1.0)
             return _divergence(logits.flatten(0, 1)[places].float(), base_states)
+
+    def compute_divergence_from_inputs(
+        self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `divergence` from tensors on the device, without a wait for it; head and loss must be fused.
+
+        Rows of IGNORED count 0; their `base_states` must be 0.
+        """
+        ignored = targets.flatten().eq(IGNORED)[:, None]
+
+        def compare(hidden: torch.Tensor) -> torch.Tensor:
+            return self._divergence_sum(hidden.flatten(0, 1).masked_fill(ignored, 0.0), base_states).view(1, 1, 1)
+
+        with replace_head(self._head, compare):
+            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
+        return scaled.view(()) / (self._factor or 1.0)
+
+    @property
+    def states_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the head's input; None if head and loss are computed separately."""
+        return None if self._head is None or self._factor is None else linear_layer(self._head).weight.dtype
 
     def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; every rank must call it."""
@@ -384,14 +331,7 @@ def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.T
     return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
-@replaces(
-    "`_disable_adapters` of adapted layers",
-    library="peft",
-    read_in="0.21.2",
-    why="disable_adapter also changes requires_grad of every factor, which breaks an engine that holds them",
-    active="scu.measure: kl, during the base model's own pass",
-    test="tests/unit/test_divergence.py: test_the_adapter_is_off_without_a_gradient_flag_being_touched",
-)
+@replaces("`_disable_adapters` of adapted layers")
 @contextmanager
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
     """Disable the adapter within the block, without PEFT's changes to requires_grad of every factor.
@@ -412,14 +352,7 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-@replaces(
-    "`load_balancing_loss_func` of modeling files",
-    library="transformers",
-    read_in="5.23.0",
-    why="it counts the padding of packed rows, for which the model gets no mask",
-    active="training.router_aux_loss",
-    test="tests/unit/test_router_loss.py: test_padding_of_packed_rows_is_not_balanced",
-)
+@replaces("`load_balancing_loss_func` of modeling files")
 @contextmanager
 def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
     """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""

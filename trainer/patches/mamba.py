@@ -96,15 +96,7 @@ def is_mamba_2(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
 
-@replaces(
-    "`mamba2_split_conv1d_scan_combined` of modeling files",
-    library="transformers",
-    read_in="5.23.0",
-    why="the fused kernel reads the weight of out_proj without calling the layer, so its adapter would get no gradient",
-    active="hybrid models with out_proj adapted or in 4 bits",
-    test="tests/unit/test_architectures.py",
-    upstream="https://github.com/huggingface/peft/issues/2274",
-)
+@replaces("`mamba2_split_conv1d_scan_combined` of modeling files")
 def call_projections_of_mamba(model: Any) -> list[str]:
     """Let Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; return lines for the console.
 

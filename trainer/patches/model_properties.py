@@ -82,14 +82,7 @@ class _States(tuple[torch.Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-@replaces(
-    "the forward of everything below the head of an empty model",
-    library="transformers",
-    read_in="5.23.0",
-    why="running only what follows the head shows whether logits are more than a multiple of the head's output",
-    active="before weights are loaded, to decide whether head and loss are fused",
-    test="tests/unit/test_decisions.py",
-)
+@replaces("the forward of everything below the head of an empty model")
 def why_head_apart(model: Any) -> str | None:
     """Return why the head of an empty model, adapted or not, is not fused with the loss; None if this cannot be seen.
 

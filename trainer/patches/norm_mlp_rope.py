@@ -119,14 +119,7 @@ def examine_elementwise(
     return examined
 
 
-@replaces(
-    "the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`",
-    library="transformers",
-    read_in="5.23.0",
-    why="each takes one pass over memory instead of several, and cheap results are recomputed instead of kept",
-    active="ops.elementwise: auto on a GPU, if a test on random data agrees with the model's own code",
-    test="tests/unit/test_elementwise.py",
-)
+@replaces("the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`")
 def replace_elementwise(
     model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
 ) -> Replaced:
@@ -140,14 +133,7 @@ def replace_elementwise(
     ).install()
 
 
-@replaces(
-    "the forward of adapted layers, to recompute their inputs",
-    library="peft",
-    read_in="0.21.2",
-    why="the layers keep what a cheap input is recomputed from instead of the input itself",
-    active="ops.recompute: activations or norms, in layers without gradient checkpointing",
-    test="tests/unit/test_elementwise.py",
-)
+@replaces("the forward of adapted layers, to recompute their inputs")
 def recompute_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
     """Let adapted layers, except those within `but`, recompute inputs instead of keeping them; return their number."""
     from peft.tuners.lora import LoraLayer

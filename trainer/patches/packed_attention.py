@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.data.batches import MicroBatch
 from trainer.data.sequence_parts import SequencePart
 from trainer.model.model_kind import takes_sdpa
 from trainer.model.targets import find_non_text_modules
@@ -78,24 +77,8 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
         copy_shared_heads()
 
 
-@replaces(
-    "attention over packed documents",
-    library="transformers",
-    read_in="5.23.0",
-    why="it builds an L x L mask, and waits for the device to find out whether documents are packed",
-    active="dataset.packing with flash attention, or preference.share_prompt, for models that use transformers' "
-    "attention registry",
-    test="tests/unit/test_attention.py",
-)
-@replaces(
-    "attention sinks over packed documents",
-    library="torch",
-    read_in="2.13.0",
-    why="flash attention does not support sinks; its backward is exact if it gets the output and log-sum-exp "
-    "with the sink",
-    active="dataset.packing with gpt-oss",
-    test="tests/unit/test_attention_sinks.py",
-)
+@replaces("attention over packed documents")
+@replaces("attention sinks over packed documents")
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Let a loaded model that uses transformers' attention registry compute packed documents separately.
 
@@ -133,15 +116,7 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@replaces(
-    "transformers' attention `sdpa`",
-    library="transformers",
-    read_in="5.23.0",
-    why="it leaves grouped key heads to torch, which without flash attention keeps L x L probabilities per head",
-    active="GPUs without flash attention: fp32, or compute capability below 8.0",
-    test="tests/unit/test_workarounds.py: test_transformers_leaves_shared_heads_to_torch",
-    upstream="https://github.com/huggingface/transformers/issues/48633",
-)
+@replaces("transformers' attention `sdpa`")
 def copy_shared_heads() -> None:
     """Replace transformers' `sdpa` in this process by `sdpa_with_own_heads`."""
     from transformers import AttentionInterface
@@ -188,8 +163,6 @@ def varlen_attention(
     scaling: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    equal_documents: int = 0,
-    others_seqlen: int = 0,
     key_index: torch.Tensor | None = None,
     key_seqlens: torch.Tensor | None = None,
     sliding_window: int | None = None,
@@ -199,8 +172,7 @@ def varlen_attention(
     """Compute causal attention within each document; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Documents are the tokens [cu_seqlens[i], cu_seqlens[i+1]). Without `cu_seqlens` (text generation) it is
-    transformers' sdpa. The first `equal_documents` documents, if any, have max_seqlen tokens each, the others at most
-    `others_seqlen`. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
+    transformers' sdpa. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
 
     If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen,
     the last of which belong to its own tokens.
@@ -222,22 +194,14 @@ def varlen_attention(
             "model.attn_implementation=auto: this model uses softcap, which the variable-length kernels do not "
             "support; use eager, or dataset.packing: false"
         )
-    documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen)
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    documents, tokens = len(cu_seqlens) - 1, query.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
     if sinks is not None:
-        return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
+        return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
     if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
-    if not equal_documents or window is not None:
-        more = longest, scaling, dropout, window, key_index, key_seqlens
-        return _attend_varlen(query, key, value, cu_seqlens, *more).unsqueeze(0), None
-    # Split instead of sliced: the derivative of a slice is a copy into zeros.
-    at = equal_documents * max_seqlen
-    (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
-    of_equal = _attend_batched(q, k, v, equal_documents, scaling, dropout)
-    bounds = cu_seqlens[equal_documents:] - at
-    of_others = _attend_varlen(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
-    return torch.cat([of_equal, of_others]).unsqueeze(0), None
+    more = max_seqlen, scaling, dropout, window, key_index, key_seqlens
+    return _attend_varlen(query, key, value, cu_seqlens, *more).unsqueeze(0), None
 
 
 def sequence_attention(
@@ -255,20 +219,6 @@ def sequence_attention(
     query, key, value = exchange_for_heads((query, key, value), sequence)
     out, _ = varlen_attention(module, query, key, value, attention_mask, **kwargs)
     return exchange_for_tokens(out, sequence), None
-
-
-def equal_documents_first(batch: MicroBatch) -> dict[str, int]:
-    """Return the arguments of `varlen_attention` for a batch that begins with documents of one length.
-
-    Training text that fills its sequences is followed by reference text; dense kernels compute the former, which is
-    most of the work. Empty if there are no such documents, or no others.
-    """
-    assert batch.cu_seqlens is not None
-    lengths = batch.cu_seqlens.diff().tolist()
-    equal = next((at for at, length in enumerate(lengths) if length != batch.max_seqlen), len(lengths))
-    if equal in (0, len(lengths)):
-        return {}
-    return {"equal_documents": equal, "others_seqlen": max(lengths[equal:])}
 
 
 def _attend_varlen(

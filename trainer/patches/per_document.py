@@ -110,7 +110,7 @@ def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
         if is_mask(tensor, shape):
             return None
         rows = tensor.flatten(0, 1)
-        # Not by brackets, whose derivative sorts the indices.
+        # Not by brackets: their derivative sorts the indices.
         return rows[None] if index is None else rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     return _map(select, value)
@@ -147,14 +147,7 @@ def find_tensors(value: Any) -> list[Tensor]:
     return found
 
 
-@replaces(
-    "forward of recurrent layers over packed documents",
-    library="transformers",
-    read_in="5.23.0",
-    why="without the kernels' packages it refuses documents' bounds, and many layers do not get or use them",
-    active="dataset.packing, for layers that a probe sees carry state between documents",
-    test="tests/unit/test_per_document.py",
-)
+@replaces("forward of recurrent layers over packed documents")
 def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
     """Let the layers of this class compute each document alone; return their new forwards."""
     if _MARK not in vars(base):
@@ -234,5 +227,5 @@ def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_documents(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Run a checkpoint whose recomputation has the documents of its forward pass."""
+    """Run a checkpoint that is recomputed with the documents of its forward pass."""
     return run(partial(copy_context().run, function), *args)

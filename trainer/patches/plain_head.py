@@ -69,14 +69,7 @@ _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
 """The indices on their device: copying them in every pass would wait for it."""
 
 
-@replaces(
-    "the forward of the output head",
-    library="transformers",
-    read_in="5.23.0",
-    why="head and loss are computed in chunks, so the logits of a micro-batch never exist as a whole",
-    active="a frozen, unpartitioned head with at most a constant factor on its logits, for one forward pass at a time",
-    test="tests/unit/test_head.py",
-)
+@replaces("the forward of the output head")
 @contextmanager
 def replace_head(head: nn.Module | None, forward: Any) -> Iterator[None]:
     """Replace the head's forward within the block; its hooks, which may gather its weight, still run."""

@@ -21,15 +21,7 @@ from trainer.parallel.engine.linear_layers import is_linear, model_shape
 from trainer.patches.replace import replace, undo
 
 
-@replaces(
-    "`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs",
-    library="transformers",
-    read_in="5.23.0",
-    why="random states are kept only in layers that draw numbers, activations can move to host memory, and "
-    "transformers cannot recompute the MLP alone",
-    active="training.gradient_checkpointing: non_reentrant or selective",
-    test="tests/unit/test_recompute.py",
-)
+@replaces("`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs")
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     """Set up `training.gradient_checkpointing`; return a line for the console, None if it is off.
 

@@ -1,71 +1,41 @@
-"""Print every replacement of library code, for `zerolora doctor --patches` and docs/reference/workarounds.md.
-
-The entries are the `@replaces` decorators in trainer; `ops`, which must not import trainer, has its own below.
-"""
+"""Print every replacement of library code, for `zerolora doctor --patches` and docs/reference/workarounds.md."""
 
 import argparse
 import json
-import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
-from functools import cache
-from importlib import import_module
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import KNOWN, installed
-from trainer.contract.replacements import REPLACEMENTS, Replacement, replaces
-from trainer.parallel.ranks.lean_imports import import_lean
 
 HEAD = """# Replaced library code
 
-Written by `python -m trainer.patches.register --markdown` from the `@replaces` decorators in the source.
+Written by `python -m trainer.patches.register --markdown` from `trainer/patches/replacements.yaml`.
 `zerolora doctor --patches` prints the same list with the installed versions.
 """
-ROOT = Path(__file__).parents[2]
-DECORATED = re.compile(r"^ *@replaces\($", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An entry of replacements.yaml, which describes the fields."""
+
+    replaces: str
+    library: str
+    read_in: str
+    why: str
+    active: str
+    installed_by: str
+    test: str
+    upstream: str = "no issue known"
 
 
 def collect() -> list[Replacement]:
-    """Import every module with a `@replaces`; return the replacements by library, then by module."""
-    import_lean()
-    for file in sorted((ROOT / "trainer").rglob("*.py")):
-        if DECORATED.search(file.read_text(encoding="utf-8")):
-            import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    _register_operators()
-    return sorted(REPLACEMENTS, key=lambda entry: (entry.library, entry.installed_by))
-
-
-@cache
-def _register_operators() -> None:
-    from ops.builder import LoraOpBuilder, register
-
-    replaces(
-        "the table of DeepSpeed's operators",
-        library="deepspeed",
-        read_in="0.19.8",
-        why="DeepSpeed's op builder has no hook through which it would build and list our operators",
-        active="`zerolora ops` and its report",
-        test="tests/numerics/test_builder.py",
-    )(register)
-    replaces(
-        "nvcc's flags",
-        library="deepspeed",
-        read_in="0.19.8",
-        why="CUDAOpBuilder compiles with --use_fast_math, which would change results",
-        active="building the CUDA operators",
-        test="tests/unit/test_workarounds.py: test_deepspeeds_builder_asks_for_fast_math",
-    )(LoraOpBuilder.nvcc_args)
-    replaces(
-        "torch's lock of extension builds",
-        library="torch",
-        read_in="2.13.0",
-        why="a killed build leaves it behind, and every later build waits for it forever",
-        active="building the CUDA operators, which takes a lock of ours first; `zerolora doctor` finds old locks",
-        test="tests/unit/test_workarounds.py: test_torchs_build_lock_outlives_its_builder",
-        upstream="https://github.com/pytorch/pytorch/issues/189245",
-    )(LoraOpBuilder._compile)
+    """Return the replacements by library, then by module."""
+    rows = read_yaml(Path(__file__).with_name("replacements.yaml")).tree
+    return [Replacement(what, **row) for what, row in rows.items()]
 
 
 def version_line(entry: Replacement) -> str:
@@ -100,7 +70,7 @@ def markdown() -> str:
 
 def _details(entry: Replacement) -> list[tuple[str, str]]:
     return [
-        ("why", entry.reason),
+        ("why", entry.why),
         ("active", entry.active),
         ("installed by", entry.installed_by),
         ("upstream", entry.upstream),

@@ -24,24 +24,8 @@ TRIED_ERROR = 1e-2
 """Relative. On a GPU 1 - beta2 is rounded to fp32, by 5e-5 for 0.999; without the scale the error is a factor of 4."""
 
 
-@replaces(
-    "`get_grad_norm_direct`",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="it waits for the device twice and replaces a non-finite norm by -1, which would pass as a norm",
-    active="bf16 on a GPU at stages 1 and 2 with 32-bit AdamW",
-    test="tests/unit/test_workarounds.py: test_deepspeeds_norm_hides_what_is_not_finite; "
-    "tests/unit/test_update_guard.py",
-)
-@replaces(
-    "`grad_scale` and `found_inf` of torch's fused AdamW",
-    library="torch",
-    read_in="2.13.0",
-    why="the optimizer clips and skips steps itself without a wait by the host; this is tried on a scratch "
-    "tensor first",
-    active="bf16 on a GPU at stages 1 and 2 with 32-bit AdamW",
-    test="tests/unit/test_update_guard.py",
-)
+@replaces("`get_grad_norm_direct`")
+@replaces("`grad_scale` and `found_inf` of torch's fused AdamW")
 class UpdateGuard:
     """Gives the optimizer of an engine of stage 1 or 2 the gradient norm before every update of a group."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from rich.markup import escape
 
 from trainer.config import RunConfig, UserError
@@ -20,7 +19,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
 from trainer.scu.fit import MIN_TEXTS, split_held_out
@@ -42,8 +41,6 @@ class SteeringInputs:
     token_loss: TokenLoss
     flat: bool
     """Whether packs are a single row of all their documents."""
-    packed: bool
-    """Whether reference texts are appended to the packs of training text."""
     total_steps: int
     """Optimizer steps of the whole run, so that a resumed run makes the same choices."""
     step: int
@@ -94,7 +91,6 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
         reference,
         drawn=everything if prepared.reference is None else (),
         base_states=states,
-        packed=inputs.packed,
         held_out=build_reference(held_out, rows=HELD_OUT_BATCH) if held_out else None,
     )
 
@@ -115,21 +111,21 @@ def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: 
     Raises UserError if a resumed run has lost them.
     """
     path = Path(config.output_dir) / REFERENCE_FILE
-    found: list[Any] = [None]
-    if resumes and ranks.is_main:
+
+    def read() -> list[list[int]]:
         # A run resumed in another folder reads them from the folder of the checkpoint's run.
         earlier = Path(str(config.training.resume_from_checkpoint)).parent / REFERENCE_FILE
         written = [each for each in (path, earlier) if each.exists()]
-        found = [json.loads(written[0].read_text(encoding="utf-8")) if written else None]
-    if ranks.world_size > 1:
-        dist.broadcast_object_list(found, src=0, device=engine.device)
-    if found[0] is None:
-        if resumes:
+        if not written:
             raise UserError(f"{path}: missing, so the run cannot resume exactly; set scu.reference, or start over")
-        found = [_sample_base(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed)]
-        if ranks.world_size > 1:
-            dist.broadcast_object_list(found, src=0, device=engine.device)
-    return [Sample(ids, [True] * len(ids), [len(ids)]) for ids in found[0]]
+        found: list[list[int]] = json.loads(written[0].read_text(encoding="utf-8"))
+        return found
+
+    if resumes:
+        found = run_on_main(ranks, read)
+    else:
+        found = gather_objects(_sample_base(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed))[0]
+    return [Sample(ids, [True] * len(ids), [len(ids)]) for ids in found]
 
 
 @torch.no_grad()

@@ -2,8 +2,7 @@
 
 Optimizer step t:
 
-    last micro-step:  forward, by loss(t) if reference text is in its pack; penalty(t) first updates lambda by S
-                      (or K) of step t-1; backward of loss + penalty
+    last micro-step:  forward; penalty(t) first updates lambda by S (or K) of step t-1; backward of loss + penalty
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the all-reduce of the loss
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
@@ -100,13 +99,13 @@ class Steering:
     def use_captured(
         self,
         capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
-        with_reference: Callable[..., tuple[Tensor, Tensor]],
+        compute_divergence: Callable[..., Tensor],
     ) -> None:
-        """Measure by captured CUDA graphs: the adapter's factors by `capture(measure)`, `kl` by `with_reference`."""
+        """Measure by captured CUDA graphs: the factors by `capture(measure)`, `kl` by `compute_divergence`."""
         if self._squares is not None:
             self._squares = capture(self._squares)
         if self.divergence is not None:
-            self.divergence.with_reference = with_reference
+            self.divergence.compute = compute_divergence
 
     def check_target(
         self,
@@ -150,17 +149,6 @@ class Steering:
                 f"scu.target={target:g}: S starts at {now:.3g}, mostly the random start of A; delta would start at 0"
             )
         return warnings
-
-    def loss(self, step: int, batch: Any) -> Tensor | None:
-        """Return the loss sum of the last micro-batch with reference text appended to its pack; None if it is not.
-
-        A collective call that replaces the forward pass before `penalty`. Only used while lambda is above 0: otherwise
-        no gradient is needed, and a separate pass keeps no activations. This lambda does not include the newest
-        measurement yet, which would need a wait for the GPU.
-        """
-        if self.divergence is None or not self.divergence.packed or self.lambda_ == 0:
-            return None
-        return self.divergence.loss(step, batch)
 
     def penalty(self, step: int) -> Tensor:
         """Return the penalty of step `step` (from 1): lambda ln 2 ParamBPT, or lambda K, differentiable nats per token.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.whole_files import write_json
-from trainer.data.batches import MicroBatch, collate, with_documents
+from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
@@ -44,10 +44,6 @@ class Reference:
     def batch(self, documents: Sequence[int]) -> MicroBatch:
         """Collate the documents with these indices."""
         return collate([self.documents[index] for index in documents], self._pad, **self._shape)
-
-    def append_to(self, batch: MicroBatch, documents: Sequence[int]) -> MicroBatch:
-        """Append the documents with these indices to a packed batch of training text."""
-        return with_documents(batch, [self.documents[index] for index in documents], self._pad)
 
     def tokens(self, step: int) -> int:
         """Return the number of positions at which all ranks together compare adapter and base in a step."""
@@ -105,46 +101,32 @@ class Divergence:
         *,
         drawn: Sequence[Sample] = (),
         base_states: BaseStates | None = None,
-        packed: bool = False,
         held_out: Reference | None = None,
     ) -> None:
         """`drawn`: all of the base's own samples, which a resumed run needs again.
 
-        With `base_states` steps need no forward pass of the base. `packed`: reference text may be appended to training
-        packs (see `loss`). `held_out` documents are used by no step.
+        With `base_states` steps need no forward pass of the base. `held_out` documents are used by no step.
         """
-        self.drawn, self._base_states, self.packed, self.held_out = drawn, base_states, packed, held_out
+        self.drawn, self._base_states, self.held_out = drawn, base_states, held_out
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
-        self.with_reference: Callable[..., tuple[Tensor, Tensor]] = token_loss.with_reference
-        """`TokenLoss.with_reference`, or a captured CUDA graph of it."""
+        self.compute: Callable[..., Tensor] = token_loss.divergence
+        """`TokenLoss.divergence`, or a captured CUDA graph of it, for steps."""
         self._sum: Tensor | None = None
-        self._pack_sum: Tensor | None = None
         self._held_out_states: BaseStates | None = None
-
-    def loss(self, step: int, batch: MicroBatch) -> Tensor:
-        """Return the loss sum (nats) of a packed batch; the same pass computes K of the step for `penalty`."""
-        selected = self.reference.select(step)
-        base_states, together = self._base_output(selected), self.reference.append_to(batch, selected)
-        loss, self._pack_sum = self.with_reference(
-            self._engine, together, self._engine.device, own=batch, base_states=base_states
-        )
-        return loss
 
     def penalty(self, step: int, lambda_: float) -> Tensor:
         """Return lambda K in nats per token, of which the mean over the ranks is the penalty; a collective call.
 
         While lambda is 0, K is measured without a gradient.
         """
-        sum_local, self._pack_sum = self._pack_sum, None
-        if sum_local is None:
-            selected = self.reference.select(step)
-            sum_local = self._token_loss.divergence(
-                self._engine,
-                self.reference.batch(selected),
-                self._engine.device,
-                base_states=self._base_output(selected),
-                with_gradient=lambda_ > 0,
-            )
+        selected = self.reference.select(step)
+        sum_local = self.compute(
+            self._engine,
+            self.reference.batch(selected),
+            self._engine.device,
+            base_states=self._base_output(selected),
+            with_gradient=lambda_ > 0,
+        )
         self._sum = sum_local.detach()
         if lambda_ == 0:
             return torch.zeros_like(self._sum)

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainer.config import RunConfig, trained_in_full
+from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.eight_bit import exact_lines
 from trainer.model.targets import unadapted_layers
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
+from trainer.parallel.engine.layer_gather.groups import form_group
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.ranks.group import Ranks, set_seed
+from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.installation import Wanted, install
 from trainer.patches.mamba import unadapted_lines, unquantized_lines
@@ -67,7 +70,11 @@ def _layer_shards(
     config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device
 ) -> LayerShards | None:
     """Return the shards into which the base is loaded per layer; None with DeepSpeed's gather or a single rank."""
-    if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
+    if decided.gather.value != "layer":
+        return None
+    group = form_group(config.zero.shard_within, gather_objects(host_name()))
+    shared_by = dist.get_world_size(group) if dist.is_initialized() else 1
+    if shared_by == 1 and not config.zero.offload_parameters:
         return None
     return LayerShards(
         device,
@@ -75,6 +82,7 @@ def _layer_shards(
         pin_memory=config.zero.pin_memory,
         keep_whole=trained_in_full(config),
         keep_embeddings=task.keep_embeddings(),
+        group=group,
     )
 
 
@@ -83,7 +91,8 @@ def _describe_gather(decided: Decisions, shards: LayerShards | None) -> str:
     if shards is not None:
         return shards.line()
     if decided.gather.value == "layer":
-        return "base: whole on the only rank (zero.gather: layer)"
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
     return f"base: gathered by DeepSpeed (zero.gather: module, {decided.gather.reason})"
 
 

@@ -108,15 +108,7 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
             torch.cuda.set_per_process_memory_fraction(training.memory_fraction, device)
 
 
-@replaces(
-    "cuDNN as a backend of `scaled_dot_product_attention`",
-    library="torch",
-    read_in="2.13.0",
-    why="its gradients are NaN with a mask if the last tile of 128 tokens holds 64, and at FLUX's shapes",
-    active="training on a GPU; causal attention without a mask over whole tiles still uses cuDNN",
-    test="tests/unit/test_attention.py: test_cudnn_is_left_to_whole_tiles",
-    upstream="https://github.com/pytorch/pytorch/issues/196678",
-)
+@replaces("cuDNN as a backend of `scaled_dot_product_attention`")
 def disable_cudnn_attention() -> None:
     """Let torch use cuDNN's attention in this process only on request (packed_attention.py).
 

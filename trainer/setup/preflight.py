@@ -42,8 +42,10 @@ from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.patches.mamba import check_packable
 from trainer.patches.packed_attention import check_shareable, check_supported
 from trainer.scu.law_settings import build_law
+from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run, refuse_image_settings
+from trainer.tasks.lm_eval_scores import load_tasks
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,14 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=model_files.longest,
     )
-    _check_pairs(config, data.stats)
+    check_pairs(config, data.stats)
+    if config.task == "preference" and data.stats.margins:
+        notes += (f"warning: dataset: {data.stats.margins:,} pairs have a margin, which only task: reward uses",)
+    if config.evaluation.tasks:
+        load_tasks(config.evaluation.tasks)
+    if config.evaluation.metrics:
+        assert data.evaluation is not None
+        AnswerMetrics(config.evaluation, data.evaluation, model_files.tokenizer)
     return Prepared(
         model_files.tokenizer,
         model_files.model_config,
@@ -111,7 +120,7 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
     )
 
 
-def _check_pairs(config: RunConfig, stats: DataStats) -> None:
+def check_pairs(config: RunConfig, stats: DataStats) -> None:
     """Raise UserError if the data has pairs of answers and the task is another, or the reverse."""
     wanted = config.task in ("preference", "reward")
     if not wanted and stats.desirable + stats.undesirable:
@@ -127,8 +136,6 @@ def _check_pairs(config: RunConfig, stats: DataStats) -> None:
                 f"set task: preference, or, to learn the chosen answers alone, {label}.fields: {{prompt: prompt, "
                 "completion: chosen} with your names of these fields"
             )
-        if config.task == "reward" and any("not used" in note and " margin (in " in note for note in part.notes):
-            raise UserError(f"task=reward: {label} has margins, which are not supported; rename or remove the field")
         if part.pairs and wanted:
             _check_labels(config, part, label)
         if wanted and part.pairs < part.documents:

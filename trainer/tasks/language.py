@@ -1,6 +1,8 @@
 """Causal language modeling."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,7 +17,7 @@ from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, ev
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
-from trainer.model.answers import answer_prompt, prompt_ids
+from trainer.model.answers import answer_prompt, needs_synced_passes, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.embedding_noise import add_embedding_noise
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -26,10 +28,12 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.sequence_group import form_sequence_group
-from trainer.patches.loss_head import TokenLoss
+from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import choose_attention
 from trainer.patches.packing_probe import check_causal, check_parts, keep_documents_apart
 from trainer.patches.per_document import describe_separate_documents
+from trainer.tasks.answer_metrics import AnswerMetrics
+from trainer.tasks.lm_eval_scores import Scores, TaskScores
 
 Say = Callable[[str], None]
 EXAMPLES = 3
@@ -55,6 +59,8 @@ class LanguageTask:
         self._sequence = form_sequence_group(ranks, config.parallel.sequence)
         self._tokenizer_files: dict[str, bytes] | None = None
         self._first_answers: dict[str, str] = {}
+        self._answers: AnswerMetrics | None = None
+        self._first_scores = Scores({}, {})
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
         self.shares_prompts = False
@@ -150,6 +156,31 @@ class LanguageTask:
         token, shared = self._any_token, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
         return {**layout, "sequence": self._sequence}
+
+    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
+        if base and self._config.lora.adapter_path is None:  # a new adapter changes nothing
+            return self._first_scores
+        with bypass_adapter(engine.module) if base else nullcontext():
+            scores = self._measure_scores(engine)
+        self._first_scores = self._first_scores if self._first_scores.values else scores
+        return scores
+
+    def _measure_scores(self, engine: Engine) -> Scores:
+        settings, training = self._config.evaluation, self._config.training
+        size = training.eval_batch_size or training.batch_size
+        scores, answers = Scores({}, {}), {}
+        engine.eval()
+        if settings.tasks:
+            tasks = TaskScores(settings, self._prepared.tokenizer, size, self._ranks)
+            scores = tasks.measure(engine.module, engine.device, synced=needs_synced_passes(engine))
+        if settings.metrics:
+            assert self._prepared.data.evaluation is not None
+            self._answers = self._answers or AnswerMetrics(
+                settings, self._prepared.data.evaluation, self._prepared.tokenizer
+            )
+            answers = self._answers.measure(engine, size, self._ranks)
+        engine.train()
+        return replace(scores, values=scores.values | answers)
 
     def meter(self, model: Any) -> MfuMeter | None:
         return MfuMeter.for_device(model, self._device, self._precision)

@@ -4,7 +4,9 @@ Both answers are documents of the same pack or batch, so one pass computes them.
 its adapter disabled: it takes a second forward pass without gradients, in each step or once, and no memory.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ops.head import BASE_LOSS, COLLISION, DIVERGENCE, ENTROPY, LOSS
 from trainer.config import UserError
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data import Sample, Samples
@@ -23,7 +26,7 @@ from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.parallel.ranks.sequence_group import sum_over_parts
-from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.patches.loss_head import TokenLoss, bypass_adapter, to_device
 from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference_losses import PairScores, pair_losses
@@ -37,6 +40,9 @@ MEASURED = (
     "logps/rejected",
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
+MEASURED_OF_TOKENS = ("entropy", "kl_bits")
+"""Metrics, averages over tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
+reference in bits, if the reference is computed in the step from the head's input."""
 SEARCHED = 1000
 """Documents among which the report's examples of both labels are searched."""
 
@@ -64,15 +70,20 @@ class Sums:
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and forget the averages over all pairs, by the names of their values; every rank must call it."""
+        """Return and forget the averages over all pairs, by the first of the `names`; every rank must call it."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
-        return {f"{prefix}/{name}": total / max(sums[-1], 1.0) for name, total in zip(names, sums[:-1], strict=True)}
+        return {f"{prefix}/{name}": total / max(sums[-1], 1.0) for name, total in zip(names, sums[:-1], strict=False)}
 
 
 class PreferenceLoss(TokenLoss):
     """The sum over pairs of their loss, and metrics of the pairs."""
+
+    answers = 2
+    """Documents of a row that are answers to its prompt."""
+    keeps_adapter = False
+    """Whether the cached reference is the model before training, with its adapter."""
 
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
@@ -80,44 +91,70 @@ class PreferenceLoss(TokenLoss):
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
         self._has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
-        self._sums = Sums()
+        self._sums, self._tokens = Sums(), Sums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
-        reference = torch.zeros(1, device=device)
+        counts, reference, states = batch.document_targets, torch.zeros(1, device=device), None
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
+        elif self._has_reference and self.in_chunks(batch, device):
+            states = self.compute_base_states(model, batch, device)
         elif self._has_reference:
             reference = self.reference(model, batch, device)
-        ours = self._sum_answers(self.by_token(model, batch, device), batch)
-        lengths = to_device(batch.document_targets.view(-1, 2).float(), device)
+        measures = self.by_token(model, batch, device, states)
+        if states is not None:
+            reference = self._sum_answers(measures[BASE_LOSS], batch)
+        self._add_tokens(measures.detach(), batch, with_reference=states is not None)
+        ours = self._sum_answers(measures[LOSS], batch)
+        lengths = to_device(counts.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
+        losses = self._finish(scores, batch)
+        if self._settings.weighting == "wpo":
+            losses = losses * self._weigh_pairs(measures.detach(), batch)
         # Ranks that share a pair know all of its scores: each returns a fraction of its loss.
-        return self._finish(scores, batch) / (1 if batch.sequence is None else batch.sequence.size)
+        return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
+
+    def _weigh_pairs(self, measures: torch.Tensor, batch: PairBatch) -> torch.Tensor:
+        """Return WPO's weights of the pairs [P] (Zhou et al. 2024, equation 2).
+
+        The weight of an answer is the geometric mean of p(token) / sum_v p(v)^2.
+        """
+        sums = _sum_documents(measures[LOSS] + measures[COLLISION], batch)
+        return (-sums / to_device(batch.document_targets, sums.device)).view(-1, 2).sum(1).exp()
+
+    def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
+        """Add the metrics of the tokens of answers, without those of mismatched answers."""
+        counts = batch.document_targets
+        is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
+        counted = is_answer[_own_targets(batch, measures[LOSS])].nonzero().squeeze(1)
+        measures = measures.index_select(1, to_device(counted, measures.device))
+        values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
+        self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
-        """Return the sum of the losses, and add the metrics."""
+        """Return the losses of rows [P], and add the metrics."""
         chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
-        return pair_losses(scores, self._settings).sum()
+        return pair_losses(scores, self._settings)
 
     def reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return the log-probabilities of chosen and rejected answers without the adapter, fp32 [P, 2]."""
-        return self._sum_answers(self.base_by_token(model, batch, device), batch)
+        """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2]."""
+        without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
+        with self._outside_step(batch, device), torch.no_grad(), without:
+            return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch)
 
     def _sum_answers(self, token_losses: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-        device, counts = token_losses.device, batch.document_targets
-        own = slice(batch.targets_before, batch.targets_before + len(token_losses))
-        documents = to_device(torch.repeat_interleave(counts)[own], device)
-        weights = to_device(_token_weights(counts, self._settings.length_weight)[own], device)
-        sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
-        return (sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)).view(-1, 2)
+        weights = _token_weights(batch.document_targets, self._settings.length_weight)
+        weights = to_device(weights[_own_targets(batch, token_losses)], token_losses.device)
+        return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages of MEASURED over all pairs since the last call; every rank must call it."""
-        return self._sums.take_averages(MEASURED, training=training)
+        """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
+        of_tokens = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
+        return self._sums.take_averages(MEASURED, training=training) | of_tokens
 
 
 class KtoLoss(PreferenceLoss):
@@ -126,6 +163,8 @@ class KtoLoss(PreferenceLoss):
     The baseline is the mean of log p - log p_ref of the mismatched answers of this micro-step on all ranks, at least 0,
     without a gradient.
     """
+
+    answers = 1
 
     def _finish(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         own, mismatched = scores.ratios
@@ -137,7 +176,7 @@ class KtoLoss(PreferenceLoss):
         self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
         weights = self._settings.desirable_weight, self._settings.undesirable_weight
         weight = torch.where(is_desirable, *weights)
-        return (weight * (sign * self._settings.beta * (baseline - own)).sigmoid()).sum()
+        return weight * (sign * self._settings.beta * (baseline - own)).sigmoid()
 
     @torch.no_grad()
     def _add_answers(
@@ -150,17 +189,30 @@ class KtoLoss(PreferenceLoss):
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return averages over answers of each label since the last call, and the mean baseline, in nats."""
+        found = self._tokens.take_averages(MEASURED_OF_TOKENS, training=training)
         if not (sums := self._sums.take(training=training)):
-            return {}
+            return found
         *totals, baseline, calls = sums
         prefix, counts = "train" if training else "eval", totals[4:]
-        found = {f"{prefix}/kl": baseline / calls}
+        found[f"{prefix}/kl"] = baseline / calls
         for kind, (side, count) in enumerate(zip(("chosen", "rejected"), counts, strict=True)):
             for name, total in zip(("rewards", "logps"), (totals[kind], totals[2 + kind]), strict=True):
                 found |= {f"{prefix}/{name}/{side}": total / count} if count else {}
         if all(counts):
             found[f"{prefix}/rewards/margins"] = totals[0] / counts[0] - totals[1] / counts[1]
         return found
+
+
+def _own_targets(batch: PairBatch, values: torch.Tensor) -> slice:
+    """Return which of the batch's targets the `values` of this rank are: all, if no ranks share the batch."""
+    return slice(batch.targets_before, batch.targets_before + len(values))
+
+
+def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
+    """Return the sums over the targets of every document [D], from the values of this rank's targets [K]."""
+    documents = torch.repeat_interleave(batch.document_targets)[_own_targets(batch, values)]
+    sums = values.new_zeros(len(batch.document_targets)).index_add(0, to_device(documents, values.device), values)
+    return sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)
 
 
 def _labels(batch: PairBatch) -> torch.Tensor:
@@ -188,7 +240,9 @@ class PreferenceTask(LanguageTask):
     def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
-        return kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+        loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+        loss.keeps_adapter = self._config.lora.adapter_path is not None
+        return loss
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
         """Return the answers of the first pair, or the first answer of each label."""
@@ -228,7 +282,7 @@ class PreferenceTask(LanguageTask):
 
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
-        """Return the log-probabilities of all answers under the base; a collective call."""
+        """Return the log-probabilities of all answers under the reference; a collective call."""
         size, place = self._config.training.batch_size, self._place
         known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
         engine.eval()

@@ -144,19 +144,9 @@ def _sft(scores: PairScores, _: PreferenceSection) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[PairScores, PreferenceSection], Tensor]] = {
-    "dpo": _dpo,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "robust": _robust,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "cpo": _cpo,
-    "simpo": _simpo,
-    "orpo": _orpo,
-    "sft": _sft,
-}
+    loss.__name__.removeprefix("_"): loss
+    for loss in (
+        _dpo, _hinge, _ipo, _robust, _exo_pair, _nca_pair, _bco_pair, _sppo_hard, _apo_zero, _apo_down, _discopop,
+        _cpo, _simpo, _orpo, _sft,
+    )
+}  # fmt: skip

@@ -19,7 +19,7 @@ REWARDS = MEASURED[:4]
 
 
 class RewardLoss(TokenLoss):
-    """The sum over pairs of -log sigmoid(r_chosen - r_rejected), where r is the score at an answer's last token."""
+    """The sum over pairs of -log sigmoid(r_chosen - r_rejected - margin); r is the score at an answer's last token."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         """Prepare the loss of a model; `options` are those of TokenLoss."""
@@ -30,14 +30,24 @@ class RewardLoss(TokenLoss):
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
+        scores = self.score_answers(model, batch, device)
+        chosen, rejected = scores.unbind(1)
+        values = (chosen, rejected, chosen - rejected, chosen > rejected)
+        self._sums.add_pairs(values, training=torch.is_grad_enabled())
+        return self.pair_losses(scores, batch.margins).sum()
+
+    def score_answers(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
+        """Return the scores of chosen and rejected answers, fp32 [P, 2]."""
         ends = find_last_tokens(batch, self._config.pad_token_id)[: len(batch.document_targets)]
         places = to_device(ends, device)
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1).index_select(0, places))
-        chosen, rejected = scores.view(-1, 2).unbind(1)
-        values = (chosen, rejected, chosen - rejected, chosen > rejected)
-        self._sums.add_pairs(values, training=torch.is_grad_enabled())
-        losses = -logsigmoid(chosen - rejected) + self._center * (chosen + rejected).square()
-        return losses.sum()
+        return scores.view(-1, 2)
+
+    def pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:
+        """Return the loss of each pair [P] from scores [P, 2] and margins [P]."""
+        chosen, rejected = scores.unbind(1)
+        least = 0.0 if margins is None else to_device(margins, scores.device)
+        return -logsigmoid(chosen - rejected - least) + self._center * (chosen + rejected).square()
 
     def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the score of every position [B, K, 1], and targets [B, K], on the device."""

@@ -11,6 +11,7 @@ import torch
 
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
+from trainer.tasks.lm_eval_scores import Scores
 
 
 class Batch(Protocol):
@@ -106,6 +107,10 @@ class Task(Protocol):
 
     def evaluation(self) -> Iterable[Any]:
         """Return this rank's batches of held-out data; every rank has the same number."""
+        ...
+
+    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
+        """Return the scores of the `evaluation` section, or after the first those of the base; a collective call."""
         ...
 
     def meter(self, model: Any) -> Any:

@@ -21,7 +21,13 @@ from trainer.commands.doctor.probe import MARK, Finding
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.agreement import Report, build_report, differences
-from trainer.parallel.ranks.group import Ranks, end_process, form_process_group, leave_process_group
+from trainer.parallel.ranks.group import (
+    Ranks,
+    end_process,
+    form_process_group,
+    gather_objects,
+    leave_process_group,
+)
 
 PATIENCE_MINUTES = 2.0
 CORRECT_ELEMENTS = 1_000_003
@@ -84,8 +90,7 @@ def _synchronize(device: torch.device) -> None:
 def check_clocks(ranks: Ranks) -> Iterator[Finding]:
     """Check how far the hosts' clocks are apart, with the precision of a barrier."""
     dist.barrier()
-    times: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(times, (host_name(), time.time()))
+    times = gather_objects((host_name(), time.time()))
     offsets = {host: moment - times[0][1] for host, moment in times}
     host = max(offsets, key=lambda name: abs(offsets[name]))
     apart = max(offsets.values()) - min(offsets.values())
@@ -109,8 +114,7 @@ def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
             except OSError as failure:
                 error = failure.strerror or str(failure)
         dist.barrier()
-        seen: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(seen, (host_name(), _is_listed(file), error))
+        seen = gather_objects((host_name(), _is_listed(file), error))
         if ranks.is_main:
             file.unlink(missing_ok=True)
         hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
@@ -176,8 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         print(MARK + json.dumps({"checks": [asdict(Finding("ranks", "FAIL", str(error)))]}), flush=True)
         return 1
     device = ranks.device()
-    reports: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(reports, build_report(ranks, config or ANY_RUN))
+    reports = gather_objects(build_report(ranks, config or ANY_RUN))
     hosts = list(dict.fromkeys(report.host for report in reports))
     known = f"{ranks.world_size} ranks on {', '.join(hosts)}"
     findings = [Finding("ranks", "OK", known)]

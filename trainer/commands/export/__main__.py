@@ -6,6 +6,7 @@ with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
 
 import argparse
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path
         lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
     if "\n# No SYSTEM" in text:
         lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
-    return [*lines, f"ollama create NAME -f {output / 'Modelfile'}"]
+    return [*lines, f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader, GGUFWriter, Keys, LlamaFileType, get_tensor_name_map
+from gguf.constants import MODEL_ARCH_NAMES, GGUFType
 from safetensors import safe_open
 
 from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
-from trainer.commands.export.gguf import convert
-from trainer.commands.export.gguf_lora import write_gguf_lora
-from trainer.commands.export.servers import write_for_server
+from trainer.commands.export.factors import Factors, read_factors
+from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, convert, pair_rotary_rows
+from trainer.commands.export.servers import MERGED, check_applied, write_for_server
 from trainer.commands.export.verify import verify
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.model.base import load_model_config
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.model_card import is_on_hub, public_name
 
@@ -96,3 +99,59 @@ def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
     options = ("--base" if Path(base).is_dir() else "--base-model-id", base)
     convert(adapter, file, dtype="f32", converter=converter, options=options)
     shutil.rmtree(adapter)
+
+
+def write_gguf_lora(run: FinishedRun, output: Path) -> int:
+    """Write the run's adapter to `output`, for `llama-server -m BASE --lora FILE`; return the number of layers.
+
+        blk.0.attn_q.weight.lora_a    A [R, in]
+        blk.0.attn_q.weight.lora_b    B [out, R]; rows of q and k in the order of llama.cpp's rotary embedding
+
+    The update of a weight is adapter.lora.alpha / R times B A (src/llama-adapter.h of llama.cpp), with one alpha for
+    all. Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
+    """
+    check_applied(run.folder, "gguf-lora")
+    config = load_model_config(run.config.base_model, run.config.model)
+    check_architecture(config, "gguf-lora")
+    factors = read_factors(run.folder, run.config.base_model, run.config.model, whole_groups=False)
+    if "lm_head" in factors and config.tie_word_embeddings:
+        raise UserError(
+            "--format gguf-lora: the adapter changes lm_head, which llama.cpp ties to the embedding of this model; "
+            + MERGED
+        )
+    rank = max(len(found.a_RI) for found in factors.values())
+    alpha = max(found.scale for found in factors.values()) * rank
+    named = {_name(layer, config): _reorder_rotary(layer, found, config) for layer, found in factors.items()}
+    writer = GGUFWriter(output, MODEL_ARCH_NAMES[ARCHITECTURES[config.architectures[0]][0]])
+    writer.add_type(GGUFType.ADAPTER)
+    writer.add_string(Keys.Adapter.TYPE, "lora")
+    writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    writer.add_name(run.run_dir.resolve().name)
+    for name, found in named.items():
+        found = found.rescaled(alpha / len(found.a_RI))
+        writer.add_tensor(f"{name}.lora_a", found.a_RI.float().contiguous().numpy())
+        writer.add_tensor(f"{name}.lora_b", found.b_OR.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if len(GGUFReader(output).tensors) != 2 * len(named):
+        raise RuntimeError(f"{output}: does not hold A and B of {len(named)} layers; check the disk")
+    return len(named)
+
+
+def _name(layer: str, config: Any) -> str:
+    names = get_tensor_name_map(ARCHITECTURES[config.architectures[0]][0], config.num_hidden_layers)
+    found = names.get_name(f"{layer}.weight", try_suffixes=(".weight",))
+    if found is None:
+        raise UserError(f"--format gguf-lora: {layer} has no name in GGUF; {MERGED}")
+    return str(found)
+
+
+def _reorder_rotary(layer: str, found: Factors, config: Any) -> Factors:
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    own = layer.rpartition(".")[2]
+    if not ARCHITECTURES[config.architectures[0]][1] or own not in heads:
+        return found
+    return Factors(found.a_RI, pair_rotary_rows(found.b_OR, heads[own]), found.scale)

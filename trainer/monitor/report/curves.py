@@ -31,7 +31,7 @@ class BatchUnit:
 
 
 TOKENS = BatchUnit("tokens", "sequences", "nats per token", 0)
-PAIRS = BatchUnit("tokens", "pairs", "per pair", 0)
+PAIRS = BatchUnit("tokens", "pairs", "nats per pair", 0)
 LABELLED = BatchUnit("tokens", "answers", "per answer", 0)
 IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 

@@ -12,7 +12,7 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.curves import HeldOut
+from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import hub_name, read_run
 from trainer.monitor.report.write import summary_rows
 
@@ -92,7 +92,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
 def _front_matter(config: RunConfig, base: str, sources: list[str]) -> str:
     kind = "text-classification" if config.task == "reward" else "text-generation"
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": kind}
-    # The hub rejects a card whose base model cannot be on the hub.
+    # The hub rejects a card with a base model that cannot be on the hub.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [public_name(source) for source in sources if is_on_hub(source)]
@@ -107,7 +107,7 @@ def _headline(records: list[Record]) -> list[str]:
     if held_out is None:
         return []
     before, after = held_out.before, held_out.after
-    return [f"Held-out loss **{before:.4f} → {after:.4f}** nats per token ({after / before - 1:+.1%})."]
+    return [f"Held-out loss **{before:.4f} → {after:.4f}** {find_unit(records).loss} ({after / before - 1:+.1%})."]
 
 
 def _usage(config: RunConfig, name: str) -> str:

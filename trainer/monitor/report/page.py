@@ -3,109 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import quote
 
 from trainer.monitor.report.sample_images import EmbeddedImage
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #27303d; --soft: #5b6675; --line: #e3e7ed; --paper: #ffffff;
-        --ground: #f5f7fa; --blue: #2f6db3; --orange: #c96f15; --green: #2f8460;
-        --violet: #8a4fa0; --red: #b5473c; --olive: #74761a; --teal: #16838f; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ee; --soft: #9aa6b5; --line: #323b47; --paper: #1c222a; --ground: #12161b;
-          --blue: #6ea8e8; --orange: #f0a050; --green: #62c296;
-          --violet: #c79be0; --red: #ee8c80; --olive: #c3c55a; --teal: #5cc6d2; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink);
-       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 36px 24px 48px; }
-h1 { margin: 0; font-size: 27px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
-h2 { margin: 0 0 8px; font-size: 15px; }
-h2 small { color: var(--soft); font-weight: normal; font-size: 12.5px; }
-header p { margin: 2px 0 0; color: var(--soft); overflow-wrap: anywhere; }
-a { color: var(--blue); }
-code { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; margin-top: 24px; }
-.tile, section, figure { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; min-width: 0; }
-.tile { padding: 14px 18px; }
-.tile span { display: block; color: var(--soft); font-size: 13px; }
-.tile b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 14px;
-         margin-top: 14px; }
-.summary { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 14px;
-           margin-top: 14px; }
-figure { margin: 0; padding: 14px 18px; display: flex; flex-direction: column; justify-content: space-between; }
-.wide { grid-column: 1 / -1; }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 8px; font-size: 12.5px; color: var(--soft); }
-.legend span::before { content: ""; display: inline-block; width: 16px; height: 0; margin-right: 6px;
-                       vertical-align: middle; border-top: 3px solid var(--c); }
-.legend .pale::before { opacity: 0.4; }
-.legend .dashed::before { border-top-style: dashed; border-top-width: 2px; }
-.legend .dots::before { width: 8px; height: 8px; border: 0; border-radius: 50%; background: var(--c); }
-.blue { --c: var(--blue); } .orange { --c: var(--orange); } .green { --c: var(--green); }
-.run0 { --c: var(--blue); } .run1 { --c: var(--orange); } .run2 { --c: var(--green); } .run3 { --c: var(--violet); }
-.run4 { --c: var(--red); } .run5 { --c: var(--olive); } .run6 { --c: var(--teal); } .run7 { --c: var(--soft); }
-.chart { position: relative; height: 130px; margin: 8px 8px 26px 44px; font-size: 11.5px; color: var(--soft);
-         font-variant-numeric: tabular-nums; }
-.wide .chart { height: 270px; }
-.chart svg { position: absolute; width: 100%; height: 100%; overflow: visible; }
-.chart span { position: absolute; white-space: nowrap; }
-.chart .y { right: 100%; padding-right: 7px; transform: translateY(-50%); }
-.chart .x { top: 100%; padding-top: 5px; transform: translateX(-50%); }
-path { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-path, .grid { vector-effect: non-scaling-stroke; }
-path.pale { stroke-width: 1; opacity: 0.4; }
-path.dashed { stroke-width: 1.3; stroke-dasharray: 2 5; opacity: 0.8; }
-path.dots { stroke-width: 9; }
-.grid { stroke: var(--line); stroke-width: 1; }
-.band { fill: var(--orange); opacity: 0.15; }
-section { padding: 16px 18px; }
-.summary h2 { color: var(--blue); }
-table { width: 100%; border-collapse: collapse; }
-th, td { padding: 5px 0; border-top: 1px solid var(--line); text-align: left; vertical-align: top; }
-tr:first-child th, tr:first-child td { border-top: 0; }
-th { width: 150px; padding-right: 16px; color: var(--soft); font-weight: normal; }
-td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.wide-table { margin-top: 14px; overflow-x: auto; }
-.wide-table thead th { color: var(--soft); border-top: 0; }
-.wide-table td, .wide-table th { padding-right: 16px; width: auto; }
-.numbers td, .numbers th { white-space: nowrap; }
-.wide-table td, .wide-table code { overflow-wrap: normal; }
-.wide-table i { display: inline-block; width: 16px; border-top: 3px solid var(--c); margin-right: 6px;
-                vertical-align: middle; }
-.bar { display: flex; height: 12px; margin: 4px 0 8px; border-radius: 3px; overflow: hidden; }
-.bar i { background: var(--c); min-width: 1px; }
-.swatch { display: inline-block; width: 10px; height: 10px; margin-right: 7px; border-radius: 2px;
-          background: var(--c); }
-.note { margin-top: 14px; overflow-wrap: anywhere; }
-.warnings h2 { color: var(--orange); }
-.note ul { margin: 0; padding-left: 20px; }
-.example { max-height: 320px; overflow-y: auto; margin: 0; white-space: pre-wrap; color: var(--soft); }
-mark { background: none; color: var(--green); font-weight: 600; }
-details { margin-top: 10px; }
-summary { cursor: pointer; color: var(--soft); }
-.answers { margin-top: 14px; overflow-x: auto; }
-.answers table { table-layout: fixed; min-width: calc(var(--columns) * 120px); }
-.answers td, .answers th { width: auto; padding-right: 16px; white-space: pre-wrap; }
-h3 { margin: 12px 0 2px; font-size: 14px; overflow-wrap: anywhere; }
-.pictures { margin-top: 14px; }
-.pictures div { display: flex; flex-wrap: wrap; gap: 14px; }
-.pictures img { display: block; width: 224px; max-width: 100%; }
-@media (max-width: 520px) {
-  main { padding: 20px 12px 32px; }
-  .tiles { grid-template-columns: 1fr 1fr; gap: 10px; }
-  .tile { padding: 10px 12px; } .tile b { font-size: 16px; }
-  .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
-  .summary th { width: 108px; padding-right: 10px; }
-  .few :is(td, th, code) { overflow-wrap: anywhere; }
-  .few table { table-layout: fixed; }
-  .few thead th:first-child { width: 42%; }
-  .wide .chart { height: 200px; } }
-@media print { body { background: none; } figure, section { break-inside: avoid; } }
-""".strip()
-
-
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8").strip()
 Example = tuple[str, list[tuple[float, str]]]
 """A training example: its heading, and its parts, each with its weight in the loss."""
 SHORT_PHASE = 0.01

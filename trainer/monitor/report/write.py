@@ -247,6 +247,10 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
         if unit is TOKENS:
             bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
+    for name in dict.fromkeys(key.removeprefix("base/") for record in records for key in record if key[:5] == "base/"):
+        found = [metric_values(records, f"{kind}/{name}") for kind in ("base", "eval")]
+        if all(found):
+            rows.append((name, f"before {found[0][0]:.4f}, after {found[1][-1]:.4f}"))
     rate, memory = median_rate(records), metric_values(records, "memory/peak_gib")
     if rate:
         rows.append((f"{unit.name}/s per rank", f"{rate:,.{unit.digits}f} (median)"))

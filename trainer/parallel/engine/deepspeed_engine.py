@@ -38,15 +38,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return precision
 
 
-@replaces(
-    "defaults of DeepSpeed's configuration",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="by default it clips at 1.0, lowers the loss scale at the second overflow (except at stage 0) and times steps",
-    active="every run",
-    test="tests/unit/test_workarounds.py: test_deepspeed_clips_if_nothing_is_said, test_stage_0_knows_no_hysteresis",
-    upstream="https://github.com/deepspeedai/DeepSpeed/pull/8068 (clipping)",
-)
+@replaces("defaults of DeepSpeed's configuration")
 def deepspeed_config(
     training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool, *, one_gradient: bool = False
 ) -> dict[str, Any]:
@@ -137,14 +129,7 @@ def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
-@replaces(
-    "the compiler passes of DeepSpeed",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="an engine on GPUs registers them even if unused, and imports Inductor for it (0.75 s)",
-    active="while the engine is created",
-    test="tests/unit/test_workarounds.py: test_deepspeed_registers_passes_of_its_compiler_unasked",
-)
+@replaces("the compiler passes of DeepSpeed")
 def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
     """Return DeepSpeed's engine for a model and its optimizer; trainer/patches works around its faults."""
     import deepspeed

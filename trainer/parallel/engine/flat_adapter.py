@@ -208,14 +208,7 @@ class FlatAdapter:
         ]
 
 
-@replaces(
-    "the factors that PEFT reads in a forward pass",
-    library="peft",
-    read_in="0.21.2",
-    why="as views of one Parameter they need one gradient, one reduction and one update instead of hundreds",
-    active="ops.flat: true, except with DeepSpeed's stage 3, reentrant checkpointing or torch.compile",
-    test="tests/unit/test_flat_adapter.py",
-)
+@replaces("the factors that PEFT reads in a forward pass")
 def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> FlatAdapter | None:
     """Move the LoRA factors of a PEFT model into flat buffers registered with the model; None if it has none.
 

@@ -13,14 +13,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import StragglerWatch
 
 
-@replaces(
-    "the parameter fetch of stage 3, to time it",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="the wait for the shards of other ranks must not count as work of a rank when slow ranks are reported",
-    active="zero.stage: 3 with zero.gather: module, on several ranks",
-    test="tests/integration/test_restarts.py",
-)
+@replaces("the parameter fetch of stage 3, to time it")
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
     """Return a StragglerWatch that subtracts waits for gathers; None on a single rank. Every rank must call it."""
     if ranks.world_size == 1:

@@ -34,14 +34,7 @@ def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.float()
 
 
-@replaces(
-    "the dtype of frozen fp32 weights",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="the engine would convert weights to 16 bits that transformers keeps in fp32",
-    active="16-bit training of models such as ERNIE 4.5 with an fp32 router",
-    test="tests/unit/test_weight_types.py: test_the_engine_keeps_frozen_weights_in_32_bits",
-)
+@replaces("the dtype of frozen fp32 weights")
 @contextmanager
 def keep_frozen_dtypes(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hide frozen fp32 weights from DeepSpeed's engine, which converts all parameters to its own dtype."""

@@ -39,14 +39,7 @@ def build_optimizer(
     return torch.optim.AdamW(param_groups, betas=betas, eps=training.adam_epsilon, fused=fused)
 
 
-@replaces(
-    "`lr_lambdas` of the learning rate schedule",
-    library="torch",
-    read_in="2.13.0",
-    why="transformers' schedules have no minimum learning rate that applies after warm-up",
-    active="scu.rate_floor above 0, while the controller is active",
-    test="tests/unit/test_controller.py",
-)
+@replaces("`lr_lambdas` of the learning rate schedule")
 def build_schedule(
     optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int, *, floor: float = 0.0
 ) -> Any:
@@ -57,9 +50,14 @@ def build_schedule(
     from transformers import get_scheduler
 
     kwargs: dict[str, Any] = {}
+    warmup = warmup_steps(training, total_steps)
     if training.lr_scheduler == "cosine_with_min_lr":
         kwargs["min_lr_rate"] = training.min_lr_ratio
-    warmup = warmup_steps(training, total_steps)
+    elif training.lr_scheduler == "cosine_with_restarts":
+        kwargs["num_cycles"] = training.lr_cycles
+    elif training.lr_scheduler == "warmup_stable_decay":
+        decay = min(round(training.decay_ratio * total_steps), total_steps - warmup)
+        kwargs |= {"num_decay_steps": decay, "min_lr_ratio": training.min_lr_ratio}
     schedule = get_scheduler(
         training.lr_scheduler,
         optimizer,
@@ -93,3 +91,8 @@ def restore_schedule(schedule: Any, steps: int) -> None:
 def planned_rates(schedule: Any, total_steps: int) -> list[float]:
     """Return the learning rate of the first parameter group at every step."""
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]
+
+
+def has_moved(schedule: Any) -> bool:
+    """Return whether weights must have changed: the first step of a warm-up has a learning rate of zero."""
+    return sum(planned_rates(schedule, schedule.last_epoch)) > 0

@@ -7,9 +7,10 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -32,6 +33,8 @@ from trainer.contract.rendezvous import (
 )
 from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.progress import phase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,15 +114,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         raise explain_taken_port(error) from None
 
 
-@replaces(
-    "DeepSpeed's shared-memory all-reduce for CPU ranks",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="joining the ranks compiles an operator that only tensor parallelism uses, and leaves 66 MiB per rank in "
-    "/dev/shm",
-    active="while the ranks join",
-    test="tests/unit/test_workarounds.py: test_deepspeed_compiles_what_training_does_not_call",
-)
+@replaces("DeepSpeed's shared-memory all-reduce for CPU ranks")
 def skip_shm_build() -> AbstractContextManager[None]:
     """Let DeepSpeed join CPU ranks without its shared-memory all-reduce, which only tensor parallelism calls.
 
@@ -137,15 +132,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
     return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
-@replaces(
-    "the timeouts of DeepSpeed's process groups",
-    library="deepspeed",
-    read_in="0.19.8",
-    why="DeepSpeed does not pass the timeout of the first group on to the groups that it creates itself",
-    active="training on several ranks",
-    test="tests/unit/test_workarounds.py: test_deepspeeds_own_groups_wait_as_long_as_torch_says",
-    upstream="https://github.com/huggingface/transformers/issues/38933",
-)
+@replaces("the timeouts of DeepSpeed's process groups")
 def extend_timeouts(minutes: float) -> None:
     """Give every process group the same timeout: DeepSpeed creates one with torch's default, ten minutes for NCCL."""
     if dist.is_initialized():
@@ -219,6 +206,37 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+@phase("reduce")
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values of all ranks, on every rank."""
+    found = [value]
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        found *= size
+        dist.all_gather_object(found, value)
+    return found
+
+
+def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """Return on every rank what rank 0 computes, or raise its UserError on all; every rank must call it."""
+    answer: T | UserError | None = None
+    if ranks.is_main:
+        try:
+            answer = compute()
+        except UserError as error:
+            answer = error
+    found = gather_objects(answer)[0]
+    if isinstance(found, UserError):
+        raise found
+    result: T = found
+    return result
+
+
+def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
+    """Return the batches that this rank computes, as many on every rank: some repeat the first."""
+    own = batches[ranks.rank :: ranks.world_size]
+    return [*own, batches[0]] if len(own) * ranks.world_size < len(batches) else own
 
 
 def set_seed(seed: int) -> None:

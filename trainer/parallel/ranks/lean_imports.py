@@ -107,39 +107,10 @@ def _available_if_imported(asked: str, package: str) -> Iterator[None]:
         setattr(module, name, installed)
 
 
-@replaces(
-    "`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported",
-    library="bitsandbytes",
-    read_in="0.50.2",
-    why="both compile functions that no run calls, and torch imports Inductor for it, which takes as long as "
-    "torch itself",
-    active="in every rank; the functions are compiled at their first call instead",
-    test="tests/unit/test_workarounds.py: test_bitsandbytes_and_deepspeed_compile_while_they_are_imported",
-)
-@replaces(
-    "`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported",
-    library="transformers",
-    read_in="5.23.0",
-    why="they import torchao, and Inductor with it, only to ask whether a weight is torchao's",
-    active="in every rank; returns True once torchao has been imported",
-    test="tests/unit/test_workarounds.py: test_transformers_imports_torchao_unasked",
-)
-@replaces(
-    "`is_scipy_available` and `is_sklearn_available` while modules of transformers are imported",
-    library="transformers",
-    read_in="5.23.0",
-    why="SciPy and scikit-learn are imported for object detection losses and assisted generation, which no run uses",
-    active="in every rank; returns True once the package has been imported",
-    test="tests/unit/test_workarounds.py: test_transformers_imports_what_no_run_calls",
-)
-@replaces(
-    "the cache of transformers' import structure",
-    library="transformers",
-    read_in="5.23.0",
-    why="it holds 128 folders, fewer than transformers has, so a second listing reads all files again (0.25 s)",
-    active="in every rank",
-    test="tests/unit/test_workarounds.py: test_transformers_reads_its_files_twice",
-)
+@replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")
+@replaces("`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported")
+@replaces("`is_scipy_available` and `is_sklearn_available` while modules of transformers are imported")
+@replaces("the cache of transformers' import structure")
 def import_lean() -> None:
     """Install the finder; modules that are already imported stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.rendezvous import host_name
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, gather_objects
 
 WINDOW = 50
 REPEATS = 3
@@ -36,9 +36,7 @@ class StragglerWatch:
         self._seconds = 0.0
         self._is_own = False
         self._slow_in_a_row = [0] * ranks.world_size
-        self._hosts = [host_name()] * ranks.world_size
-        if dist.is_initialized() and ranks.world_size > 1:
-            dist.all_gather_object(self._hosts, host_name())
+        self._hosts = gather_objects(host_name())
 
     @contextmanager
     def own_time(self, *, on_device: bool = True) -> Iterator[None]:

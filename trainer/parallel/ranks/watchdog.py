@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, Folder, Hang, Heartbeat
 from trainer.contract.launcher_process import read_stat
 from trainer.contract.rendezvous import host_name
-from trainer.parallel.ranks.device_marks import DeviceMarks
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
     Work,
@@ -44,6 +44,58 @@ from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 BUILD_PATIENCE_S = 600.0
 STACK_MARK = "Python stack of rank"
 STOPPED_OR_LOST = "it is stopped, or its host is down"
+
+
+KEPT = 256
+"""Number of reused events: a host is a step or two ahead of its GPU, and begins two phases in each micro-step."""
+
+
+class DeviceMarks:
+    """Events of the phases that every rank passes in the same order, numbered from 1, on this rank's GPU.
+
+    The host of every rank launches a collective of NCCL long before the GPUs reach it, and continues into the next
+    step. If one GPU never reaches it, because a kernel before it does not end or the GPU has a fault, all hosts look
+    alike. Only the events that the GPUs have reached show the difference.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._made = 0
+        self._device = -1
+
+    def note(self, step: int) -> None:
+        """Record an event on the main thread when a phase of this optimizer step begins; takes a few microseconds.
+
+        Does nothing without a GPU, or before the first step, when the rank may not have chosen its GPU.
+        """
+        if not step or not torch.cuda.is_initialized():
+            return
+        with suppress(RuntimeError):  # a failed GPU: the step is about to raise the same error
+            if torch.cuda.is_current_stream_capturing():
+                return
+            if not self._events:
+                self._device = torch.cuda.current_device()
+            if torch.cuda.current_device() != self._device:
+                return  # an event belongs to the GPU on which it was recorded first
+            if len(self._events) < KEPT:
+                self._events.append(torch.cuda.Event())
+            self._events[self._made % KEPT].record()
+            self._made += 1
+
+    def reached(self) -> int | None:
+        """Return the number of the last event that the GPU has reached, 0 if that event was overwritten.
+
+        None without events. Call it from any thread on this rank's GPU.
+        """
+        if not self._made:
+            return None
+        try:
+            for number in range(self._made, max(0, self._made - KEPT), -1):
+                if self._events[(number - 1) % KEPT].query():
+                    return number
+        except RuntimeError:
+            return None  # the GPU has failed, which the main thread is about to notice
+        return 0
 
 
 class Watchdog:

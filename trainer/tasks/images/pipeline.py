@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,50 @@ import xxhash
 
 from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
+from trainer.config.yaml_core import plain, read_yaml
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.data.built_folder import load_or_build
 from trainer.model.model_source import check_source, unreadable_error
 from trainer.tasks.images.families import FAMILIES, Family, find_family
-from trainer.tasks.images.published import published_shape
 
 INDEX = "model_index.json"
 VAE, TOKENS = "vae", "text_encoder"
 SAMPLED_BYTES = 1 << 20
 LONGEST_REASON = 300
+PREFIX = "random:"
+SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A shape of published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of its inputs."""
+
+    family: str
+    settings: dict[str, Any]
+    scheduler: dict[str, Any]
+    channels: int
+    """Channels of the latents."""
+    text: dict[str, Sequence[int]]
+    """Shapes of a caption's conditions."""
+
+
+@cache
+def load_shapes() -> dict[str, Published]:
+    """Return all shapes by name."""
+    shapes = read_yaml(SHAPES_FILE).tree
+    return {name: Published(**shape) for name, shape in shapes.items()}
+
+
+def published_shape(base_model: str) -> tuple[Published, dict[str, Any]] | None:
+    """Return the shape named by `random:SHAPE,key=value,...` and its changed settings, or None for another name."""
+    if not base_model.startswith(PREFIX):
+        return None
+    name, *changes = base_model.removeprefix(PREFIX).split(",")
+    shape = load_shapes().get(name)
+    if shape is None:
+        return None
+    values = dict(change.partition("=")[::2] for change in changes)
+    return shape, shape.settings | {key: plain(value) for key, value in values.items()}
 
 
 def is_pipeline(config: RunConfig) -> bool:

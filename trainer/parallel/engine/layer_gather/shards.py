@@ -9,6 +9,7 @@ shows that all later layers are done. With gradient checkpointing the recomputat
 layer's weights are gathered.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +17,72 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
-from trainer.parallel.engine.layer_gather.units_of_model import UnitPlan, plan_units
 from trainer.parallel.engine.partitioned import keep_own_values
+
+SMALL = 100_000
+"""Parameters with fewer elements than this are not sharded outside of blocks, such as the last norm."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The parameters of one module that will be gathered together."""
+
+    path: str
+    last_module: str
+    """The last module below `path` in the order of loading."""
+    parameters: tuple[str, ...]
+
+
+def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
+    """Return a unit for every block of the outermost module lists, and for every module with large weights elsewhere.
+
+    A model may list its blocks itself (`gathered_blocks`). Not sharded are the modules with names that end in one of
+    `keep_whole`, the embeddings with `keep_embeddings`, weights shared with those or between blocks, and small weights
+    outside of blocks. A weight with two names (a tied head) belongs to the first module that has it.
+    """
+    modules = dict(model.named_modules())
+    if hasattr(model, "gathered_blocks"):
+        return _units(modules, model.gathered_blocks(), _kept(model, keep_whole, keep_embeddings))
+    lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
+    outermost = [path for path in lists if not path.startswith(tuple(f"{other}." for other in lists))]
+    blocks = [path for path in modules if path.rpartition(".")[0] in outermost]
+    return _units(modules, blocks, _kept(model, keep_whole, keep_embeddings))
+
+
+def _units(modules: dict[str, Any], blocks: Sequence[str], kept: set[int]) -> list[UnitPlan]:
+    in_blocks = Counter(id(parameter) for block in blocks for parameter in modules[block].parameters())
+    kept |= {identity for identity, times in in_blocks.items() if times > 1}
+    units = []
+    for block in blocks:
+        own = modules[block].named_parameters(prefix=block)
+        names = [name for name, parameter in own if id(parameter) not in kept]
+        # Among all modules: a module shared by blocks is filled with the first of them.
+        last = [path for path in modules if f"{path}.".startswith(f"{block}.")][-1]
+        units.append(UnitPlan(block, last, tuple(names)))
+    kept |= set(in_blocks)
+    for path, module in modules.items():
+        large = {
+            name: id(parameter)
+            for name, parameter in module.named_parameters(prefix=path, recurse=False)
+            if id(parameter) not in kept and parameter.numel() >= SMALL
+        }
+        units.append(UnitPlan(path, path, tuple(large)))
+        kept |= set(large.values())
+    return [unit for unit in units if unit.parameters]
+
+
+def _kept(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
+    modules = [module for path, module in model.named_modules() if path.endswith(tuple(keep_whole))]
+    if keep_embeddings:
+        modules += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 @dataclass(frozen=True)
@@ -47,8 +106,9 @@ class LayerShards:
         pin_memory: bool = True,
         keep_whole: Sequence[str] = (),
         keep_embeddings: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Set up without a model.
+        """Set up without a model. The ranks of `group` (default: all) share one copy of the base.
 
         Modules with a name that ends in one of `keep_whole` are not sharded, because they are trained in full. With
         `keep_embeddings` the embedding and the head are not sharded, because they will grow.
@@ -58,6 +118,7 @@ class LayerShards:
         self._in_host_memory, self._pin_memory = in_host_memory, pin_memory
         self._keep_whole = tuple(keep_whole)
         self._keep_embeddings = keep_embeddings
+        self._group = group
         self._plan: dict[str, UnitPlan] = {}
         self._modules: set[int] = set()
         self._unit_of: dict[int, ShardedUnit] = {}
@@ -79,7 +140,12 @@ class LayerShards:
         parameters = [model.get_parameter(name) for name in plan.parameters]
         slots = [slot for parameter in parameters for slot in find_slots(parameter)]
         unit = ShardedUnit(
-            plan.path, slots, self._device, in_host_memory=self._in_host_memory, pin_memory=self._pin_memory
+            plan.path,
+            slots,
+            self._device,
+            in_host_memory=self._in_host_memory,
+            pin_memory=self._pin_memory,
+            group=self._group,
         )
         self.units.append(unit)
         self._modules.add(id(model.get_submodule(plan.path)))
@@ -88,15 +154,7 @@ class LayerShards:
             keep_own_values(parameter)
             self._unit_of[id(parameter)] = unit
 
-    @replaces(
-        "the all-gather of a frozen base in ZeRO stage 3",
-        library="deepspeed",
-        read_in="0.19.8",
-        why="DeepSpeed's hooks gather parameter by parameter, which the host cannot keep up with; its start would "
-        "broadcast rank 0's weights over the shards of the others",
-        active="zero.stage: 3 with zero.gather: layer",
-        test="tests/unit/test_layer_shards.py",
-    )
+    @replaces("the all-gather of a frozen base in ZeRO stage 3")
     def attach(self, model: Any) -> None:
         """Register hooks on the modules of the adapted model that read the units, before its first forward pass."""
         assert not self._plan, f"never filled: {sorted(self._plan)}"
@@ -157,8 +215,9 @@ class LayerShards:
         held = sum(unit.bytes_held for unit in self.units) / 2**30
         largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
         where = "in its host memory" if self._in_host_memory else "on it"
+        among = "" if self._group is None else f" over {dist.get_world_size(self._group)} ranks"
         return (
-            f"base: cut into {len(self.units)} layers, {held:.2f} GiB per rank {where}; gathered one "
+            f"base: cut into {len(self.units)} layers{among}, {held:.2f} GiB per rank {where}; gathered one "
             f"ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
         )
 

@@ -29,15 +29,24 @@ Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that 
 
 
 class ShardedUnit:
-    """Tensors that are gathered and freed together; this rank holds 1/world of their bytes, on its GPU or host."""
+    """Tensors that are gathered and freed together; each rank of a group holds a part of them, on its GPU or host."""
 
     def __init__(
-        self, name: str, slots: Sequence[Slot], device: torch.device, *, in_host_memory: bool, pin_memory: bool
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        device: torch.device,
+        *,
+        in_host_memory: bool,
+        pin_memory: bool,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Shard the tensors in the slots, and replace them by freed views."""
+        """Shard the tensors in the slots over a group (default: all ranks), and replace them by freed views."""
         self.name = name
         self.waiting: Waiting = nullcontext
-        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._group = group
+        joined = dist.is_initialized()
+        self._rank, self._world = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
         offsets, end = [], 0
         for tensor, _ in slots:
             offsets.append(end)
@@ -77,12 +86,15 @@ class ShardedUnit:
         with record_function(f"zerolora: gather {self.name}"):
             self._storage.resize_(self._whole.nbytes)
             if self._copies is None:
-                self._arrival = _all_gather(self._whole, self._share)
+                self._arrival = _all_gather(self._whole, self._share, self._group)
                 return
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
                 self._own.copy_(self._share, non_blocking=True)
-                self._arrival = _all_gather(self._whole, self._own) if self._world > 1 else self._copies.record_event()
+                alone = self._world == 1
+                self._arrival = (
+                    self._copies.record_event() if alone else _all_gather(self._whole, self._own, self._group)
+                )
 
     def wait(self) -> None:
         """Let the current stream (on a CPU, the caller) wait for the gather."""
@@ -108,10 +120,10 @@ def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
         state = state.state2 if require(state, "nested", "bitsandbytes") else None
 
 
-def _all_gather(whole: Tensor, share: Tensor) -> Any:
+def _all_gather(whole: Tensor, share: Tensor, group: dist.ProcessGroup | None) -> Any:
     # torch 2.13 renamed the collective.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    return gather(whole, share, async_op=True)
+    return gather(whole, share, group=group, async_op=True)
 
 
 def _aligned(size: int) -> int:

@@ -1,0 +1,214 @@
+"""Metrics of generated answers: each by hand, mistakes as one line, and a whole run that is steered by one."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs_in_process import make_ground, train
+from trainer.config import UserError, load_config
+from trainer.config.evaluation_section import EvaluationSection
+from trainer.data import Sample
+from trainer.monitor.metrics import read_metrics
+from trainer.setup.preflight import prepare
+from trainer.tasks.answer_metrics import AnswerMetrics, _build_metric, _find_questions, find_tool_calls
+
+
+def score(name: str, answer: str, expected: str, **settings: Any) -> float | None:
+    return _build_metric(name, EvaluationSection(metrics=(name,), **settings))("a prompt", answer, expected)
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"days": 2, "city": "Oslo"}}'
+OPENAI = (
+    '[{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\", \\"days\\": 2}"}}]'
+)
+MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Oslo", "days": 2}'
+XML = "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected", "value", "settings"),
+    [
+        ("exact_match", " four\n", "four", 1.0, {}),
+        ("exact_match", "Four", "four", 0.0, {}),
+        ("regex", "6 * 7 = 41, no, 42", "#### 42", 1.0, {"regex": r"(\d+)"}),  # the last match
+        ("regex", "#### 41", "#### 42", 0.0, {"regex": r"#### (\d+)"}),
+        ("regex", "#### 42", "no number", None, {"regex": r"#### (\d+)"}),
+        ("regex", "say 42", "anything", 1.0, {"regex": r"\d+"}),  # without a group the answer must match
+        ("regex", "say no", "anything", 0.0, {"regex": r"\d+"}),
+        ("json_schema", '{"age": 7}', "", 1.0, {}),
+        ("json_schema", '{"age": "seven"}', "", 0.0, {}),
+        ("json_schema", '{"age": 7', "", 0.0, {}),
+        ("tool_call", f"I ask. {LLAMA}", HERMES, 1.0, {}),
+        ("tool_call", OPENAI, HERMES, 1.0, {}),
+        ("tool_call", MISTRAL, HERMES, 1.0, {}),
+        ("tool_call", HERMES.replace("2", "3"), HERMES, 0.0, {}),
+        ("tool_call", HERMES.replace("weather", "news"), HERMES, 0.0, {}),
+        ("tool_call", f"{HERMES}{HERMES}", HERMES, 0.0, {}),
+        ("tool_call", "no call", HERMES, 0.0, {}),
+        ("tool_call", HERMES, "no call", None, {}),
+        ("rouge_l", "the cat sat", "the cat sat", 1.0, {}),
+        ("rouge_l", "the dog sat", "the cat sat on it", 2 * (2 / 3) * (2 / 5) / (2 / 3 + 2 / 5), {}),
+    ],
+)
+def test_metrics_by_hand(
+    name: str, answer: str, expected: str, value: float | None, settings: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    more = {"json_schema": str(tmp_path / "schema.json")} if name == "json_schema" else settings
+    found = score(name, answer, expected, **more)
+    assert found == (value if value is None else pytest.approx(value))
+
+
+def test_tool_calls_are_found_in_every_form() -> None:
+    expected = find_tool_calls(HERMES)
+    assert expected == ['["weather", {"city": "Oslo", "days": 2}]']
+    assert [find_tool_calls(text) for text in (LLAMA, OPENAI, MISTRAL)] == [expected] * 3
+    assert find_tool_calls(XML) == ['["weather", {"city": "Oslo", "days": "2"}]']
+    assert find_tool_calls(f"{LLAMA} {{broken {HERMES}") == expected * 2
+    assert find_tool_calls('{"name": "Ada"}') == []
+
+
+class Letters:
+    """A tokenizer of one character per token; `<` is special."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, ids)).replace("<", "")
+
+
+def test_the_question_is_what_comes_before_the_last_trained_part() -> None:
+    def sample(text: str, trained: str) -> Sample:
+        return Sample([*map(ord, text)], [float(mark) for mark in trained], [len(text)])
+
+    turns = sample("<ask.yes<more.no<.", "000011110000011100"[:18])
+    raw, empty = sample("<all text", "011111111"), sample("nothing", "0000000")
+    pack = Sample([*map(ord, "ab1cd2")], [0, 0, 1, 0, 0, 0.5], [3, 3])
+    questions = list(_find_questions([turns, raw, empty, pack], Letters()))
+    assert [(question.prompt, question.expected) for question in questions] == [
+        ("ask.yesmore", ".no"),
+        ("ab", "1"),
+        ("cd", "2"),
+    ]
+    assert questions[0].ids == [*map(ord, "<ask.yes<more")]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"evaluation__metrics": ["bleu"]}, "evaluation.metrics=bleu: unknown metric; use exact_match, regex, "),
+    "no pattern": ({"evaluation__metrics": ["regex"]}, "evaluation.metrics=regex: needs evaluation.regex; set it"),
+    "bad pattern": (
+        {"evaluation__metrics": ["regex"], "evaluation__regex": "("},
+        "evaluation.regex=(: not a valid regular expression",
+    ),
+    "nothing held out": (
+        {"evaluation__metrics": ["exact_match"], "dataset__evaluation": None},
+        "evaluation.metrics=[exact_match]: nothing is held out; set dataset.val_split",
+    ),
+    "no calls": (
+        {"evaluation__metrics": ["tool_call"]},
+        "evaluation.metrics=tool_call: no held-out record has a prompt with an answer that it applies to; remove it",
+    ),
+    "no schema": (
+        {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},
+        "evaluation.json_schema=gone.json: FileNotFoundError: ",
+    ),
+    "no function": ({"evaluation__metrics": ["mine.py:gone"]}, "evaluation.metrics=mine.py:gone: cannot be loaded ("),
+    "no number": (
+        {"evaluation__metrics": ["mine.py:words"]},
+        "evaluation.metrics=mine.py:words: ValueError: could not convert string to float: 'no number', for the ",
+    ),
+    "no metric": (
+        {"training__best_checkpoint": True, "training__best_metric": "acc", "training__eval_steps": 1},
+        "training.best_metric=acc: not among the metrics of this run; use loss, bpt, perplexity",
+    ),
+    "unused": ({"training__best_metric": "bpt"}, "training.best_metric=bpt: has no effect, because training.best_"),
+}
+FUNCTIONS = """
+def words(prompt, answer, expected):
+    return "no number"
+
+def length(prompt, answer, expected):
+    assert prompt.strip() and isinstance(answer, str) and expected.strip()
+    return -len(answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_ground(tmp_path_factory.mktemp("answers"))
+    (folder / "mine.py").write_text(FUNCTIONS)
+    return folder
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_one_line_before_anything_is_written(
+    name: str, ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ground)
+    overrides, line = BAD[name]
+    given = {"dataset__evaluation": {"path": "held_out.jsonl"}} | overrides
+    words = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in given.items()]
+    with pytest.raises(UserError) as refused:
+        prepare(load_config(ground / "base.yaml", [*words, f"output_dir={ground / 'bad'}"]).config)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value), refused.value
+    assert not (ground / "bad").exists()
+
+
+@pytest.mark.parametrize(("metric", "package"), [("rouge_l", "rouge_score"), ("json_schema", "jsonschema")])
+def test_a_missing_package_is_named_with_its_command(
+    metric: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.tasks.answer_metrics.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"evaluation.metrics={metric}: needs {package}.*; pip install {package}"):
+        AnswerMetrics(EvaluationSection(metrics=(metric,)), [], None)
+
+
+def test_a_run_keeps_the_weights_that_a_users_function_prefers(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert importlib.util.find_spec("rouge_score") is not None
+    monkeypatch.chdir(ground)
+    shown = train(
+        ground,
+        output_dir=str(ground / "kept"),
+        dataset__evaluation={"path": "held_out.jsonl"},
+        evaluation__metrics=["exact_match", "rouge_l", "mine.py:length"],
+        evaluation__max_new_tokens=6,
+        training__learning_rate=0.05,
+        training__lr_scheduler="constant",
+        training__max_steps=6,
+        training__eval_steps=1,
+        training__save_steps=1,
+        training__best_checkpoint=True,
+        training__best_metric="length",
+    )
+    records: list[dict[str, Any]] = [record for record in read_metrics(ground / "kept") if "eval/length" in record]
+    assert [record["step"] for record in records[:7]] == [0, 1, 2, 3, 4, 5, 6]
+    assert records[0]["base/rouge_l"] == records[0]["eval/rouge_l"]
+    best = max(records[1:7], key=lambda record: record["eval/length"])
+    assert records[-1]["eval/length"] == best["eval/length"] != records[1]["eval/length"]
+    assert records[-1]["eval/loss"] == best["eval/loss"]
+    assert best["step"] == 6 or f"the weights of step {best['step']} have the best length and are kept" in shown
+    report = (ground / "kept" / "report.html").read_text()
+    assert f"before {records[0]['eval/length']:.4f}, after {best['eval/length']:.4f}" in report
+
+
+def test_a_resumed_run_with_another_metric_searches_the_best_anew(ground: Path) -> None:
+    held_out = {"path": str(ground / "held_out.jsonl")}
+    settings = {
+        "output_dir": str(ground / "again"),
+        "dataset__evaluation": held_out,
+        "evaluation__metrics": ["rouge_l"],
+        "evaluation__max_new_tokens": 4,
+        "training__eval_steps": 1,
+        "training__save_steps": 1,
+        "training__best_checkpoint": True,
+    }
+    train(ground, **settings, training__max_steps=2)
+    more = {"training__max_steps": 3, "training__resume_from_checkpoint": "latest"}
+    shown = train(ground, **settings, **more, training__best_metric="rouge_l")
+    assert "note: training.best_metric is now rouge_l; the search for the best starts over" in shown
+    state = json.loads((ground / "again" / "checkpoint-3" / "state.json").read_text())
+    assert state["best_metric"] == "rouge_l" and state["best_loss"] <= 0.0

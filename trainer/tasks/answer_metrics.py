@@ -1,0 +1,186 @@
+"""Metrics of the answers that a model generates to held-out prompts, compared with the answers of the records."""
+
+import json
+import math
+import re
+import runpy
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config import UserError
+from trainer.config.evaluation_section import EvaluationSection
+from trainer.data import Sample
+from trainer.data.samples import split_documents
+from trainer.model.answers import answer_prompts
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects, run_on_main
+
+Metric = Callable[[str, str, str], float | None]
+"""Function of prompt, answer and expected answer; None if it does not apply to the record."""
+PACKAGES = {"json_schema": "jsonschema", "rouge_l": "rouge_score"}
+_XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
+_XML_ARGUMENT = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_NAME_BEFORE_ARGUMENTS = re.compile(r"([\w.-]+)\[ARGS\]\s*$")
+
+
+class Question(NamedTuple):
+    """A held-out record as a prompt with the expected answer."""
+
+    ids: list[int]
+    prompt: str
+    expected: str
+
+
+class AnswerMetrics:
+    """The metrics of `evaluation.metrics` on held-out records."""
+
+    def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
+        """Choose the records and try each metric on them; raises UserError if one cannot be measured."""
+        self._settings, self._tokenizer = settings, tokenizer
+        self._metrics = {name: _build_metric(name, settings) for name in settings.metrics}
+        self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
+        for name, metric in self._metrics.items():
+            if all(_apply(name, metric, each, each.expected) is None for each in self._questions):
+                problem = "no held-out record has a prompt with an answer that it applies to"
+                raise UserError(f"evaluation.metrics={name}: {problem}; remove it")
+
+    def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
+        """Answer all prompts and return the mean of each metric; every rank must call it."""
+        order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].ids))
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        own: dict[int, str] = {}
+        for batch in deal_batches(batches, ranks):
+            prompts = [self._questions[index].ids for index in batch]
+            texts = answer_prompts(engine, self._tokenizer, prompts, self._settings.max_new_tokens)
+            own |= zip(batch, texts, strict=True)
+        answers = {index: text for part in gather_objects(own) for index, text in part.items()}
+        # A user's function may differ from call to call.
+        return run_on_main(ranks, lambda: self._average([answers[index] for index in sorted(answers)]))
+
+    def _average(self, answers: list[str]) -> dict[str, float]:
+        means = {}
+        for name, metric in self._metrics.items():
+            found = [_apply(name, metric, *pair) for pair in zip(self._questions, answers, strict=True)]
+            counted = [value for value in found if value is not None]
+            means[name.rpartition(":")[2]] = math.fsum(counted) / max(len(counted), 1)
+        return means
+
+
+def _find_questions(samples: Iterable[Sample], tokenizer: Any) -> Iterator[Question]:
+    """Yield the records that have text before their last trained part."""
+    for document in (part for sample in samples for part in split_documents(sample)):
+        runs = list(re.finditer("1+", "".join("01"[weight > 0] for weight in document.trained)))
+        start, end = runs[-1].span() if runs else (0, 0)
+        prompt, expected = (
+            tokenizer.decode(document.input_ids[part], skip_special_tokens=True)
+            for part in (slice(start), slice(start, end))
+        )
+        if prompt.strip():
+            yield Question(document.input_ids[:start], prompt, expected)
+
+
+def _apply(name: str, metric: Metric, question: Question, answer: str) -> float | None:
+    try:
+        value = metric(question.prompt, answer, question.expected)
+        return None if value is None else float(value)
+    except Exception as error:  # of the user's function
+        problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
+        raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
+
+
+def _build_metric(name: str, settings: EvaluationSection) -> Metric:
+    if (package := PACKAGES.get(name)) and find_spec(package) is None:
+        raise UserError(f"evaluation.metrics={name}: needs {package}, which is not installed; pip install {package}")
+    if name == "exact_match":
+        return lambda prompt, answer, expected: answer.strip() == expected.strip()
+    if name == "regex":
+        return _build_regex(re.compile(settings.regex or ""))
+    if name == "json_schema":
+        return _build_schema(Path(settings.json_schema or ""))
+    if name == "tool_call":
+        return _match_calls
+    if name == "rouge_l":
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(["rougeL"])
+        return lambda prompt, answer, expected: scorer.score(expected, answer)["rougeL"].fmeasure
+    file, _, function = name.rpartition(":")
+    try:
+        found: Metric = runpy.run_path(file)[function]
+    except Exception as error:  # of the user's file
+        problem = f"cannot be loaded ({type(error).__name__}: {error})"
+        raise UserError(f"evaluation.metrics={name}: {problem}; use FILE.py:FUNCTION") from None
+    return found
+
+
+def _build_regex(pattern: re.Pattern[str]) -> Metric:
+    def find(text: str) -> str | None:
+        *_, last = [None, *pattern.finditer(text)]
+        return last and last[min(1, pattern.groups)]
+
+    def compare(prompt: str, answer: str, expected: str) -> float | None:
+        if not pattern.groups:
+            return find(answer) is not None
+        wanted = find(expected)
+        return None if wanted is None else find(answer) == wanted
+
+    return compare
+
+
+def _build_schema(path: Path) -> Metric:
+    import jsonschema
+
+    try:
+        schema = json.loads(path.read_bytes())
+        kind = jsonschema.validators.validator_for(schema)
+        kind.check_schema(schema)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        problem = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        raise UserError(f"evaluation.json_schema={path}: {problem}; use the file of a JSON schema") from None
+
+    def is_valid(prompt: str, answer: str, expected: str) -> float:
+        try:
+            return bool(kind(schema).is_valid(json.loads(answer)))
+        except ValueError:
+            return 0.0
+
+    return is_valid
+
+
+def _match_calls(prompt: str, answer: str, expected: str) -> float | None:
+    wanted = find_tool_calls(expected)
+    return find_tool_calls(answer) == wanted if wanted else None
+
+
+def find_tool_calls(text: str) -> list[str]:
+    """Return the tool calls in a text as sorted JSON of name and arguments.
+
+    Reads JSON objects with a name and arguments (or parameters), also within others, as most chat templates write them,
+    NAME[ARGS]{...} (Mistral) and <function=NAME><parameter=...> (Qwen3-Coder).
+    """
+    calls = [(name, dict(_XML_ARGUMENT.findall(body))) for name, body in _XML_CALL.findall(text)]
+    decoder, at = json.JSONDecoder(), 0
+    while (start := text.find("{", at)) >= 0:
+        try:
+            value, at = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            at = start + 1
+            continue
+        name = _NAME_BEFORE_ARGUMENTS.search(text[:start])
+        calls += [(name[1], value)] if name else _named_calls(value)
+    return sorted(json.dumps(call, sort_keys=True) for call in calls)
+
+
+def _named_calls(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and "name" in value and {"arguments", "parameters"} & set(value):
+        arguments = value.get("arguments", value.get("parameters"))
+        try:
+            yield value["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            yield value["name"], arguments
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _named_calls(part)

@@ -1,0 +1,213 @@
+"""Scores of lm-eval's tasks, measured by all ranks on the model in memory.
+
+Every rank runs lm-eval on all documents, but computes only some of the batches and gets the results of the others. The
+batches are those of one rank, so that the number of ranks does not change a score. All ranks compute the same number of
+batches, since a forward pass of ZeRO-3 gathers weights.
+"""
+
+import copy
+import logging
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config import UserError
+from trainer.config.evaluation_section import EvaluationSection
+from trainer.contract.known_versions import replaced
+from trainer.contract.replacements import replaces
+from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
+from trainer.parallel.ranks.progress import phase
+
+PYTHON_SEED, SEED = 0, 1234
+"""The default seeds of `lm_eval run`."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores by TASK/METRIC, or TASK/METRIC/FILTER if the task has several filters."""
+
+    values: dict[str, float]
+    errors: dict[str, float]
+    """Standard errors."""
+    lower_is_better: frozenset[str] = frozenset()
+
+
+@cache
+def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
+    """Return lm-eval's tasks and groups with their data; raises UserError if one cannot be loaded."""
+    if find_spec("lm_eval") is None:
+        raise UserError(f"evaluation.tasks={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")
+    files = [name for name in names if name.endswith(".yaml")]
+    for name in files:
+        if not Path(name).is_file():
+            raise UserError(f"evaluation.tasks={name}: no such file; use a YAML file or the name of a task")
+
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_defaults=len(files) < len(names))  # the index of all tasks takes seconds
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    for name in names:
+        if name not in files and not manager.match_tasks([name]):
+            near = get_close_matches(name, manager.all_tasks, n=1)
+            fix = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
+            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; {fix}")
+        try:
+            absolute = str(Path(name).absolute())
+            with _hide_progress(), _seeds_of_lm_eval():
+                found = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
+        except Exception as error:  # lm-eval and datasets raise any exception for a bad file
+            problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
+            raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
+        for kind in loaded:
+            loaded[kind] |= found[kind]
+        for task in found["tasks"].values():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                problem = "reads images or runs code that the model writes, which zerolora does not support"
+                raise UserError(f"evaluation.tasks={name}: {problem}; use `lm_eval run`")
+    return loaded
+
+
+class _Model:
+    """The part of a model that lm-eval calls; not a module, whose weights lm-eval would tie again.
+
+    For a model with an adapter lm-eval cuts the vocabulary to the tokenizer's `tokens`, without padding. So does this.
+    """
+
+    def __init__(self, module: Any, device: torch.device, tokens: int, *, synced: bool) -> None:
+        self.config, self.device = module.config, device
+        self._module, self._tokens, self._synced = module, tokens, synced
+        self._padding = list(range(tokens, module.config.get_text_config().vocab_size))
+
+    @phase("generate")
+    def __call__(self, input_ids: torch.Tensor) -> Any:
+        result = self._module(input_ids=input_ids, use_cache=False)
+        result.logits = result.logits[..., : self._tokens]
+        return result
+
+    @phase("generate")
+    def generate(self, **options: Any) -> torch.Tensor:
+        return self._module.generate(**options, suppress_tokens=self._padding or None, synced_gpus=self._synced)
+
+
+class TaskScores:
+    """Measures the scores of a model, as `lm_eval run --model hf` does."""
+
+    def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:
+        """Load the tasks. Raises UserError."""
+        self._loaded = load_tasks(settings.tasks)
+        self._settings, self._batch_size, self._ranks = settings, batch_size, ranks
+        self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
+
+    def measure(self, module: Any, device: torch.device, *, synced: bool = False, errors: bool = False) -> Scores:
+        """Return the scores of a model in evaluation mode, with standard `errors` if wanted; every rank must call it.
+
+        `synced` lets all ranks generate until the last of them is done, as ZeRO-3 needs.
+        """
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        model = HFLM(
+            pretrained=_Model(module, device, len(self._tokenizer), synced=synced),
+            tokenizer=self._tokenizer,
+            backend="causal",
+            batch_size=self._batch_size,
+        )
+        chat, shots = self._settings.apply_chat_template, self._settings.num_fewshot
+        for task in self._loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            if own is None or (own and shots is not None):
+                task.set_config(key="num_fewshot", value=shots or 0)
+            task.set_fewshot_seed(seed=SEED)
+        with phase("generate"), _hide_progress(), _seeds_of_lm_eval(), _share_batches(self._ranks):
+            found = evaluate(
+                model,
+                self._loaded,
+                limit=self._settings.limit,
+                bootstrap_iters=100_000 if errors else 0,
+                log_samples=False,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+            )
+        return _flatten(found)
+
+
+def _flatten(found: Any) -> Scores:
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    lower = set()
+    for task, metrics in found["results"].items():
+        for key, value in metrics.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or not isinstance(value, int | float):
+                continue
+            own = metric.removesuffix("_stderr")
+            name = f"{task}/{own}" + f"/{kind}" * (kind != "none")
+            (values if own == metric else errors)[name] = float(value)
+            if found["higher_is_better"].get(task, {}).get(own) is False:
+                lower.add(name)
+    return Scores(values, errors, frozenset(lower))
+
+
+def _hide_progress() -> Any:
+    """Return a context in which lm-eval and datasets show progress bars only on a terminal."""
+    from lm_eval.api.task import tqdm
+
+    show = tqdm.__init__
+    hide = lambda *arguments, **options: show(*arguments, **options | {"disable": True})  # noqa: E731
+    return nullcontext() if sys.stderr.isatty() else replaced(tqdm, "__init__", hide, "lm_eval")
+
+
+@contextmanager
+def _seeds_of_lm_eval() -> Iterator[None]:
+    """Seed as lm-eval does within the block; training continues with its own random numbers after it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        random.seed(PYTHON_SEED)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@replaces("`Collator`, which makes batches of requests")
+def _share_batches(ranks: Ranks) -> Any:
+    """Return a context in which each rank computes some of lm-eval's batches and gets the results of all."""
+    if ranks.world_size == 1:
+        return nullcontext()
+
+    from lm_eval.models import huggingface
+
+    class SharedBatches(huggingface.Collator):
+        """Yields the batches of this rank; `_reorder_indices` are the places of their results."""
+
+        def get_batched(self, n: int = 1, batch_fn: Any = None) -> Iterator[Any]:
+            batches = list(super().get_batched(n, batch_fn))
+            # Empty if requests are grouped by context: `get_cache` adds the places of a result.
+            places = iter(self._reorder_indices)
+            placed = [(batch, list(islice(places, len(batch)))) for batch in batches]
+            own = deal_batches(placed, ranks)
+            self._reorder_indices: list[int] = [place for _, of_batch in own for place in of_batch]
+            yield from (batch for batch, _ in own)
+
+        def get_original(self, newarr: Sequence[Any]) -> list[Any]:
+            pairs = zip(self._reorder_indices, newarr, strict=True)
+            found = {place: result for part in gather_objects(list(pairs)) for place, result in part}
+            return [found[place] for place in range(self._size)]
+
+    return replaced(huggingface, "Collator", SharedBatches, "lm_eval")
