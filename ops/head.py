@@ -24,7 +24,7 @@ head's weights by 127, for |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
 MEASURED_AT_ONCE = 2**24
-"""Elements of logits whose probabilities are computed in 32 bits at a time."""
+"""Elements of logits that get probabilities in 32 bits at a time."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
 """Rows of `measure_tokens`, with p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
 -ln q(target) and KL(p || q)."""
