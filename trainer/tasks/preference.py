@@ -135,15 +135,12 @@ class PreferenceLoss(TokenLoss):
         with self._outside_step(batch, device), torch.no_grad(), without:
             return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch.document_targets)
 
-    def _sum_answers(
-        self, token_losses: torch.Tensor, counts: torch.Tensor, *, beyond: float | None = None
-    ) -> torch.Tensor:
+    def _sum_answers(self, losses: torch.Tensor, counts: torch.Tensor, *, beyond: float | None = None) -> torch.Tensor:
         """Return minus the sum of every answer [P, 2]; `beyond` is by default preference.length_weight."""
-        device, beyond = token_losses.device, self._settings.length_weight if beyond is None else beyond
+        device, beyond = losses.device, self._settings.length_weight if beyond is None else beyond
         documents = to_device(torch.repeat_interleave(counts), device)
         weights = to_device(_token_weights(counts, beyond), device)
-        sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
-        return sums.view(-1, 2)
+        return losses.new_zeros(len(counts)).index_add(0, documents, -losses * weights).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
