@@ -73,7 +73,7 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
 
 
 def name_model(t: Translation, name: str) -> None:
-    """Require a model; refuse one whose name says that it is quantized."""
+    """Require a model; refuse one with the name of a quantized model."""
     t.require(name, "a model must be named")
     model = str(t.get(name, ""))
     if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):

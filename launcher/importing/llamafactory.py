@@ -180,7 +180,7 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
 
 
 def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str) -> dict[str, Any]:
-    """Return the settings of records whose answers have a label."""
+    """Return the settings of records with labelled answers."""
     fields = {
         {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
     }

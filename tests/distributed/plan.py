@@ -137,7 +137,7 @@ OTHER_PREFERENCES: dict[str, dict[str, Any]] = {
         "training__resume_from_checkpoint": "pairs-whole/checkpoint-3",
     },
 }  # fmt: skip
-# Labelled answers: 4 of them in each micro-step of all ranks, whose mean is the baseline.
+# Labelled answers: 4 of them in each micro-step of all ranks; their mean is the baseline.
 LABELLED: dict[str, Any] = PAIRED | {
     "dataset__path": "answers.jsonl", "dataset__evaluation__path": "answers.jsonl", "preference__loss": "kto",
     "training__learning_rate": 3e-2,

@@ -269,7 +269,10 @@ def test_load_waits_for_the_compiler_process(monkeypatch, tmp_path):
     monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
     builder = SmallBuilder()
     compiler = subprocess.Popen(
-        [sys.executable, "-c", BESIDE], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", NEIGHBOUR],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert compiler.stdout is not None and compiler.stdout.readline() == "compiling\n"
     assert not builder.has_build()
@@ -278,7 +281,7 @@ def test_load_waits_for_the_compiler_process(monkeypatch, tmp_path):
     assert builder.has_build() and compiler.wait() == 0
 
 
-BESIDE = """
+NEIGHBOUR = """
 import time
 import ops.builder
 from tests.numerics.test_builder import SmallBuilder

@@ -199,7 +199,7 @@ def test_warnings_of_zerolora_stay_on_one_line_with_their_brackets(tmp_path: Pat
 
 def test_a_log_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:
     body = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-    body += "for _ in range(50): print('a library prints')\nconsole.print('goes on')"
+    body += "for _ in range(50): print('a library prints')\nconsole.print('continues')"
     finished = run(script(tmp_path, body))
-    assert (finished.returncode, finished.stdout) == (0, "goes on\n")
+    assert (finished.returncode, finished.stdout) == (0, "continues\n")
     assert len(log_of(tmp_path)) <= 100

@@ -439,7 +439,7 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
         find_chat_template(tokenizer, str(file))
 
 
-# Turns whose fields are not all read.
+# Turns with fields that are not read.
 
 
 @pytest.mark.parametrize(

@@ -337,14 +337,14 @@ GRANITE = (
 
 def start_of_ranks(launcher: str) -> list[str]:
     """What docs/lab/scu.md has before the flags, on a port of its own where other tests' ranks could have the usual."""
-    beside, port = Path(sys.executable).parent, f"--master_port={free_port()}"
+    scripts, port = Path(sys.executable).parent, f"--master_port={free_port()}"
     module = ["-m", "trainer.scu_train"]
     older = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", port, *module]
     return {
         "torch.distributed.launch": older,
-        "torchrun": [str(beside / "torchrun"), "--nproc_per_node", "2", port, *module],
-        "deepspeed": [str(beside / "deepspeed"), "--num_gpus", "2", port, "--module", "trainer.scu_train"],
-        "mpirun": ["mpirun", "-np", "2", "--oversubscribe", str(beside / "zerolora-scu-rank")],
+        "torchrun": [str(scripts / "torchrun"), "--nproc_per_node", "2", port, *module],
+        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", "2", port, "--module", "trainer.scu_train"],
+        "mpirun": ["mpirun", "-np", "2", "--oversubscribe", str(scripts / "zerolora-scu-rank")],
     }[launcher]
 
 

@@ -77,8 +77,8 @@ def test_the_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save(tmp_path, "mixtral-shape")
     lost = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     changed(tmp_path, lambda stored: stored.pop(lost))
-    beside = re.escape("model.safetensors has model.layers.1.block_sparse_moe.experts.2.w2.weight")
-    with pytest.raises(UserError, match=rf"{re.escape(lost)} is in none of its files \({beside}\)"):
+    other = re.escape("model.safetensors has model.layers.1.block_sparse_moe.experts.2.w2.weight")
+    with pytest.raises(UserError, match=rf"{re.escape(lost)} is in none of its files \({other}\)"):
         check(tmp_path)
 
 

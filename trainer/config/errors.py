@@ -115,7 +115,7 @@ class Mistake:
     problem: str
     fix: str = ""
     involves: str = ""
-    """Other settings whose values the problem depends on, separated by spaces."""
+    """Other settings that the problem depends on, separated by spaces."""
     name: str = ""
     """The name to show instead of `setting`."""
     place: str = ""

@@ -53,7 +53,7 @@ class Mistakes:
         self._found.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line(self, line: int, message: str) -> None:
-        """Add a mistake whose message names its line of the file."""
+        """Add a mistake that names its line of the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._found.setdefault(message, ((0, max(positions, default=0)), message))
 

@@ -66,7 +66,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Return the records of a field, whose unread fields are then reported with this one's."""
+        """Return the records of a field; their unread fields are reported with this one's."""
         wrapped = [Fields(each) if isinstance(each, Mapping) else each for each in records]
         self._inner += [(name, each) for each in wrapped if isinstance(each, Fields)]
         return wrapped

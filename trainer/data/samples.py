@@ -128,7 +128,7 @@ class SampleStream:
 
 
 def document_lengths(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of the documents of a row: both of a pair, whose second has `rejected` tokens, or one."""
+    """Return the lengths of the documents of a row: both of a pair, the second of `rejected` tokens, or one."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 

@@ -8,7 +8,7 @@ import torch
 def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
 
-    It is drawn from torch's generator, whose state checkpoints hold and repeated steps restore, so that a step has the
+    It is drawn from torch's generator. Checkpoints hold its state and repeated steps restore it, so that a step has the
     same noise again. Passes without gradients have none.
     """
 

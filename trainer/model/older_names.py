@@ -60,7 +60,7 @@ def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
             check(config, model, name)
         except ValueError:
             kind = model.config.model_type
-            refused[name] = f"PEFT refuses them in {kind} models, whose kernels read the weight directly"
+            refused[name] = f"PEFT refuses them in {kind} models: their kernels read the weight directly"
     return refused
 
 

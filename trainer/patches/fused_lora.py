@@ -324,7 +324,7 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
 
 def _relative_error(got: Tensor, wanted: Tensor, times: int) -> float:
     """Return the RMS of the difference, relative to that of `wanted`, per repetition or of their sum."""
-    if got.shape == wanted.shape:  # of factors, whose gradients add up
+    if got.shape == wanted.shape:  # of factors: their gradients add up
         differences = [got.float() - times * wanted]
         wanted = times * wanted
     else:

@@ -289,7 +289,7 @@ class GraphedLoss:
         except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
             self._give_up(_first_line(error), warn=True)
             return None
-        if refusal:  # after the except blocks, whose error keeps the captured tensors alive
+        if refusal:  # after the except blocks: their error keeps the captured tensors alive
             self._refuse(kind, refusal, no_room=no_room)
             return None
         if not self._captures:

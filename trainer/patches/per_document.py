@@ -110,7 +110,7 @@ def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
         if is_mask(tensor, shape):
             return None
         rows = tensor.flatten(0, 1)
-        # Not by brackets, whose derivative sorts the indices.
+        # Not by brackets: their derivative sorts the indices.
         return rows[None] if index is None else rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     return _map(select, value)
@@ -227,5 +227,5 @@ def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_documents(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Run a checkpoint whose recomputation has the documents of its forward pass."""
+    """Run a checkpoint that is recomputed with the documents of its forward pass."""
     return run(partial(copy_context().run, function), *args)

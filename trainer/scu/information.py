@@ -135,7 +135,7 @@ class AdapterInformation:
         """Return bounds of Q if no element of A (B) moves by more than reach_a (reach_b), the sum of learning rates.
 
         factors: (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), whose norm is added to and subtracted from the current norm.
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), with a norm that is added to and subtracted from the current one.
         """
         low = high = 0.0
         for chunk in self.chunks:

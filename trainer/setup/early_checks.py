@@ -19,7 +19,7 @@ FILES = ("--data", "--prompts")
 
 
 def check_words(command: str, words: Sequence[str]) -> None:
-    """Raise the UserError of a command whose run, configuration, model or data does not exist."""
+    """Raise the UserError of a command if its run, configuration, model or data does not exist."""
     first = words[0] if words else "-"
     if command in OF_RUN and not first.startswith("-"):
         find_run_dir(Path(first))

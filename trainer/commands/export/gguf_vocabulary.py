@@ -28,7 +28,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     """Write tokens, merges, special tokens and the chat template; `rows` is the embedding's number of rows.
 
-    Raises UserError for a tokenizer whose rules have no known name in llama.cpp.
+    Raises UserError for a tokenizer with rules that have no known name in llama.cpp.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]

@@ -24,9 +24,9 @@ from trainer.config.adapter_settings import read_adapter_settings
 
 Update = tuple[str, Tensor]
 TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text")
-"""Models whose checkpoints store experts [E, in, out]."""
+"""Models with checkpoints that store experts [E, in, out]."""
 INTERLEAVED_EXPERTS = ("gpt_oss",)
-"""Models whose checkpoints interleave the rows of gate and up."""
+"""Models with checkpoints that interleave the rows of gate and up."""
 PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Parts of an expert -> their names in checkpoints such as Mixtral's."""
 VLLM_PARTS = {"gpt_oss": {number: part for part, number in PARTS.items()}}

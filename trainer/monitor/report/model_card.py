@@ -92,7 +92,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
 def _front_matter(config: RunConfig, base: str, sources: list[str]) -> str:
     kind = "text-classification" if config.task == "reward" else "text-generation"
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": kind}
-    # The hub rejects a card whose base model cannot be on the hub.
+    # The hub rejects a card with a base model that cannot be on the hub.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [public_name(source) for source in sources if is_on_hub(source)]
