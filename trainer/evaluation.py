@@ -60,7 +60,7 @@ class Evaluation:
         if self.has_data:
             values["eval/loss"], measured = self.loss()
             values |= measured
-        scores = self._task.scores(self._engine) if self._measurement is None else Scores({}, {})
+        scores = self._task.scores(self._engine) if self._measurement is None else Scores({}, {}, set())
         values |= {f"eval/{name}": value for name, value in scores.values.items()}
         if first and scores.values:
             base = self._task.scores(self._engine, base=True)

@@ -38,7 +38,7 @@ from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
-from trainer.model.answers import prompt_ids, stop_tokens
+from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
 from trainer.patches.fused_lora import fuse
 
@@ -74,11 +74,10 @@ class Sampling:
     def arguments(self) -> dict[str, Any]:
         """Return arguments of `generate` that override the base's own generation settings."""
         if self.temperature == 0:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+            return GREEDY
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
-@torch.no_grad()
 def generate_answers(
     model: Any,
     tokenizer: Any,
@@ -92,24 +91,11 @@ def generate_answers(
 
     Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated.
     """
-    longest, length = context_length(model.config), max(row.shape[1] for row in rows)
-    room = sampling.max_new_tokens if longest is None else min(sampling.max_new_tokens, longest - length)
-    input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-    mask = torch.zeros_like(input_ids)
-    for index, row in enumerate(rows):
-        input_ids[index, length - row.shape[1] :], mask[index, length - row.shape[1] :] = row[0], 1
+    options = {"streamer": streamer, **sampling.arguments()}
+    prompts = [row[0].tolist() for row in rows]
     with nullcontext() if with_adapter else model.disable_adapter():
-        generated = model.generate(
-            input_ids=input_ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=room,
-            use_cache=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=stop_tokens(model, tokenizer),
-            streamer=streamer,
-            **sampling.arguments(),
-        )
-    return [str(tokenizer.decode(row[length:], skip_special_tokens=True)).strip() for row in generated]
+        texts = generate_texts(model, tokenizer, prompts, model.device, sampling.max_new_tokens, **options)
+    return [text.strip() for text in texts]
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:

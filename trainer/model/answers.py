@@ -9,9 +9,13 @@ from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import find_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
+from trainer.model.base import context_length
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
+
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""Options of `generate` that override the base's own."""
 
 
 def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_new_tokens: int) -> str:
@@ -20,29 +24,34 @@ def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_n
 
 
 @phase("generate")
-@torch.no_grad()
 def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
     """Return the greedy answers to a batch of prompts, given as token ids; every rank must call it."""
-    model = engine.module
-    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(engine.device)
+    model, options = engine.module, {**GREEDY, "synced_gpus": needs_synced_passes(engine)}
     was_training = model.training
     model.eval()
+    answers = generate_texts(model, tokenizer, prompts, engine.device, max_new_tokens, **options)
+    model.train(was_training)
+    return answers
+
+
+@torch.no_grad()
+def generate_texts(
+    model: Any, tokenizer: Any, prompts: list[list[int]], device: torch.device, max_new_tokens: int, **options: Any
+) -> list[str]:
+    """Return continuations of token ids, generated in one batch padded on the left, within the model's context."""
+    padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
+    length, longest = padded["input_ids"].shape[1], context_length(model.config)
     generated = model.generate(
         input_ids=padded["input_ids"],
         attention_mask=padded["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
+        max_new_tokens=max_new_tokens if longest is None else max(1, min(max_new_tokens, longest - length)),
         use_cache=True,
         eos_token_id=stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        synced_gpus=needs_synced_passes(engine),
+        **options,
     )
-    model.train(was_training)
-    answers: list[str] = tokenizer.batch_decode(generated[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
-    return answers
+    texts: list[str] = tokenizer.batch_decode(generated[:, length:], skip_special_tokens=True)
+    return texts
 
 
 def needs_synced_passes(engine: Engine) -> bool:

@@ -170,24 +170,10 @@ def load_base_model(
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(
-            base_model,
-            section,
-            config,
-            dtype=dtype,
-            device=device,
-            attention=attention,
-            quantization=quantization,
-            deepspeed_config=deepspeed_config,
-            shards=shards,
-            unpack=unpack,
-        )
-        if not is_random(base_model):
-            from transformers import GenerationConfig
-
-            with suppress(OSError):  # it has none
-                own = GenerationConfig.from_pretrained(base_model, revision=section.revision or "main")
-                model.generation_config = own
-        return model
+            base_model, section, config, dtype=dtype, device=device, attention=attention, quantization=quantization,
+            deepspeed_config=deepspeed_config, shards=shards, unpack=unpack,
+        )  # fmt: skip
+        return model if is_random(base_model) else _with_generation_config(model, base_model, section)
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)
     with suppress_loading_output() if has_score(config) else nullcontext():
@@ -203,6 +189,15 @@ def load_base_model(
     if has_score(config) and SCORE not in files.shapes():
         model.score.weight.data = draw_score(config).to(dtype)
     return model.to(device)
+
+
+def _with_generation_config(model: Any, base_model: str, section: ModelSection) -> Any:
+    """Return a model that was built empty with the base's generation_config.json, which `from_pretrained` reads."""
+    from transformers import GenerationConfig
+
+    with suppress(OSError):  # it has none
+        model.generation_config = GenerationConfig.from_pretrained(base_model, revision=section.revision or "main")
+    return model
 
 
 def grows_vocabulary(base_model: str, section: ModelSection, tokenizer: Any) -> bool:

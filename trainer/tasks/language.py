@@ -60,7 +60,7 @@ class LanguageTask:
         self._tokenizer_files: dict[str, bytes] | None = None
         self._first_answers: dict[str, str] = {}
         self._answers: AnswerMetrics | None = None
-        self._first_scores = Scores({}, {})
+        self._first_scores = Scores({}, {}, set())
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
         self.shares_prompts = False
@@ -168,7 +168,7 @@ class LanguageTask:
     def _measure_scores(self, engine: Engine) -> Scores:
         settings, training = self._config.evaluation, self._config.training
         size = training.eval_batch_size or training.batch_size
-        scores, answers = Scores({}, {}), {}
+        scores, answers = Scores({}, {}, set()), {}
         engine.eval()
         if settings.tasks:
             tasks = TaskScores(settings, self._prepared.tokenizer, size, self._ranks)

@@ -40,7 +40,7 @@ class Scores:
     values: dict[str, float]
     errors: dict[str, float]
     """Standard errors."""
-    lower_is_better: frozenset[str] = frozenset()
+    lower_is_better: set[str]
 
 
 @cache
@@ -145,20 +145,17 @@ class TaskScores:
 
 
 def _flatten(found: Any) -> Scores:
-    values: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    lower = set()
+    scores = Scores({}, {}, set())
     for task, metrics in found["results"].items():
         for key, value in metrics.items():
             metric, comma, kind = key.partition(",")
-            if not comma or not isinstance(value, int | float):
-                continue
-            own = metric.removesuffix("_stderr")
-            name = f"{task}/{own}" + f"/{kind}" * (kind != "none")
-            (values if own == metric else errors)[name] = float(value)
-            if found["higher_is_better"].get(task, {}).get(own) is False:
-                lower.add(name)
-    return Scores(values, errors, frozenset(lower))
+            if comma and isinstance(value, int | float):
+                own = metric.removesuffix("_stderr")
+                name = f"{task}/{own}" + f"/{kind}" * (kind != "none")
+                (scores.values if own == metric else scores.errors)[name] = float(value)
+                if found["higher_is_better"].get(task, {}).get(own) is False:
+                    scores.lower_is_better.add(name)
+    return scores
 
 
 def _hide_progress() -> Any:

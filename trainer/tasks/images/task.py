@@ -109,7 +109,7 @@ class ImageTask:
         )
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        return Scores({}, {})
+        return Scores({}, {}, set())
 
     def meter(self, model: Any) -> None:
         """Return None: FLOPs of image models are not counted."""
