@@ -162,8 +162,7 @@ def measure_tokens(
 def measure_logits(logits_KV: Tensor, targets: Tensor, base_KV: Tensor | None = None) -> Tensor:
     """Return the MEASURES [5, K] from all logits, without a gradient."""
     found = logits_KV.new_zeros(len(MEASURES), len(targets), dtype=torch.float32)
-    measure = _measure_on_gpu if logits_KV.device.type == "cuda" else _measure_in_torch
-    measure(logits_KV, targets, base_KV, found)
+    (_measure_on_gpu if logits_KV.device.type == "cuda" else _measure_in_torch)(logits_KV, targets, base_KV, found)
     return found
 
 

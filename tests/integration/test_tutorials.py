@@ -13,7 +13,7 @@ PATIENCE_S = 420
 # What each page must leave behind: the run's folder, its steps, and the files of the last command.
 RESULTS = {
     "first-run": ("runs/my", 20, "merged/model.safetensors"),
-    "your-data": ("runs/faq", 10, "runs/faq/report.html"),
+    "your-data": ("runs/faq", 24, "runs/faq/report.html"),
     "several-gpus": ("runs/two", 12, "compared.html"),
     "qlora": ("runs/qlora", 6, "merged/model.safetensors"),
     "moe": ("runs/moe", 6, "runs/moe/adapter_model.safetensors"),

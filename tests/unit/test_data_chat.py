@@ -404,7 +404,7 @@ def test_an_endless_template_of_the_tokenizer_names_no_token_and_itself(
     monkeypatch.setattr(tokenizer, "chat_template", "{% if messages | length > 2 %}" + NESTED + "{% endif %}" + CHATML)
     assert end_of_turn(tokenizer) is None
     monkeypatch.setattr(tokenizer, "chat_template", "{% for %}")
-    with pytest.raises(UserError, match=r"the tokenizer's own template cannot be used .*use another one here"):
+    with pytest.raises(UserError, match=r"the tokenizer's own unless one is set, cannot be used .*set another one"):
         encode(tokenizer, "{% for %}", TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
         find_chat_template(tokenizer, " ")

@@ -213,6 +213,13 @@ def test_a_damaged_block_is_made_again(tokenizer: PreTrainedTokenizerBase) -> No
     assert rows_in(batches_of(stream, world_size=2).step_batches(0, 0)[0]) == expected
 
 
+def test_streams_in_another_order_share_no_blocks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Two runs of one launcher would otherwise read each other's documents."""
+    in_order, again, shuffled = (stream_of(tokenizer, shuffle=shuffle) for shuffle in (False, False, True))
+    assert in_order.shared == again.shared and in_order.name == again.name
+    assert in_order.shared != shuffled.shared and in_order.name != shuffled.name
+
+
 def test_the_blocks_of_earlier_runs_are_removed(tmp_path: Path) -> None:
     for token in ("old", "own"):
         (tmp_path / f"stream-{token}").mkdir()

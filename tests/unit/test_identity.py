@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
+from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
@@ -301,6 +302,11 @@ FILES = [
     *("adapter_config.json", WEIGHTS, "run.json", "training_config.json", "written.txt", "tokenizer.json"),
     *("tokenizer_config.json", "chat_template.jinja"),
 ]
+IN_CHECKPOINT = [
+    f"checkpoint-2/{name}"
+    for name in ("adapter_config.json", WEIGHTS, "tokenizer.json", "chat_template.jinja", "state.json", "COMPLETE",
+                 "training_state-00000.safetensors", "rank-00000.safetensors")
+]  # fmt: skip
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -308,24 +314,45 @@ json_values = st.recursive(
 )
 
 
-def load(run_dir: Path) -> None:
-    """Find and load a run as the commands do; whatever is wrong is a UserError of one line."""
-    try:
-        run = find_run(run_dir)
+def load(folder: Path) -> int:
+    """Find and load a run or checkpoint as commands do, and resume it; return how many of both were refused.
+
+    Whatever is wrong is a UserError of one line.
+    """
+
+    def load_adapter() -> None:
+        run = find_run(folder)
         load_trained(run, saved_tokenizer(run), torch.device("cpu"))
-    except UserError as error:
-        messages = getattr(error, "messages", [str(error)])
-        assert messages and all(message.strip() and "\n" not in message for message in messages)
+
+    def resume() -> None:
+        if folder.name.startswith("checkpoint-"):
+            choose_checkpoint(str(folder), folder.parent, read=True)
+
+    refused = 0
+    for action in (load_adapter, resume):
+        try:
+            action()
+        except UserError as error:
+            messages = getattr(error, "messages", [str(error)])
+            assert messages and all(message.strip() and "\n" not in message for message in messages)
+            refused += 1
+    return refused
 
 
-@given(st.sampled_from(FILES), st.binary(max_size=300) | st.sampled_from([b"[" * 100_000, b"\x80\x02}", b"{}", b"[]"]))
+@example("checkpoint-2/state.json", b"[]")
+@example("checkpoint-2/rank-00000.safetensors", b"\x80")
+@given(
+    st.sampled_from(FILES + IN_CHECKPOINT),
+    st.binary(max_size=300) | st.sampled_from([b"[" * 100_000, b"\x80\x02}", b"{}", b"[]"]),
+)
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_random_bytes_in_any_file_of_a_run_are_one_message(ground: Path, name: str, content: bytes) -> None:
     file = ground / "run" / name
     before = file.read_bytes()
     try:
         file.write_bytes(content)
-        load(ground / "run")
+        refused = load(file.parent)
+        assert refused or name == "written.txt", "bytes that nobody wrote were taken"
     finally:
         file.write_bytes(before)
 

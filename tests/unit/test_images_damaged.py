@@ -223,6 +223,18 @@ def test_a_part_that_a_pipeline_lacks_is_named(copied: Path, part: str) -> None:
         pipeline_of(copied)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("scaling_factor", "x"), ("scaling_factor", float("nan")), ("shift_factor", float("inf")),
+                           ("latent_channels", "four"), ("block_out_channels", 5)]
+)  # fmt: skip
+def test_settings_of_a_vae_that_mean_nothing_are_named(copied: Path, setting: str, value: object) -> None:
+    """Latents of no number would be trained on, and blamed on the learning rate."""
+    file = copied / "vae" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {setting: value}))
+    with pytest.raises(UserError, match=rf"sdxl: vae/config\.json {setting}.*; copy it again"):
+        pipeline_of(copied)
+
+
 def test_weights_that_a_pipeline_lacks_are_named(copied: Path) -> None:
     for part, lost in ((part, lose_a_tensor(copied / part)) for part in ("unet", "text_encoder", "vae")):
         pipeline = pipeline_of(copied)

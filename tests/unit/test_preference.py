@@ -120,7 +120,7 @@ def test_entropy_and_divergence_agree_with_plain_peft(ground: Path, reference: s
 
 
 def test_an_adapter_is_start_and_reference(ground: Path) -> None:
-    """Losses and factors agree with plain PEFT, whose reference is computed before the first step; also resumed."""
+    """Losses and factors agree with plain PEFT and a reference from before the first step; also resumed."""
     first, folder = ground / "first-adapter", ground / "from-adapter"
     train(ground, **SETTINGS, output_dir=str(first), training__max_steps=3, training__learning_rate=1e-2)
     changes: dict[str, Any] = SETTINGS | {

@@ -57,11 +57,7 @@ class ChatTemplate:
             self._find_part_roles()
             self._find_call_form()
         except (TemplateError, RenderError, TimeoutError) as error:
-            own = tokenizer.chat_template
-            if source in (own.values() if isinstance(own, Mapping) else (own,)):
-                problem = f"the tokenizer's own template cannot be used ({error}); use another one here"
-            else:
-                problem = f"the template cannot be used ({error})"
+            problem = f"the template, the tokenizer's own unless one is set, cannot be used ({error}); set another one"
             raise UserError(f"dataset.chat_template: {problem}") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:

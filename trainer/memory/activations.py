@@ -33,7 +33,7 @@ class Work:
     recomputed_layers: int | None = None
     """training.gradient_checkpointing_layers."""
     reference_rows: int = 0
-    """Rows of reference text, whose separate forward pass is kept until the backward pass of both."""
+    """Rows of reference text; their separate forward pass is kept until the backward pass of both."""
 
     @property
     def larger_pass(self) -> int:

@@ -12,7 +12,7 @@ from typing import Generic, Literal, TypeVar
 from trainer.config import RunConfig, engine_stage, engine_zero, find_graph_obstacle, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
-from trainer.parallel.engine.layer_gather.groups import list_groups
+from trainer.parallel.engine.layer_gather.shard_groups import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
@@ -161,6 +161,8 @@ def _attention(config: RunConfig, machine: Machine, model: ModelProperties | Non
     asked = config.model.attn_implementation
     if asked != "auto":
         return Decided(asked, "asked for")
+    if config.parallel.sequence > 1:
+        return Decided(VARLEN, f"heads are exchanged among {config.parallel.sequence} ranks")
     if model is not None and model.sinks and model.registry and config.dataset.packing:
         return Decided(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
     if model is not None and not model.sdpa:

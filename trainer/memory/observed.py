@@ -139,7 +139,7 @@ class _Complete(Exception):
 
 
 class NoEstimate(UserError):
-    """A model whose code does not run without weights."""
+    """A model with code that does not run without weights."""
 
     def __init__(self, error: Exception) -> None:
         self.reason = one_line(f"{type(error).__name__}: {error}")

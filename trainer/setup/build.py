@@ -13,7 +13,7 @@ from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.eight_bit import exact_lines
 from trainer.model.targets import unadapted_layers
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
-from trainer.parallel.engine.layer_gather.groups import form_group
+from trainer.parallel.engine.layer_gather.shard_groups import form_group
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase

@@ -81,7 +81,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 class _Model:
-    """The part of a model that lm-eval calls; not a module, whose weights lm-eval would tie again.
+    """The part of a model that lm-eval calls; not a module: lm-eval would tie its weights again.
 
     For a model with an adapter lm-eval cuts the vocabulary to the tokenizer's `tokens`, without padding. So does this.
     """

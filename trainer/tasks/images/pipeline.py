@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import Field
 
 from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
@@ -22,6 +23,7 @@ INDEX = "model_index.json"
 VAE, TOKENS = "vae", "text_encoder"
 SAMPLED_BYTES = 1 << 20
 LONGEST_REASON = 300
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 PREFIX = "random:"
 SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
 
@@ -66,6 +68,16 @@ def is_pipeline(config: RunConfig) -> bool:
     if published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
     return not Path(name).exists() and _cached(name, config.model, INDEX) is not None
+
+
+@dataclass(frozen=True)
+class VaeSettings:
+    """The keys of a VAE's config.json that determine latents."""
+
+    block_out_channels: list[int]
+    latent_channels: int = 4
+    scaling_factor: Finite | None = None
+    shift_factor: Finite | None = None
 
 
 @dataclass(frozen=True)
@@ -228,13 +240,11 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
         names = ", ".join(family.pipeline for family in FAMILIES)
         raise UserError(f"{said}: {INDEX} names {name}, which is not supported; choose from {names}")
     _check_parts(folder, listed, known, said)
-    vae = _read_json(folder / VAE / "config.json", said)
+    vae: VaeSettings = _read_json(folder / VAE / "config.json", said, VaeSettings)
     settings = _read_json(folder / known.denoiser / "config.json", said)
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", said)
-    if not isinstance(blocks := vae.get("block_out_channels"), list):
-        raise UserError(f"{said}: {VAE}/config.json has no list of block_out_channels; copy it again")
-    halvings = len(blocks) - 1
-    channels, packed = int(vae.get("latent_channels", 4)), known.packed
+    halvings = len(vae.block_out_channels) - 1
+    channels, packed = vae.latent_channels, known.packed
     return Pipeline(
         base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {}, trains_text
     )
@@ -334,12 +344,11 @@ def _cached(name: str, section: ModelSection, file: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _read_json(file: Path, said: str) -> dict[str, Any]:
+def _read_json(file: Path, said: str, shape: Any = dict[str, Any]) -> Any:
     name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
     try:
-        settings: dict[str, Any] = read_json(file)
+        return read_json(file, shape)
     except FileNotFoundError:
         raise UserError(f"{said}: {name} is missing; copy the whole pipeline") from None
     except UnreadableFile as error:
         raise UserError(f"{said}: {name} {error.problem}; copy it again") from None
-    return settings
