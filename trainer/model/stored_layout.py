@@ -6,7 +6,7 @@ one expert if they treat experts separately, so that no more than that is in mem
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -111,12 +111,8 @@ def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str
     for stored in _find_by_mapping(model, shapes):
         targets = [stored.target] if stored.converter is None else stored.targets(shapes)
         for target in targets:
-            found.setdefault(target, Stored(target, *_rest(stored)))
+            found.setdefault(target, replace(stored, target=target))
     return _add_tied(model, found, base_model)
-
-
-def _rest(stored: Stored) -> tuple[Any, ...]:
-    return stored.names, stored.converter, stored.key, stored.like, stored.config
 
 
 def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:

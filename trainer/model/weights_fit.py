@@ -47,7 +47,9 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
                 output_loading_info=True,
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
-            raise UserError(f"{setting}: {_describe_incomplete(files)}; {SAME_MODEL}, or download it again") from None
+            wrong = "its stored tensors do not match those that config.json describes"
+            found_wrong = _describe_missing_expert(files) or wrong
+            raise UserError(f"{setting}: {found_wrong}; {SAME_MODEL}, or download it again") from None
     expert_mismatch = any("expert" in name for name, *_ in found["mismatched_keys"])
     if expert_mismatch and (lost := _describe_missing_expert(files)):
         raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
@@ -116,10 +118,6 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
                 f"{setting}: {name} is stored in 8 bits or less ({kind}), but others are not; use the full-precision "
                 "model that it was made from"
             )
-
-
-def _describe_incomplete(files: SafetensorsFiles) -> str:
-    return _describe_missing_expert(files) or "its stored tensors do not match those that config.json describes"
 
 
 def _describe_missing_expert(files: SafetensorsFiles) -> str | None:

@@ -64,7 +64,8 @@ class ImageTask:
 
     def small_pass(self, model: Any) -> object:
         """Run the smallest image that the model takes, with the first caption."""
-        side = 4 * self._pipeline.family.patch * 2 ** max(0, len(_levels(self._pipeline)) - 1)
+        levels = self._pipeline.settings.get("block_out_channels", ())
+        side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
         device = self._device
         conditions = {
             name: value[None].to(device, self._dtype) for name, value in self._data.train.store.conditions(0).items()
@@ -134,10 +135,6 @@ class ImageTask:
 
     def card(self, run_dir: Path, name: str) -> str:
         return image_card(self._config, self._pipeline, read_metrics(run_dir), name)
-
-
-def _levels(pipeline: Pipeline) -> list[int]:
-    return list(pipeline.settings.get("block_out_channels", ()))
 
 
 @torch.no_grad()
