@@ -23,8 +23,6 @@ FP16_SCALE = 256.0
 head's weights by 127, for |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
-MEASURED_AT_ONCE = 2**24
-"""Elements of logits that get probabilities in 32 bits at a time."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
 """Rows of `measure_tokens`, with p of the model and q of the base: -ln p(target), the entropy of p, ln sum p^2,
 -ln q(target) and KL(p || q)."""
@@ -164,18 +162,8 @@ def measure_tokens(
 def measure_logits(logits_KV: Tensor, targets: Tensor, base_KV: Tensor | None = None) -> Tensor:
     """Return the MEASURES [5, K] from all logits, without a gradient."""
     found = logits_KV.new_zeros(len(MEASURES), len(targets), dtype=torch.float32)
-    size = max(1, MEASURED_AT_ONCE // logits_KV.shape[1])
-    for start in range(0, len(targets), size):
-        chunk = slice(start, start + size)
-        log_p_CV = torch.log_softmax(logits_KV[chunk], 1, dtype=torch.float32)
-        p_CV = log_p_CV.exp()
-        found[LOSS, chunk] = -log_p_CV.gather(1, targets[chunk, None]).squeeze(1)
-        found[ENTROPY, chunk] = -(p_CV * log_p_CV).sum(1)
-        found[COLLISION, chunk] = p_CV.square().sum(1).log()
-        if base_KV is not None:
-            log_q_CV = torch.log_softmax(base_KV[chunk], 1, dtype=torch.float32)
-            found[BASE_LOSS, chunk] = -log_q_CV.gather(1, targets[chunk, None]).squeeze(1)
-            found[DIVERGENCE, chunk] = (p_CV * log_p_CV.sub_(log_q_CV)).sum(1)
+    measure = _measure_on_gpu if logits_KV.device.type == "cuda" else _measure_in_torch
+    measure(logits_KV, targets, base_KV, found)
     return found
 
 
@@ -186,16 +174,18 @@ class _TokenMeasures(torch.autograd.Function):
     ) -> Tensor:
         head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
         matrices = 1 if base_hidden is None else 2
-        size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
-        storage, base_CV, parts = hidden.new_empty(matrices, size, vocabulary), None, []
+        copies = 1 if hidden.device.type == "cuda" else 6  # in torch there are matrices of 32 bits as well
+        size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * copies * vocabulary)))
+        storage, base_CV = hidden.new_empty(matrices, size, vocabulary), None
+        found = hidden.new_zeros(len(MEASURES), tokens, dtype=torch.float32)
         for start in range(0, tokens, size):
             chunk = slice(start, min(start + size, tokens))
             logits_CV = head.logits(hidden[chunk], storage[0])
             if base_hidden is not None:
                 base_CV = torch.mm(base_hidden[chunk], weight.t(), out=storage[1, : len(logits_CV)])
-            parts.append(measure_logits(logits_CV, targets[chunk], base_CV))
+            found[:, chunk] = measure_logits(logits_CV, targets[chunk], base_CV)
         ctx.save_for_backward(hidden, weight, targets, *rows)
-        return torch.cat(parts, 1) if parts else hidden.new_zeros(len(MEASURES), 0, dtype=torch.float32)
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -427,3 +417,25 @@ def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor,
     from ops.head_kernel import divergence_rows  # triton comes with torch's CUDA builds only
 
     divergence_rows(logits_CV, base_CV, divergences, scale)
+
+
+def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, found: Tensor) -> None:
+    """Write the MEASURES of the rows into `found`."""
+    log_p_CV = torch.log_softmax(logits_CV.float(), 1)
+    p_CV, chosen = log_p_CV.exp(), targets[:, None]
+    found[LOSS] = -log_p_CV.gather(1, chosen).squeeze(1)
+    found[ENTROPY] = -(p_CV * log_p_CV).sum(1)
+    found[COLLISION] = p_CV.square().sum(1).log()
+    if base_CV is not None:
+        log_q_CV = torch.log_softmax(base_CV.float(), 1)
+        found[BASE_LOSS] = -log_q_CV.gather(1, chosen).squeeze(1)
+        found[DIVERGENCE] = (p_CV * log_p_CV.sub_(log_q_CV)).sum(1)
+
+
+def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, found: Tensor) -> None:
+    from ops.head_kernel import cross_entropy_rows, divergence_rows  # triton comes with torch's CUDA builds only
+
+    cross_entropy_rows(logits_CV, targets, found[LOSS], None, found[ENTROPY : COLLISION + 1])
+    if base_CV is not None:
+        cross_entropy_rows(base_CV, targets, found[BASE_LOSS], None)
+        divergence_rows(logits_CV, base_CV, found[DIVERGENCE], None)

@@ -23,7 +23,10 @@ def _raised(maximum, value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_row(  # type: ignore[no-untyped-def]
+    logits, targets, losses, measures, stride, vocabulary, scale, GRADIENT: tl.constexpr, MEASURED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -31,14 +34,26 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
     # Running maximum and sum of exponentials for each lane; the lanes are combined after the pass.
     maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)  # like `total`, with each exponential times its logit
+    squared = tl.zeros((BLOCK,), tl.float32)  # like `total`, with the square of each exponential
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(logits + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
         larger, shift = _raised(maximum, value)
-        total = total * tl.exp(maximum - shift) + tl.exp(value - shift)
+        kept = tl.exp(maximum - shift)
+        share = tl.exp(value - shift)
+        total = total * kept + share
+        if MEASURED:
+            weighted = weighted * kept + share * tl.where(column < vocabulary, value, 0.0)
+            squared = squared * kept * kept + share * share
         maximum = larger
     top = tl.max(maximum, 0)
-    normaliser = tl.log(tl.sum(total * tl.exp(maximum - top), 0)) + top
+    kept = tl.exp(maximum - top)
+    sum_of_all = tl.sum(total * kept, 0)
+    normaliser = tl.log(sum_of_all) + top
+    if MEASURED:
+        tl.store(measures + row, normaliser - tl.sum(weighted * kept, 0) / sum_of_all)
+        tl.store(measures + tl.num_programs(0) + row, tl.log(tl.sum(squared * kept * kept, 0)) - 2 * tl.log(sum_of_all))
     chosen = tl.load(logits + tl.where(counted, target, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(counted, normaliser - chosen, 0.0))
     if GRADIENT:
@@ -52,37 +67,26 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
+def cross_entropy_rows(
+    logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None, measures: Tensor | None = None
+) -> None:
     """Compute losses_c = log sum exp(logits_c) - logits_c[target_c] and overwrite logits by scaled softmax - onehot.
 
-    Both are zero for rows with a negative target.
+    Both are zero for rows with a negative target. `measures` [2, C], contiguous, gets the entropy and ln sum p^2.
     """
     with torch.cuda.device(logits_CV.device):
         _cross_entropy_row[(logits_CV.shape[0],)](
-            logits_CV,
-            targets,
-            losses,
-            logits_CV.stride(0),
-            logits_CV.shape[1],
-            scale or 1.0,
-            GRADIENT=scale is not None,
-            BLOCK=BLOCK_V,
-            num_warps=WARPS,
-        )
+            logits_CV, targets, losses, losses if measures is None else measures, logits_CV.stride(0),
+            logits_CV.shape[1], scale or 1.0, GRADIENT=scale is not None, MEASURED=measures is not None,
+            BLOCK=BLOCK_V if measures is None else BLOCK_V // 2, num_warps=WARPS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _divergence_row(  # type: ignore[no-untyped-def]
-    logits,
-    base_logits,
-    divergences,
-    stride,
-    base_stride,
-    vocabulary,
-    scale,
-    GRADIENT: tl.constexpr,
+    logits, base_logits, divergences, stride, base_stride, vocabulary, scale, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     base_logits += row * base_stride
@@ -131,14 +135,6 @@ def divergence_rows(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, sca
     """
     with torch.cuda.device(logits_CV.device):
         _divergence_row[(logits_CV.shape[0],)](
-            logits_CV,
-            base_CV,
-            divergences,
-            logits_CV.stride(0),
-            base_CV.stride(0),
-            logits_CV.shape[1],
-            scale or 1.0,
-            GRADIENT=scale is not None,
-            BLOCK=BLOCK_V // 2,
-            num_warps=WARPS,
-        )
+            logits_CV, base_CV, divergences, logits_CV.stride(0), base_CV.stride(0), logits_CV.shape[1], scale or 1.0,
+            GRADIENT=scale is not None, BLOCK=BLOCK_V // 2, num_warps=WARPS,
+        )  # fmt: skip

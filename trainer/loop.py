@@ -68,8 +68,6 @@ class Parts:
     sample_every: int = 0
     spikes: SpikeWatch | None = None
     stragglers: StragglerWatch | None = None
-    graphs: GraphedLoss | None = None
-    """The loss, if it may be replayed from CUDA graphs."""
     skipped: Callable[[], dict[str, int]] = dict
     """Returns the records skipped so far by `dataset.on_bad_record: skip`, by source."""
     report_start: Callable[[StartTimes], None] | None = None
@@ -149,7 +147,7 @@ class Loop:
         if parts.batches.samples_per_epoch and position.offset >= parts.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
         known = {"train/learning_rate": float(parts.schedule.get_last_lr()[0])}
-        known["perf/graphed"] = parts.graphs.take_fraction() if parts.graphs is not None else 0.0
+        known["perf/graphed"] = parts.loss.take_fraction() if isinstance(parts.loss, GraphedLoss) else 0.0
         self._in_flight = position.step, launched, known
         if not launched.on_device:
             self._settle()

@@ -287,7 +287,6 @@ class Run:
             engine=engine,
             schedule=self.schedule,
             loss=graphs or self.loss,
-            graphs=graphs,
             batches=self.batches,
             ranks=self.ranks,
             reporter=self.metrics,

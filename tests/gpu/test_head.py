@@ -47,6 +47,19 @@ def test_rows_of_a_divergence(dtype: torch.dtype, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("dtype", ALLOWED)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_measures_of_rows(dtype: torch.dtype, vocabulary: int) -> None:
+    hidden, base, weight = made(vocabulary, dtype)
+    logits, base_logits = hidden @ weight.t(), base @ weight.t()
+    targets = torch.randint(0, vocabulary, (TOKENS,), device="cuda")
+    got = ops.head.measure_logits(logits, targets, base_logits)
+    wanted = torch.zeros(len(ops.head.MEASURES), TOKENS, device="cuda", dtype=torch.double)
+    ops.head._measure_in_torch(logits, targets, base_logits, wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert largest_error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("rows_at_once", [7, 10**6])
 def test_divergence_and_its_gradient_are_those_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocabulary: int, rows_at_once: int

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
-from trainer.config import ModelSection, UserError
+from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.base import check_weights, load_base_model, load_model_config, load_tokenizer
 from trainer.model.model_kind import check_kind
 
@@ -299,3 +299,15 @@ def test_weights_that_are_missing_are_not_drawn_when_a_model_is_loaded_either(mo
         load_base_model(
             str(tmp_path / "m"), ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
         )
+
+
+def test_a_model_filled_piece_by_piece_generates_like_a_whole_one(tmp_path: Path) -> None:
+    """By the base's generation_config.json, of which lm-eval's scores depend: Qwen's penalizes repetition."""
+    folder = make_model(tmp_path / "model")
+    kept = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(kept | {"repetition_penalty": 1.75}))
+    cpu: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "attention": "eager"}
+    whole = load_base_model(str(folder), ModelSection(), **cpu)
+    pieces = load_base_model(str(folder), ModelSection(), quantization=QuantizationSection(), **cpu)
+    assert pieces.generation_config.repetition_penalty == whole.generation_config.repetition_penalty == 1.75
+    assert pieces.generation_config == whole.generation_config

@@ -183,9 +183,9 @@ def test_a_bad_answer_is_named(ground: Path, name: str) -> None:
 
 def test_bad_turns_are_named(ground: Path) -> None:
     good = {"messages": [ASK, ANSWER], "label": True}
-    with pytest.raises(UserError, match="record 2: ends with a turn of user"):
+    with pytest.raises(UserError, match="record 2: messages ends with a turn of user, not with an answer"):
         rows_of(ground, good, good | {"messages": [ANSWER, ASK]})
-    with pytest.raises(UserError, match="record 2: the answer is empty"):
+    with pytest.raises(UserError, match="record 2: messages is empty"):
         rows_of(ground, good, good | {"messages": [ASK, ANSWER | {"content": " "}]})
 
 

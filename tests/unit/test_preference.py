@@ -289,6 +289,22 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "dog", "chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b")]},
         "record 2: prompt is not what chosen and rejected answer",
     ),
+    "another prompt in turns": (
+        {"prompt": [said("user", "dog")], "chosen": [ASK, said("assistant", "a")],
+         "rejected": [ASK, said("assistant", "b")]},
+        "record 2: prompt is not what chosen and rejected answer",
+    ),
+    "other words": (
+        {"chosen": "red cat", "rejected": "blue dog"}, "record 2: chosen and rejected begin with different words",
+    ),
+    "empty turn": (
+        {"chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", " ")]},
+        "record 2: rejected is empty",
+    ),
+    "last turn": (
+        {"chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b"), ASK]},
+        "record 2: rejected ends with a turn of user, not with an answer",
+    ),
     "two forms": (
         {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is text",
     ),
@@ -310,6 +326,7 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
     [
         ({"task": "language"}, "task=language: dataset has pairs of a chosen and a rejected answer"),
         ({"task": "auto", "preference__beta": 0.2}, "preference.beta=0.2: has no effect, because task is auto"),
+        ({"preference__loss": "simpo", "preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ({"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ({"preference__loss": "exo_pair"}, "preference.loss=exo_pair: needs preference.label_smoothing above 0"),
         ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs train their answers alone"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+DATA = {".yaml", ".css", ".mplstyle"}
 SOURCES = ("launcher", "trainer", "ops", "configs", "slurm")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
@@ -46,8 +47,8 @@ def test_its_commands_find_presets_and_the_job_script(installed: Path, tmp_path:
     assert script.startswith("#!") and f"ZEROLORA_HOME={home}" in script
     assert (home / "slurm" / "env.sh").is_file() and (home / "pyproject.toml").is_file()
     assert list((installed / "ops" / "csrc").rglob("*.cu"))
-    files = [path for folder in SOURCES[:3] for path in (ROOT / folder).rglob("*") if path.suffix in (".yaml", ".css")]
-    assert {path.suffix for path in files} == {".yaml", ".css"}
+    files = [path for folder in SOURCES[:3] for path in (ROOT / folder).rglob("*") if path.suffix in DATA]
+    assert {path.suffix for path in files} == DATA
     assert all((installed / path.relative_to(ROOT)).is_file() for path in files)
 
 

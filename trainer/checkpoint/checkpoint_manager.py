@@ -7,7 +7,6 @@ between ranks.
 """
 
 import math
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from trainer.checkpoint.run_record import note_written
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig
 from trainer.contract.output_files import collect_disk_errors
+from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
@@ -184,7 +184,7 @@ class CheckpointManager:
                     self._preparing.join()
                 write_weights(folder)
             for file in rank_state.write(folder):
-                _flush(file)
+                sync(file)
 
         protect = (position.best_step, position.step) if self._config.training.best_checkpoint else (position.step,)
         failures: list[str] = []
@@ -260,11 +260,3 @@ class CheckpointManager:
         """Return the checkpoint of a step, in this run's folder or that of the run it resumes."""
         own = self._run_dir / f"checkpoint-{step}"
         return own if self.checkpoint is None or own.exists() else self.checkpoint.parent / own.name
-
-
-def _flush(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,7 +24,7 @@ from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import package_versions
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.rank_arguments import command_typed
-from trainer.contract.whole_files import sync_folder, write_json, write_whole
+from trainer.contract.whole_files import sync, write_json, write_whole
 
 CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
 LOGS = "logs"
@@ -173,8 +173,8 @@ def _move_aside(run_dir: Path) -> Path:
         shutil.copytree(folder / LOGS, aside / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
     for path in _record_last(list_run_files(folder)):
         os.rename(path, aside / path.name)
-    sync_folder(aside)
-    sync_folder(folder)
+    sync(aside)
+    sync(folder)
     return run_dir.with_name(aside.name)
 
 
@@ -188,7 +188,7 @@ def _delete_written(run_dir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    sync_folder(run_dir)
+    sync(run_dir)
 
 
 def _record_last(paths: Iterable[Path]) -> list[Path]:
@@ -215,7 +215,7 @@ def place_result(run_dir: Path) -> list[str]:
             shutil.rmtree(target)
         os.replace(path, target)
     shutil.rmtree(result)
-    sync_folder(run_dir)
+    sync(run_dir)
     return names
 
 

@@ -199,7 +199,7 @@ def _check_preference(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(f"preference.{name}", getattr(preference, name), problem, "set task: preference", "task")
         return
     needs_reference = any(name not in WITHOUT_REFERENCE for name in preference.loss)
-    if needs_reference and not preference.beta:
+    if not preference.beta and {*preference.loss} - {"orpo", "sft"}:
         yield Mistake("preference.beta", 0, "every answer would be equally good", "use 0.1 to start with")
     if "exo_pair" in preference.loss and not preference.label_smoothing:
         problem = "needs preference.label_smoothing above 0"

@@ -1,6 +1,7 @@
 """Convert pydantic's errors to mistakes, with the setting's dotted name, its value and the allowed values."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -10,29 +11,10 @@ from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.errors import DATA_WANTED, Mistake, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
+from trainer.config.yaml_core import read_yaml
 
-# pydantic's messages are for programmers; these are for users, for the types of error that a YAML file can cause.
-WORDS = {
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be {le} or less",
-    "literal_error": "must be {expected}",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number, such as 0.0001 or 1e-4",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be text; put it in quotes",
-    "tuple_type": "must be a list, such as [a, b]",
-    "dict_type": "must be a map, such as {{a: b}}",
-    "too_long": "{actual_length} entries; must have {max_length} or fewer",
-    "string_too_long": "must have {max_length} characters or fewer",
-    "int_parsing_size": "must be a whole number of fewer digits",
-}
+WORDS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+"""Messages for users by pydantic's type of error."""
 _ALL_LISTED = "`zerolora config --schema` lists all of them"
 _NO_NUMBER = ("int_type", "int_parsing", "int_from_float", "float_type", "float_parsing", "finite_number")
 

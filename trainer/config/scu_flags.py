@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -80,51 +81,22 @@ def _build_parser(by_rank: bool) -> "_Parser":
 def settings(options: argparse.Namespace, data: str, held_out: str | None) -> dict[str, Any]:
     """Convert the flags to the tree of a YAML file; without a `held_out` file, 5 % of `data` is held out."""
     given = vars(options)
-    limit = {name: min(given[name], most) if options.test_run else given[name] for name, most in TEST_RUN.items()}
-    precision = "fp16" if options.fp16 else "bf16" if options.bf16 else "auto"
-    dataset: dict[str, Any] = {"path": data, "max_length": limit["block_size"], "too_long": "split"}
-    dataset |= {"evaluation": {"path": held_out}} if held_out else {"val_split": 0.05}
+    limited = given | {name: min(given[name], most) for name, most in TEST_RUN.items() if options.test_run}
+    tree: dict[str, Any] = deepcopy(_TABLES["settings"])
+    for flag, [name, *others] in SETTINGS.items():
+        if not others and flag not in ("fp16", "bf16"):
+            _set(tree, name, limited[flag])
+    tree["adapter"] = "qlora" if options.four_bit else "lora"
+    tree["lora"] = {"r": options.lora_r, "alpha": 2.0 * options.lora_r}
+    tree["dataset"]["path"] = data
+    tree["dataset"] |= {"evaluation": {"path": held_out}} if held_out else {"val_split": 0.05}
     if options.test_run:
-        dataset["max_samples"] = TEST_RECORDS
+        tree["dataset"]["max_samples"] = TEST_RECORDS
         if held_out:
-            dataset["evaluation"]["max_samples"] = TEST_HELD_OUT
-    return {
-        "base_model": options.model,
-        "adapter": "qlora" if options.four_bit else "lora",
-        "output_dir": options.output_dir,
-        "lora": {"r": options.lora_r, "alpha": 2.0 * options.lora_r},
-        "dataset": dataset,
-        "training": {
-            "max_steps": limit["max_steps"],
-            "batch_size": limit["batch_size"],
-            "gradient_accumulation_steps": limit["gradient_accumulation_steps"],
-            "learning_rate": options.learning_rate,
-            "precision": precision,
-            "gradient_checkpointing": options.gradient_checkpointing or "auto",
-            "torch_compile": options.torch_compile,
-            "cudnn_benchmark": options.cudnn_benchmark,
-            "memory_fraction": options.memory_fraction,
-            "save_steps": limit["save_steps"],
-            "resume_from_checkpoint": options.resume_from_checkpoint,
-        },
-        "scu": {
-            "enabled": True,
-            "measure": options.measure,
-            "law": "published",
-            "target": options.target_s,
-            "kp": options.kp,
-            "ki": options.ki,
-            "every": options.control_frequency,
-            # Other values of the published recipe for Granite-4.0-H-1B, which have no flags.
-            "deadband": 0.001,
-            "lambda_start": 0.1,
-            "lambda_min": 1e-4,
-            "lambda_max": 2.0,
-            "sigma": 0.01,
-        },
-        # A progress bar would fill the log.
-        "logging": {"progress": "lines"},
-    }
+            tree["dataset"]["evaluation"]["max_samples"] = TEST_HELD_OUT
+    tree["training"]["precision"] = "fp16" if options.fp16 else "bf16" if options.bf16 else "auto"
+    tree["training"]["gradient_checkpointing"] = options.gradient_checkpointing or "auto"
+    return tree
 
 
 def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:

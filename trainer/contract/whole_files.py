@@ -25,7 +25,7 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -45,9 +45,9 @@ def apply_umask(path: Path) -> None:
             each.chmod(mode)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk, so that a rename survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a folder, to disk, so that a rename survives a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
+from trainer.config.yaml_core import read_yaml
 from trainer.contract.replacements import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
 from trainer.data.forked_workers import ended_by_sigterm
@@ -32,29 +33,9 @@ from trainer.data.tokens import Encoded, encode_texts, leading_token
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# One row per record, or several for a text that is split; all but the first are `continued`. `weights` are those of the
-# tokens in the loss, empty if all are 0 or 1. `length` and `targets` count what is kept; `first_target` is the number
-# of tokens up to the first target, 0 without targets. `answers` counts answers, `empty` the empty ones; `digest` is
-# equal for equal documents. `control` marks conversations with a special token in a turn's text. `unread` lists unused
-# fields. A skipped record has no tokens, and the reason as its `problem`. The row of a pair has the documents of both
-# answers; `rejected` is the length of the second, 0 otherwise. `margin` is that of a pair, 0 without one. `label` is 1
-# for a desirable answer and -1 for an undesirable one, which have a mismatched answer as their second document; else 0.
-LISTS = {"input_ids": "int32", "trained": "bool", "weights": "float32", "unread": "string"}
-VALUES = {
-    "length": "int32",
-    "rejected": "int32",
-    "margin": "float32",
-    "label": "int32",
-    "targets": "int32",
-    "first_target": "int32",
-    "truncated": "bool",
-    "answers": "int32",
-    "empty": "int32",
-    "digest": "int64",
-    "continued": "bool",
-    "control": "bool",
-    "problem": "string",
-}
+_COLUMNS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("columns.yaml")).tree
+LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
+"""Types of the columns of tokenized documents, which columns.yaml describes."""
 ROWS_AT_ONCE = 512
 Example = Turns | Text | Pair | Labelled
 # A token to predict and one before it.

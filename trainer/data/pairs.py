@@ -101,24 +101,25 @@ def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_pr
         raise UserError(f"{where}: the prompt is empty; give what the answer answers, or remove the record")
     one = replace(shape, names={**names, "completion": name})
     example = _join_answer(system_prompt, prompt, answer, fields, one, where, chat=is_chat)
-    if isinstance(example, Turns):
-        last = example.messages[-1]
-        if last["role"] != "assistant":
-            raise UserError(f"{where}: ends with a turn of {last['role']}, and the label is that of an answer; add one")
-        if not last["content"].strip() and not last.get("tool_calls"):
-            raise UserError(f"{where}: the answer is empty; give one, or remove the record")
     return [Labelled(example, label, unread=tuple(dict.fromkeys([*fields.unread(), *example.unread])))]
 
 
 def _join_answer(
     system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, shape: Shape, where: str, *, chat: bool
 ) -> Turns | Text:
-    """Return a prompt with its answer, the field `completion`. Raises UserError if the answer is empty."""
-    if not answer or (isinstance(answer, str) and not answer.strip()):
-        raise UserError(f"{where}: {shape.names['completion']} is empty; give an answer, or remove the record")
-    if isinstance(prompt, str) and isinstance(answer, str) and not chat:
-        return Text(after_system(read_system(fields, shape, where) or system_prompt, prompt), answer)
-    return read_conversational_pair(prompt, answer, fields, shape, where)
+    """Return a prompt with its answer, the field `completion`. Raises UserError if this is empty or no answer."""
+    name = shape.names["completion"]
+    turns, last = None, {"content": answer or ""}
+    if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
+        turns = read_conversational_pair(prompt, answer, fields, shape, where)
+        last = turns.messages[-1]
+    if last.get("role", "assistant") != "assistant":
+        raise UserError(
+            f"{where}: {name} ends with a turn of {last['role']}, not with an answer; add one, or remove it"
+        )
+    if not last["content"].strip() and not last.get("tool_calls"):
+        raise UserError(f"{where}: {name} is empty; give an answer, or remove the record")
+    return turns or Text(after_system(read_system(fields, shape, where) or system_prompt, prompt), answer)
 
 
 def _answer(record: Mapping[str, Any], name: str, where: str) -> Any:
@@ -164,11 +165,15 @@ def _common_start(answers: Sequence[Any], where: str) -> Any:
 
 
 def _check_prompt(given: Any, found: Any, where: str) -> None:
-    """Raise UserError if a text prompt is not a turn of the conversations in which the answers are."""
-    if isinstance(given, str) and isinstance(found, list):
-        texts = [str(turn.get("content", turn.get("value", ""))).strip() for turn in found if isinstance(turn, Mapping)]
-        if given.strip() not in texts:
-            raise UserError(f"{where}: prompt is not what chosen and rejected answer; remove it, or correct them")
+    """Raise UserError if a prompt is not in the conversations in which the answers are, or texts have no prompt."""
+    if found == "" and given is None:
+        raise UserError(f"{where}: chosen and rejected begin with different words, and must answer the same prompt")
+    texts, asked = (
+        [str(turn.get("content", turn.get("value", ""))).strip() for turn in turns if isinstance(turn, Mapping)]
+        for turns in (found, [{"content": given}] if isinstance(given, str) else given or ())
+    )
+    if isinstance(found, list) and not {*asked} <= {*texts}:
+        raise UserError(f"{where}: prompt is not what chosen and rejected answer; remove it, or correct them")
 
 
 def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:

@@ -1,6 +1,6 @@
 """Loading of the base model and its tokenizer: checks before any weight is read, then whole or partitioned weights."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ def load_base_model(
     if quantization is not None or in_parts or is_random(base_model) or is_stored_quantised(config):
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
-        return load_streamed(
+        model = load_streamed(
             base_model,
             section,
             config,
@@ -181,6 +181,13 @@ def load_base_model(
             shards=shards,
             unpack=unpack,
         )
+        if not is_random(base_model):
+            from transformers import GenerationConfig
+
+            with suppress(OSError):  # it has none
+                own = GenerationConfig.from_pretrained(base_model, revision=section.revision or "main")
+                model.generation_config = own
+        return model
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)
     with suppress_loading_output() if has_score(config) else nullcontext():

@@ -4,31 +4,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from trainer.config.yaml_core import read_yaml
+
 REFRESH_S = 0.1
 SPEED_WINDOW = 50
 SHORTEST_BAR, LONGEST_BAR = 4, 40
-BAR_FORMATS = {
-    "train/loss": "loss {:.3f}",
-    "perf/tokens_per_second": "{:,.0f} tok/s",
-    "perf/tokens_per_second_per_gpu": "{:,.0f} tok/s/GPU",
-    "perf/images_per_second": "{:,.2f} images/s",
-}
 LINES_WITH_BAR = 20
 """Lines of steps that stay above the bar, over the whole run."""
-LINE_FORMATS = {
-    "train/epoch": "epoch {:4.2f}",
-    "train/loss": "loss {:7.4f}",
-    "train/learning_rate": "lr {:.2e}",
-    "train/grad_norm": "grad {:8.3g}",
-    "perf/tokens_per_second": "{:>9,.0f} tok/s",
-    "perf/tokens_per_second_per_gpu": "{:>7,.0f} tok/s/GPU",
-    "perf/images_per_second": "{:>8,.2f} images/s",
-    "memory/peak_gib": "{:6.2f} GiB",
-}
+_FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
 
 class Display:

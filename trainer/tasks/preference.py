@@ -110,20 +110,10 @@ class PreferenceLoss(TokenLoss):
         lengths = to_device(counts.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
         losses = self._finish(scores, batch)
-        if self._settings.weighting == "wpo":
-            losses = losses * self._weigh_pairs(measures.detach(), counts)
+        if self._settings.weighting == "wpo":  # Zhou et al. 2024, equation 2: per token ln p - ln sum p^2
+            aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], counts, beyond=1.0) / lengths
+            losses = losses * aligned.sum(1).exp().detach()
         return losses.sum()
-
-    def _weigh_pairs(self, measures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return WPO's weights of the pairs [P] (Zhou et al. 2024, equation 2).
-
-        The weight of an answer is the geometric mean of p(token) / sum_v p(v)^2.
-        """
-        documents, lengths = (to_device(each, measures.device) for each in (torch.repeat_interleave(counts), counts))
-        sums = torch.zeros_like(lengths, dtype=torch.float32).index_add(
-            0, documents, measures[LOSS] + measures[COLLISION]
-        )
-        return (-sums / lengths).view(-1, 2).sum(1).exp()
 
     def _add_tokens(self, measures: torch.Tensor, counts: torch.Tensor, *, with_reference: bool) -> None:
         """Add the metrics of the tokens of answers, without those of mismatched answers."""
@@ -145,10 +135,13 @@ class PreferenceLoss(TokenLoss):
         with self._outside_step(batch, device), torch.no_grad(), without:
             return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch.document_targets)
 
-    def _sum_answers(self, token_losses: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        device = token_losses.device
+    def _sum_answers(
+        self, token_losses: torch.Tensor, counts: torch.Tensor, *, beyond: float | None = None
+    ) -> torch.Tensor:
+        """Return minus the sum of every answer [P, 2]; `beyond` is by default preference.length_weight."""
+        device, beyond = token_losses.device, self._settings.length_weight if beyond is None else beyond
         documents = to_device(torch.repeat_interleave(counts), device)
-        weights = to_device(_token_weights(counts, self._settings.length_weight), device)
+        weights = to_device(_token_weights(counts, beyond), device)
         sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
         return sums.view(-1, 2)
 

@@ -11,27 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from trainer.monitor.report.charts import Chart, number
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6db3", "#d9822b", "#3b8f6b", "#8a94a3", "#27303d"
-STYLE = {
-    "font.size": 10.5,
-    "font.family": "DejaVu Sans",
-    "text.color": INK,
-    "axes.titlesize": 12.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 12.0,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#c3cad4",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e8ebf0",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#5b6675",
-    "ytick.color": "#5b6675",
-    "legend.frameon": False,
-    "lines.solid_capstyle": "round",
-}
+STYLE = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
 SIZE_INCHES, WIDE_INCHES = (7.0, 3.5), (13.0, 4.4)
 DOTS_PER_INCH = 150
 
