@@ -249,7 +249,7 @@ class Run:
         """Create batches and schedule, and return position and total steps, restored from a checkpoint if given."""
         training = self.config.training
         self.batches = self.task.batches()
-        total_steps = count_steps(training, count_samples(self.prepared), self.ranks.world_size)
+        total_steps = count_steps(training, count_samples(self.prepared), self.config.data_ranks(self.ranks.world_size))
         assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
         position, self.restored_scu = self.checkpoints.restore(engine, total_steps, self.schedule, self.batches)

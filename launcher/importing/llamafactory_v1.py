@@ -78,5 +78,3 @@ def set_partition(t: Translation) -> None:
         common.set_deepspeed(t, "dist_config.config_file")
     elif kind.startswith("fsdp"):
         common.set_fsdp(t, "dist_config.name", {})
-    if t.get("cp_size", 1) > 1:
-        t.note("cp_size", "every GPU holds whole sequences, which needs more memory for the same result")

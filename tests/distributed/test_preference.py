@@ -20,6 +20,10 @@ def test_nothing_depends_on_stages_ranks_or_operators(matrix: Matrix, name: str)
         assert found.losses == pytest.approx(one_rank.losses, abs=1e-6)
         for metric in ("train/rewards/margins", "train/logps/rejected", "eval/loss", "eval/rewards/accuracies"):
             assert found.records(metric) == pytest.approx(one_rank.records(metric), abs=1e-5, rel=1e-6), metric
+        for metric in ("train/entropy", "eval/entropy", "train/kl_bits", "eval/kl_bits"):
+            known = found.records(metric)
+            assert known or ("kl" in metric and name in ("cached", "by-module")), metric
+            assert known == pytest.approx(one_rank.records(metric) if known else [], abs=1e-5), metric
 
 
 def test_packs_agree_over_stages(matrix: Matrix) -> None:

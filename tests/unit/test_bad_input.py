@@ -170,6 +170,15 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "training.offload_activations=true: not with scu.measure: kl",
     ),
     "model.added_tokens=['']": ("model.added_tokens=", "has an empty entry; remove it"),
+    "parallel.sequence=0": ("parallel.sequence=0: must be 1 or more",),
+    "parallel.sequence=2 ; task=reward": ("task=reward: not with parallel.sequence=2", "preference"),
+    "parallel.sequence=2 ; task=preference ; preference.share_prompt=true": (
+        "parallel.sequence=2: not with preference.share_prompt", "set preference.share_prompt: auto",
+    ),
+    "parallel.sequence=2 ; scu.enabled=true ; scu.measure=kl": ("scu.measure=kl: not with parallel.sequence=2",),
+    "parallel.sequence=2 ; training.torch_compile=true": ("torch_compile=true: not with", "parallel.sequence: 1"),
+    "parallel.sequence=2 ; model.attn_implementation=eager": ("attn_implementation=eager: not with", "use auto"),
+    "parallel.sequence=2 ; training.cuda_graphs=on": ("training.cuda_graphs=on: parallel.sequence exchanges",),
     "scu.integral_bound=0": ("scu.integral_bound=0: must be above 0",),
 }  # fmt: skip
 
@@ -287,6 +296,8 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "model.pad_token=<none-such>": ("model.pad_token=<none-such>: not in the vocabulary", "model.added_tokens"),
     "dataset.max_length=257": ("dataset.max_length=257: the model was made for 256 tokens", "use 256 or less"),
     "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
+    "parallel.sequence=3": ("parallel.sequence=3: LlamaForCausalLM has 4 attention heads", "use a divisor of"),
+    "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
     "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short within its header",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),

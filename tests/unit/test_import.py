@@ -145,6 +145,15 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
 
 
+@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
+def test_axolotls_shared_sequences_are_shared_here(key: str) -> None:
+    without_noise = AXOLOTL.replace("neftune_noise_alpha: 5", "")
+    config, text = imported(f"{without_noise}{key}: 4\n")
+    assert config.parallel.sequence == 4 and f"sequence: 4  # line 40, {key}" in re.sub(" +#", "  #", text)
+    assert "parallel:" not in imported(f"{without_noise}{key}: 1\n")[1]
+    assert "not with parallel.sequence=4" in refused(f"{AXOLOTL}{key}: 4\n"), "with noise on the embeddings"
+
+
 def test_patterns_of_layers_are_taken_over(folder: Path) -> None:
     patterns = "lora_rank_pattern: {v_proj: 32}\nlora_alpha_pattern: {v_proj: 64}\n"
     lines = (line for line in AXOLOTL.splitlines() if not line.startswith("lora_target_modules"))
@@ -291,9 +300,10 @@ def test_llama_factorys_second_layout() -> None:
     text = (
         "model: org/small\npeft_config: {name: lora, r: 4, lora_alpha: 8, target_modules: all}\n"
         "train_dataset: data/mine.yaml\nmicro_batch_size: 1\ncutoff_len: 128\nmax_steps: 3\n"
-        "dist_config: {name: fsdp2}\n"
+        "dist_config: {name: fsdp2}\ncp_size: 2\n"
     )
     config, _ = imported(text)
+    assert config.parallel.sequence == 2
     assert (config.lora.r, config.training.lr_scheduler, config.training.weight_decay) == (4, "constant", 0.01)
     assert (config.dataset.format, config.dataset.max_samples, config.zero.stage) == ("alpaca", 9, 3)
 

@@ -128,6 +128,16 @@ def test_shared_heads_are_copied_without_flash_attention(planner: Planner, confi
         assert (old.estimate(changed).peak > planner.estimate(changed).peak) == more
 
 
+def test_ranks_that_share_a_sequence_keep_a_fraction_of_it(planner: Planner, config: RunConfig) -> None:
+    alone = apply_changes(config, {"training.batch_size": 1, "zero.stage": 2, "dataset.max_length": 2048})
+    shared = apply_changes(alone, {"parallel.sequence": 4})
+    one, four = (planner.estimate(each).terms for each in (alone, shared))
+    assert four["activations"] == pytest.approx(one["activations"] / 4, rel=0.01)
+    assert four["base model"] == one["base model"] and four["optimizer"] == one["optimizer"]
+    together = apply_changes(shared, {"training.global_batch_size": 6})
+    assert planner.most_rows(together) == (6, "global_batch_size is 6"), "4 ranks read as one"
+
+
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps

@@ -90,6 +90,14 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
     assert "<b>202</b><span>101 on each of 2</span>" in page
 
 
+def test_ranks_that_share_sequences_count_as_one(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    path = tmp_path / "training_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parallel": {"sequence": 2}}))
+    rows = rows_of(write_report(tmp_path).read_text())
+    assert rows["batch"] == "6 sequences = 2 x 3 micro-steps x 2 ranks / 2 that share each"
+
+
 def test_the_page_stands_alone_and_the_plots_lie_beside_it(tmp_path: Path) -> None:
     make_run(tmp_path)
     page = write_report(tmp_path).read_text()

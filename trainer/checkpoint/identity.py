@@ -19,7 +19,7 @@ from trainer.config.errors import UserErrors, shown
 from trainer.config.files import check_shape, read_json
 from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import resolve_global_batch
+from trainer.data.step_count import global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
 
 ALLOW = "--allow-mismatch"
@@ -60,9 +60,9 @@ def run_identity(
 ) -> Identity:
     """Return the identity of a run that is about to train, or, without `prepared`, of a finished one."""
     # Before the ranks start, `global_batch_size` is not yet divided among them.
-    shared = config
+    shared, data_ranks = config, config.data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
-        shared = resolve_global_batch(config, count_samples(prepared), world_size)
+        shared = resolve_global_batch(config, count_samples(prepared), data_ranks)
     training = shared.training
     open_batch = world_size is None or training.batch_size == AUTO
     return Identity(
@@ -70,15 +70,13 @@ def run_identity(
             "dataset.path": _data_path(config),
             "model.tokenizer": config.model.tokenizer or config.base_model,
             "batch": f"training.batch_size={training.batch_size} x gradient_accumulation_steps="
-            f"{training.gradient_accumulation_steps} x {world_size} ranks",
+            f"{training.gradient_accumulation_steps} x {data_ranks if world_size else None} ranks",
         },
         settings=_comparable_settings(config) | {"training.precision": precision},
         base_model=config.base_model,
         base=fingerprint_base(config.base_model, config.model),
         data={} if prepared is None else dict(prepared.data.origin),
-        global_batch=None
-        if open_batch
-        else training.batch_size * training.gradient_accumulation_steps * (world_size or 1),
+        global_batch=None if open_batch else global_batch(training, data_ranks),
         ranks=world_size,
     )
 

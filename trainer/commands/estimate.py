@@ -33,6 +33,7 @@ from trainer.memory.preflight import recomputation_line
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
+from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.patches.mamba import has_scan_kernels, is_mamba_2
 from trainer.setup.preflight import load_reference
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
@@ -92,7 +93,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, recomputation_line(planner, resolved, memory)]
-    counted = resolved.training, planner.lengths.samples, planner.machine.world_size
+    counted = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
     found = planner.estimate(resolved)
     table = planner.table(resolved)
     # Prefer no offload, which costs more time than a higher stage.
@@ -241,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config
+        check_ranks(config.parallel.sequence, gpus)
         PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
             config = fit_max_length(config, context_length(read_model_config(config)[0]))

@@ -72,6 +72,7 @@ def show_step(
     """
     if not isinstance(data.train, Samples):
         raise UserError("dataset.streaming=true: the samples of a step are only known during the run")
+    ranks = config.data_ranks(ranks)
     training = _resolve_training(config, len(data.train), ranks)
     batches = Batches(
         data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from trainer.config.adapter_settings import read_initial_adapter
-from trainer.config.errors import DATA_WANTED, Mistake, UserError
+from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection, RewardSection
 from trainer.config.sections import RunConfig
@@ -38,6 +38,8 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
         problem = f"has no effect, because task is {config.task}"
         yield Mistake("reward.center", f"{config.reward.center:g}", problem, "set task: reward")
     yield from _check_training(config)
+    if config.parallel.sequence > 1:
+        yield from _check_sequence(config)
     if config.scu.enabled:
         yield from _check_scu(config)
 
@@ -234,6 +236,7 @@ def _check_shared_prompts(config: RunConfig) -> Iterator[Mistake]:
     for setting, value, usual in (
         ("training.torch_compile", config.training.torch_compile, False),
         ("model.attn_implementation", config.model.attn_implementation, "auto"),
+        ("parallel.sequence", config.parallel.sequence, 1),
     ):
         if asked is True and value != usual:
             problem = f"not with preference.share_prompt, which needs {str(usual).lower()}"
@@ -326,6 +329,24 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("logging.report_to", reporters, "none cannot be combined", "remove it or the others")
     if set(reporters) - {"tensorboard", "wandb"}:
         yield Mistake("logging.report_to", reporters, "choose from tensorboard, wandb, none")
+
+
+def _check_sequence(config: RunConfig) -> Iterator[Mistake]:
+    """Refuse what is not exact, or not supported yet, if ranks share a sequence."""
+    training = config.training
+    for name, value, allowed, reason in (
+        ("task", config.task, ("auto", "language", "preference"), "it cannot share them yet"),
+        ("scu.measure", config.scu.measure, ("delta", "factors"), "its reference text is not shared yet"),
+        ("model.attn_implementation", config.model.attn_implementation, ("auto",), "has an attention of its own"),
+        ("training.torch_compile", training.torch_compile, (False,), "its exchange cannot be compiled"),
+        ("training.router_aux_loss", training.router_aux_loss, (0.0,), "experts would be balanced for parts alone"),
+        ("training.neftune_noise_alpha", training.neftune_noise_alpha, (0.0,), "its noise depends on the length"),
+        ("training.elastic", training.elastic, (False,), "other numbers of ranks may not be divisible"),
+    ):
+        if value not in allowed:
+            problem = f"not with parallel.sequence={config.parallel.sequence}: {reason}"
+            fix = f"use {' or '.join(map(shown, allowed))}, or parallel.sequence: 1"
+            yield Mistake(name, value, problem, fix, "parallel.sequence")
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
@@ -426,6 +447,7 @@ def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
         (config.adapter == "none", "adapter", no_adapter),
         (not config.ops.flat, "ops.flat", "ops.flat: false gives every factor a separate gradient"),
         (config.zero.stage == 3, "zero.stage", "zero.stage: 3 gathers weights within a pass"),
+        (config.parallel.sequence > 1, "parallel.sequence", "parallel.sequence exchanges heads within a pass"),
         (training.torch_compile, "training.torch_compile", "training.torch_compile uses its own graphs"),
         (
             training.gradient_checkpointing == "reentrant",

@@ -123,6 +123,15 @@ def _clamp_start(settings: dict[str, Any], start: float) -> float:
     return min(max(start, low), high) if bounded else start
 
 
+class ParallelSection(Section):
+    """How ranks divide the work, in addition to ZeRO."""
+
+    sequence: Count = 1
+    """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens,
+    and of the attention heads. Must divide the ranks and the attention heads. The global batch is that of ranks / this
+    number."""
+
+
 class LoggingSection(Section):
     """Console output and metrics."""
 
@@ -201,12 +210,17 @@ class RunConfig(Section):
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     zero: ZeroSection = ZeroSection()
+    parallel: ParallelSection = ParallelSection()
     scu: Annotated[ScuSection, Needs("scu.enabled", (True,))] = ScuSection()
     ops: OpsSection = OpsSection()
     logging: LoggingSection = LoggingSection()
     output: OutputSection = OutputSection()
     export: ExportSection = ExportSection()
     tier: TierSection = TierSection()
+
+    def data_ranks(self, ranks: int) -> int:
+        """Return how many of so many ranks train on different samples: one of each group that shares a sequence."""
+        return max(1, ranks // self.parallel.sequence)
 
     @model_validator(mode="after")
     def _give_score_head(self) -> "RunConfig":

@@ -17,8 +17,7 @@ FIXED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 # Parts of DeepSpeed that would replace our step, data or model.
 REPLACE = (
     "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "elasticity",
-    "hybrid_engine", "pipeline", "progressive_layer_drop", "sequence_parallel_size", "sparse_attention",
-    "tensor_parallel",
+    "hybrid_engine", "pipeline", "progressive_layer_drop", "sparse_attention", "tensor_parallel",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from trainer.config import UserError
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
+from trainer.data.sequence_parts import SequencePart
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
 
@@ -51,6 +52,10 @@ class MicroBatch:
     """Weights of the targets in the order of their rows, fp32 [K]; None if all are 1."""
     shared_keys: dict[str, Any] = field(default_factory=dict)
     """Result of `find_shared_keys` for documents that share a prompt."""
+    sequence: SequencePart | None = None
+    """The part of a flat batch that this is; `cu_seqlens` are then the bounds in the whole batch."""
+    targets_before: int = 0
+    """Targets of the whole batch before this part."""
 
     @property
     def target_count(self) -> int:
@@ -76,8 +81,8 @@ class PairBatch(MicroBatch):
 
     @property
     def target_count(self) -> int:
-        """Number of pairs."""
-        return len(self.document_targets) // 2
+        """Number of pairs; ranks that share them count them once."""
+        return len(self.document_targets) // 2 if self.sequence is None or self.sequence.rank == 0 else 0
 
     @property
     def target_weight(self) -> float:
@@ -288,19 +293,29 @@ def evaluation_batches(
 
 
 def collate(
-    samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool, pairs: bool = False, shared: bool = False
+    samples: Sequence[Sample],
+    pad_token_id: int,
+    *,
+    packed: bool,
+    flat: bool,
+    pairs: bool = False,
+    shared: bool = False,
+    sequence: SequencePart | None = None,
 ) -> MicroBatch:
     """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets.
 
     With `pairs`, the samples are of preference data; without packing each document gets a row. If `shared`, the prompt
-    of a pair is in one of its documents only, and the batch is flat.
+    of a pair is in one of its documents only, and the batch is flat. `sequence` cuts a flat
+    batch, after padding it with a document.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
         if shared:
             batch = _collate_shared(documents, pad_token_id)
         else:
-            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat)
+            batch = collate(samples if packed else documents, pad_token_id, packed=packed, flat=flat, sequence=sequence)
+        if sequence is not None:  # labels of answers, which every rank needs
+            batch = replace(batch, weights=_weights(documents, list(map(_targets, documents))))
         counts = torch.tensor(
             [sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=torch.long
         )
@@ -309,20 +324,13 @@ def collate(
         return PairBatch(**vars(batch), document_targets=counts, **known)
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
+    if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
+        rows.append(Sample([pad_token_id] * short, [False] * short, [short]))
     found = [_targets(row) for row in rows]
     weights = _weights(rows, found)
     if flat:
-        lengths = [length for row in rows for length in row.document_lengths]
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        return MicroBatch(
-            torch.tensor([[token for row in rows for token in row.input_ids]]),
-            torch.from_numpy(np.concatenate(found)[None]),
-            tokens,
-            position_ids=torch.from_numpy(_positions(lengths)[None]),
-            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-            max_seqlen=max(lengths),
-            weights=weights,
-        )
+        batch = _join_rows(rows, found, tokens, weights)
+        return batch if sequence is None else sequence.cut(batch)
     longest = max(len(row.input_ids) for row in rows)
     input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
     targets = np.full((len(rows), longest), IGNORED, dtype=np.int64)
@@ -338,6 +346,23 @@ def collate(
         return replace(batch, attention_mask=places)
     widths = torch.tensor([len(row.input_ids) for row in rows])
     return replace(batch, position_ids=places, unpadded=(torch.arange(longest) < widths[:, None]).long())
+
+
+def _join_rows(
+    rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]], tokens: int, weights: torch.Tensor | None
+) -> MicroBatch:
+    """Return rows as a flat batch."""
+    lengths = [length for row in rows for length in row.document_lengths]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    return MicroBatch(
+        torch.tensor([[token for row in rows for token in row.input_ids]]),
+        torch.from_numpy(np.concatenate(targets)[None]),
+        tokens,
+        position_ids=torch.from_numpy(_positions(lengths)[None]),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=max(lengths),
+        weights=weights,
+    )
 
 
 def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:

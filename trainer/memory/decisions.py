@@ -161,6 +161,8 @@ def _attention(config: RunConfig, machine: Machine, model: ModelProperties | Non
     asked = config.model.attn_implementation
     if asked != "auto":
         return Decided(asked, "asked for")
+    if config.parallel.sequence > 1:
+        return Decided(VARLEN, f"heads are exchanged among {config.parallel.sequence} ranks")
     if model is not None and model.sinks and model.registry and config.dataset.packing:
         return Decided(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
     if model is not None and not model.sdpa:

@@ -9,9 +9,9 @@ reduced. For this, no micro-step is marked as the last for DeepSpeed, and its re
 engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also in its gradient hooks if
 `overlap_comm`, which trainer/parallel/engine/deepspeed_engine.py turns off).
 
-At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
-leaves a note and ends; the launcher starts all of them again from the newest checkpoint, as after any other failure
-(launcher/supervision/restarts.py).
+At stages 2 and 3, and if ranks share sequences, the other ranks sit in a collective of their own pass, which no message
+reaches. The rank leaves a note and ends; the launcher starts all of them again from the newest checkpoint, as after any
+other failure (launcher/supervision/restarts.py).
 """
 
 import gc
@@ -86,7 +86,7 @@ class Recovery:
         self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
         self._small_pass, self._let_go = small_pass, release
         self._halves = config.training.on_oom == "halve"
-        self._in_process = self._halves and config.zero.stage < 2
+        self._in_process = self._halves and config.zero.stage < 2 and config.parallel.sequence == 1
         self._agreed = False
         self.halvings: list[Halving] = []
         """Every change of the micro-batch in this process."""

@@ -131,7 +131,7 @@ class Planner:
 
     def most_rows(self, config: RunConfig) -> tuple[int, str]:
         """Return the largest useful micro-batch regardless of memory, and why no larger one is useful."""
-        together, ranks = config.training.global_batch_size, self.machine.world_size
+        together, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
         if together not in (None, AUTO):
             return min(LARGEST_BATCH, max(1, together // ranks)), f"global_batch_size is {together}"
         rows = LARGEST_BATCH
@@ -186,7 +186,7 @@ class Planner:
         return best
 
     def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
-        samples, ranks = self.lengths.samples, self.machine.world_size
+        samples, ranks = self.lengths.samples, config.data_ranks(self.machine.world_size)
         config = resolve_global_batch(config, samples, ranks)
         stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
         if batch_open:
@@ -248,10 +248,10 @@ class Planner:
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
             # Attention sinks without flash attention: the model's own code, as if the pack were one document.
-            attention = "eager"
+            attention = "eager" if self.shapes.facts.sinks else "sdpa"
         separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
         return Kernels(
-            length=min(self.lengths.longest, config.dataset.max_length),
+            length=-(-min(self.lengths.longest, config.dataset.max_length) // config.parallel.sequence),
             dtype=torch.float32 if self._element == 4 else torch.bfloat16,
             attention="flash" if flat and attention != "eager" else attention,
             masked=config.dataset.packing and not flat,

@@ -63,7 +63,8 @@ def plan_memory(
 
 def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
     """Plan for ranks with `memory` bytes of a GPU each, or None for CPUs. Raises UserError like `plan_memory`."""
-    config = resolve_global_batch(config, count_samples(prepared), machine.world_size)
+    counted = count_samples(prepared), config.data_ranks(machine.world_size)
+    config = resolve_global_batch(config, *counted)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = _planner(machine, config, prepared)
@@ -77,7 +78,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
-        config = resolve_eval_and_save_steps(config, count_samples(prepared), machine.world_size)
+        config = resolve_eval_and_save_steps(config, *counted)
         images = isinstance(prepared.model_config, Pipeline)
         unread = decide_for_images(config, machine) if images else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
@@ -86,7 +87,7 @@ def plan_for_machine(machine: Machine, config: RunConfig, prepared: Prepared, me
         raise UserError(
             f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
         )
-    resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), count_samples(prepared), machine.world_size)
+    resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counted)
     found = planner.estimate(resolved)
     notes = []
     if is_open:

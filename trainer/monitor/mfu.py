@@ -75,9 +75,13 @@ class StepFlops:
                 positions, weights = batch.position_ids, torch.ones_like(batch.position_ids)
             total += self.per_token * int(weights.sum())
             total += self.per_target * batch.target_count
+            heads = 1.0
+            if batch.sequence is not None and batch.cu_seqlens is not None:  # some heads of the whole sequence
+                positions = torch.cat([torch.arange(length) for length in batch.cu_seqlens.diff().tolist()])
+                weights, heads = torch.ones_like(positions), 1.0 / batch.sequence.size
             for window, width in self.attention.items():
                 seen = positions if window is None else positions.clamp(max=window - 1)
-                total += 6.0 * width * int(((2 * seen + 1) * weights).sum())
+                total += 6.0 * width * heads * int(((2 * seen + 1) * weights).sum())
         return total
 
 

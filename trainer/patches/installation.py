@@ -20,7 +20,13 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_heads_without_flash, disable_varlen, restore_sdpa, use_varlen
+from trainer.patches.packed_attention import (
+    copy_heads_without_flash,
+    disable_varlen,
+    restore_sdpa,
+    set_varlen,
+    use_varlen,
+)
 from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
 from trainer.patches.replace import undo, undo_on
 from trainer.patches.update_guard import UpdateGuard
@@ -86,7 +92,9 @@ def _own_heads(_: Any, wanted: Wanted) -> None:
 
 
 def _varlen(model: Any, wanted: Wanted) -> None:
-    if wanted.varlen:
+    if wanted.config.parallel.sequence > 1:
+        set_varlen(model)  # on any device: the settings and the model were checked before
+    elif wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
 
 

@@ -95,6 +95,8 @@ class TokenLoss:
         # Only our own variable-length attention takes document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
+            if batch.sequence is not None:
+                inputs["sequence"] = batch.sequence
         targets = batch.targets
         if self._picks_logits:
             wanted = (targets != IGNORED).any(0)

@@ -14,7 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
+from trainer.data.sequence_parts import SequencePart
 from trainer.model.model_kind import takes_sdpa
+from trainer.model.targets import find_non_text_modules
+from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
 from trainer.patches.attention_sinks import attend_per_document, flash_with_sinks, has_sinks
 
 VARLEN = "zerolora_varlen"
@@ -39,6 +42,28 @@ def check_supported(section: ModelSection, model: Any) -> None:
     capped = chosen == "sdpa" and not takes_sdpa(model)
     if capped or (flag is not None and not require(model, flag, "transformers")):
         raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
+
+
+def check_shareable(size: int, model: Any) -> None:
+    """Raise UserError if the attention of a model, which may be empty, cannot be divided among `size` ranks."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    towers = tuple(f"{path}." for path in find_non_text_modules(model))
+    recurrent = any(
+        isinstance(module, torch.nn.Conv1d) and not path.startswith(towers) for path, module in model.named_modules()
+    )
+    fix = "1"
+    if recurrent or set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        problem = "has recurrent or chunked layers, which need the tokens before"
+    elif has_sinks(model):
+        problem = "has attention sinks, which are not supported yet"
+    elif not require(model, "_supports_attention_backend", "transformers") or not takes_sdpa(model):
+        problem = "has attention that cannot be replaced"
+    elif not isinstance(heads, int) or heads % size:
+        problem, fix = f"has {heads} attention heads, which it does not divide", "a divisor of its heads"
+    else:
+        return
+    raise UserError(f"parallel.sequence={size}: {type(model).__name__} {problem}; use {fix}")
 
 
 def choose_attention(section: ModelSection) -> str | None:
@@ -179,6 +204,23 @@ def varlen_attention(
     return _attend_varlen(query, key, value, cu_seqlens, *more).unsqueeze(0), None
 
 
+def sequence_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sequence: SequencePart | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute `varlen_attention`; with `sequence`, [1, heads, T/N, head_dim] are the tokens of one of N ranks."""
+    if sequence is None:
+        return varlen_attention(module, query, key, value, attention_mask, **kwargs)
+    query, key, value = exchange_for_heads((query, key, value), sequence)
+    out, _ = varlen_attention(module, query, key, value, attention_mask, **kwargs)
+    return exchange_for_tokens(out, sequence), None
+
+
 def _attend_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -262,4 +304,4 @@ def _register() -> None:
 
     # No mask is registered, so transformers builds none: it would be L x L in every forward pass, and finding out
     # whether documents are packed would wait for the device.
-    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionInterface.register(VARLEN, sequence_attention)

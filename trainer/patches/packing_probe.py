@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.data.batches import IGNORED, collate
+from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.samples import Sample
+from trainer.data.sequence_parts import SequencePart
+from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, can_share_keys, disable_varlen, set_varlen
 from trainer.patches.per_document import (
@@ -116,6 +118,35 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
         return None
     base.set_attn_implementation(before)
     return reason
+
+
+@torch.no_grad()
+def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart) -> None:
+    """Raise UserError if logits of a part of a sequence differ from those in the whole; every rank must call it.
+
+    A model that has something else than attention between tokens would be trained on sequences torn apart.
+    """
+    length = 6 * part.size
+    documents = [length - 2 * part.size + 1, 2 * part.size - 1]
+    sample = Sample(_distant_tokens(model, length).tolist(), [True] * length, documents)
+    whole = collate([sample], pad_token_id, packed=True, flat=True)
+    own = part.cut(whole)
+    before = int((whole.targets[:, : 6 * part.rank] != IGNORED).sum())
+
+    def logits(batch: MicroBatch) -> torch.Tensor:
+        found, targets = token_loss.logits(model, batch, device)
+        return found[targets != IGNORED]
+
+    with _evaluating(model):
+        expected, found = logits(whole)[before : before + own.target_count], logits(own)
+    allowed = _allowed(model) if found.dtype == torch.float32 else ROUNDED
+    differs = torch.tensor(_size(found - expected) > allowed * _size(expected), device=device).int()
+    if sum_over_ranks(differs):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        raise UserError(
+            f"parallel.sequence={part.size}: in {type(base).__name__} tokens do not see each other through attention "
+            "alone, and parts of a sequence would have other logits than the whole; use 1"
+        )
 
 
 class _Probe:

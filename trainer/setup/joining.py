@@ -21,6 +21,7 @@ from trainer.parallel.ranks.agreement import meet
 from trainer.parallel.ranks.device_ahead import hash_triton_ahead
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.tasks.images.task import ImageTask
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference import PreferenceTask
@@ -51,6 +52,7 @@ def join(
 
     `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
+    check_ranks(config.parallel.sequence, ranks.world_size)
     device = ranks.device()
     if device.type == "cuda" and prepared.tokenizer is not None:  # image models use no Triton kernels
         hash_triton_ahead()
@@ -66,7 +68,7 @@ def join(
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
-    _print_steps(config, resolved, count_samples(prepared), ranks.world_size, say)
+    _print_steps(config, resolved, count_samples(prepared), config.data_ranks(ranks.world_size), say)
     return Joined(resolved, prepared, device, precision, memory, task)
 
 
@@ -86,6 +88,8 @@ def _join_process_group(
 
 
 def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
+    if (size := given.parallel.sequence) > 1:
+        say.show(f"sequences: each is shared by {size} ranks, which count as one below (parallel.sequence)")
     warnings = step_warnings(resolved, samples, ranks)
     say.show(f"steps: {steps_line(resolved.training, samples, ranks)}")
     if smaller := smaller_batch_line(given.training, resolved.training, ranks):

@@ -38,8 +38,9 @@ from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
+from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.patches.mamba import check_packable
-from trainer.patches.packed_attention import check_supported
+from trainer.patches.packed_attention import check_shareable, check_supported
 from trainer.scu.law_settings import build_law
 from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.images.pipeline import is_pipeline
@@ -211,6 +212,8 @@ def read_model_files(config: RunConfig) -> ModelFiles:
         tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
     empty = empty_model(model_config, config.model)
     check_supported(config.model, empty)
+    if config.parallel.sequence > 1:
+        check_shareable(config.parallel.sequence, empty)
     check_visited(config.base_model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
@@ -245,6 +248,8 @@ def prepare_to_resume(
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
     """Prepare a run, and check the checkpoint that it resumes, if any, by reading all of it."""
+    if world_size is not None:
+        check_ranks(config.parallel.sequence, world_size)
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)

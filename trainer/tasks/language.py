@@ -27,9 +27,10 @@ from trainer.monitor.report.model_card import model_card
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import choose_attention
-from trainer.patches.packing_probe import check_causal, keep_documents_apart
+from trainer.patches.packing_probe import check_causal, check_parts, keep_documents_apart
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.lm_eval_scores import Scores, TaskScores
@@ -55,6 +56,7 @@ class LanguageTask:
         """`config` must have every `auto` resolved."""
         self._config, self._prepared, self._ranks = config, prepared, ranks
         self._device, self._precision, self._say = device, precision, say
+        self._sequence = form_sequence_group(ranks, config.parallel.sequence)
         self._tokenizer_files: dict[str, bytes] | None = None
         self._first_answers: dict[str, str] = {}
         self._answers: AnswerMetrics | None = None
@@ -107,7 +109,11 @@ class LanguageTask:
         """Check that no token sees a later one, and no document of a packed sequence another."""
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)
-        self.flat_packs = config.dataset.packing and keep_documents_apart(loss, engine.module, self._any_token, device)
+        probed = loss, engine.module, self._any_token, device
+        flat = config.dataset.packing or self._sequence is not None
+        self.flat_packs = flat and keep_documents_apart(*probed)
+        if self._sequence is not None:
+            check_parts(*probed, self._sequence)
         for line in describe_separate_documents(engine.module):
             self._say(line)
         if varlen and not self.flat_packs:
@@ -118,8 +124,7 @@ class LanguageTask:
         common: dict[str, Any] = {
             "batch_size": training.batch_size,
             "accumulation": training.gradient_accumulation_steps,
-            "rank": self._ranks.rank,
-            "world_size": self._ranks.world_size,
+            **self._place,
             **self._layout,
         }
         if isinstance(samples, Samples):
@@ -134,14 +139,23 @@ class LanguageTask:
         return self._one_pass(samples, training.eval_batch_size or training.batch_size)
 
     def _one_pass(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        return evaluation_batches(samples, batch_size=batch_size, rank=rank, world_size=world_size, **self._layout)
+        return evaluation_batches(samples, batch_size=batch_size, **self._place, **self._layout)
+
+    @property
+    def _place(self) -> dict[str, int]:
+        """Number of the samples that this rank takes, and of all such numbers: ranks may share their samples."""
+        parallel = self._config.parallel
+        return {
+            "rank": self._ranks.rank // parallel.sequence,
+            "world_size": self._config.data_ranks(self._ranks.world_size),
+        }
 
     @property
     def _layout(self) -> dict[str, Any]:
         """Arguments of `collate`."""
         token, shared = self._any_token, self.shares_prompts
-        return {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
+        layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
+        return {**layout, "sequence": self._sequence}
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
         if base and self._config.lora.adapter_path is None:  # a new adapter changes nothing

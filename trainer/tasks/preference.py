@@ -25,6 +25,7 @@ from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
+from trainer.parallel.ranks.sequence_group import sum_over_parts
 from trainer.patches.loss_head import TokenLoss, bypass_adapter, to_device
 from trainer.patches.packing_probe import share_prompt_keys
 from trainer.tasks.language import LanguageTask
@@ -104,20 +105,23 @@ class PreferenceLoss(TokenLoss):
             reference = self.reference(model, batch, device)
         measures = self.by_token(model, batch, device, states)
         if states is not None:
-            reference = self._sum_answers(measures[BASE_LOSS], counts)
-        self._add_tokens(measures.detach(), counts, with_reference=states is not None)
-        ours = self._sum_answers(measures[LOSS], counts)
+            reference = self._sum_answers(measures[BASE_LOSS], batch)
+        self._add_tokens(measures.detach(), batch, with_reference=states is not None)
+        ours = self._sum_answers(measures[LOSS], batch)
         lengths = to_device(counts.view(-1, 2).float(), device)
         scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
         losses = self._finish(scores, batch)
         if self._settings.weighting == "wpo":  # Zhou et al. 2024, equation 2: per token ln p - ln sum p^2
-            aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], counts, beyond=1.0) / lengths
+            aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], batch, beyond=1.0) / lengths
             losses = losses * aligned.sum(1).exp().detach()
-        return losses.sum()
+        # Ranks that share a pair know all of its scores: each returns a fraction of its loss.
+        return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
 
-    def _add_tokens(self, measures: torch.Tensor, counts: torch.Tensor, *, with_reference: bool) -> None:
+    def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
         """Add the metrics of the tokens of answers, without those of mismatched answers."""
-        counted = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts).nonzero().squeeze(1)
+        counts = batch.document_targets
+        is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
+        counted = is_answer[_own_targets(batch, measures[LOSS])].nonzero().squeeze(1)
         measures = measures.index_select(1, to_device(counted, measures.device))
         values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
@@ -133,17 +137,15 @@ class PreferenceLoss(TokenLoss):
         """Return the log-probabilities of chosen and rejected answers under the reference, fp32 [P, 2]."""
         without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
         with self._outside_step(batch, device), torch.no_grad(), without:
-            return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch.document_targets)
+            return self._sum_answers(self.by_token(model, batch, device)[LOSS], batch)
 
     def _sum_answers(
-        self, token_losses: torch.Tensor, counts: torch.Tensor, *, beyond: float | None = None
+        self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
     ) -> torch.Tensor:
         """Return minus the sum of every answer [P, 2]; `beyond` is by default preference.length_weight."""
-        device, beyond = token_losses.device, self._settings.length_weight if beyond is None else beyond
-        documents = to_device(torch.repeat_interleave(counts), device)
-        weights = to_device(_token_weights(counts, beyond), device)
-        sums = token_losses.new_zeros(len(counts)).index_add(0, documents, -token_losses * weights)
-        return sums.view(-1, 2)
+        weights = _token_weights(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
+        weights = to_device(weights[_own_targets(batch, token_losses)], token_losses.device)
+        return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
@@ -195,6 +197,18 @@ class KtoLoss(PreferenceLoss):
         if all(counts):
             found[f"{prefix}/rewards/margins"] = totals[0] / counts[0] - totals[1] / counts[1]
         return found
+
+
+def _own_targets(batch: PairBatch, values: torch.Tensor) -> slice:
+    """Return which of the batch's targets the `values` of this rank are: all, if no ranks share the batch."""
+    return slice(batch.targets_before, batch.targets_before + len(values))
+
+
+def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
+    """Return the sums over the targets of every document [D], from the values of this rank's targets [K]."""
+    documents = torch.repeat_interleave(batch.document_targets)[_own_targets(batch, values)]
+    sums = values.new_zeros(len(batch.document_targets)).index_add(0, to_device(documents, values.device), values)
+    return sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)
 
 
 def _labels(batch: PairBatch) -> torch.Tensor:
@@ -252,6 +266,7 @@ class PreferenceTask(LanguageTask):
         asked = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and asked else 0.0
         possible = not config.training.torch_compile and config.model.attn_implementation == "auto"
+        possible = possible and config.parallel.sequence == 1
         if not asked or (asked == "auto" and (saved < WORTH_SHARING or not possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
@@ -264,14 +279,14 @@ class PreferenceTask(LanguageTask):
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
         """Return the log-probabilities of all answers under the reference; a collective call."""
-        size, rank, world_size = self._config.training.batch_size, self._ranks.rank, self._ranks.world_size
+        size, place = self._config.training.batch_size, self._place
         known = torch.zeros(samples.first_answer(len(samples)), dtype=torch.float64, device=self._device)
         engine.eval()
         for number, batch in enumerate(self._one_pass(samples, size)):
             assert isinstance(batch, PairBatch)
-            first = samples.first_answer((number * world_size + rank) * size)
+            first = samples.first_answer((number * place["world_size"] + place["rank"]) * size)
             answers = loss.reference(engine, batch, self._device).flatten()
-            known[first : first + len(answers)] = answers.double()
+            known[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
         self._say(f"reference: {len(known):,} answers computed once, before training")
         return sum_over_ranks(known).cpu().numpy()

@@ -1,0 +1,106 @@
+"""Groups of ranks that share a sequence, and the exchange of its parts for attention heads (Ulysses).
+
+Outside of attention every rank computes the same part of all tokens of a sequence. Before attention an all-to-all gives
+it all tokens of a part of the heads, and after it another one its own tokens of all heads again. The backward pass of
+an exchange is the opposite exchange, so that the gradients of the weights add up over the ranks as those of different
+samples do.
+
+B rows, H heads, L tokens of the whole sequence, D head size, N ranks of the group.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.config import UserError
+from trainer.data.sequence_parts import SequencePart
+from trainer.parallel.ranks.group import Ranks
+
+
+def check_ranks(size: int, world_size: int) -> None:
+    """Raise UserError if so many ranks cannot be divided into groups of `size`."""
+    if world_size % size:
+        divisors = [each for each in range(1, world_size + 1) if world_size % each == 0]
+        raise UserError(
+            f"parallel.sequence={size}: does not divide the {world_size} rank{'s' * (world_size > 1)} of this run; "
+            f"use {' or '.join(map(str, divisors))}, or another number of ranks"
+        )
+
+
+def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
+    """Return the part of its sequences that this rank computes, None if that is all; every rank must call it.
+
+    Neighbouring ranks share a sequence, which are usually on one host. Raises UserError like `check_ranks`.
+    """
+    check_ranks(size, ranks.world_size)
+    if size == 1:
+        return None
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, ranks.world_size, size)]
+    return SequencePart(ranks.rank % size, size, groups[ranks.rank // size])
+
+
+def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Tensor]:
+    """Return queries, keys or values [B, H, L/N, D] of this rank's tokens as [B, H/N, L, D] of its heads.
+
+    Fewer or other heads than N divides are repeated: the heads of queries are a multiple of both.
+    """
+    parts = []
+    for tensor in tensors:
+        repeats = part.size // math.gcd(tensor.shape[1], part.size)
+        repeated = tensor.repeat_interleave(repeats, 1) if repeats > 1 else tensor
+        parts.append(repeated.unflatten(1, (part.size, -1)).movedim(1, 0))
+    sizes = [each[0].numel() for each in parts]
+    received = _AllToAll.apply(torch.cat([each.flatten(1) for each in parts], 1), part.group).split(sizes, 1)
+    whole = [each.view(like.shape) for each, like in zip(received, parts, strict=True)]
+    return [each.movedim(0, 2).flatten(2, 3) for each in whole]
+
+
+def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
+    """Return the result of attention [B, L, H/N, D] for this rank's heads as [B, L/N, H, D] for its tokens."""
+    parts = tensor.unflatten(1, (part.size, -1)).movedim(1, 0)
+    received: Tensor = _AllToAll.apply(parts.contiguous(), part.group)
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
+    """Return the sum over the ranks of a group; each should use it for its fraction of a loss."""
+    total: Tensor = _Sum.apply(values, part.group)
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """Sums a tensor over a group; so is its gradient, which every rank has a fraction of."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends row i of a tensor to rank i of a group, and receives row i from it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sent = grads[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received, None
