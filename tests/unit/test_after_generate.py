@@ -18,6 +18,7 @@ from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokeni
 from trainer.commands import chat, generate
 from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
+from trainer.data.prompt_files import sample_prompts
 from trainer.data.records import PLAIN_TEXT
 from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
 
@@ -243,6 +244,14 @@ def test_a_file_without_a_prompt_is_one_line(
     assert generate.main([str(run_dir), "--prompts", str(tmp_path / "p.jsonl")]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: --prompts=") and needle in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_missing_file_of_sample_prompts_is_no_question(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("red cat\n")
+    texts = ["Summarize notes.md", "", str(tmp_path / "p.txt")]
+    assert list(sample_prompts(texts)) == ["Summarize notes.md", "", "red cat"]
+    with pytest.raises(UserError, match=r"^logging\.sample_prompts=nope\.jsonl: no such file or folder"):
+        list(sample_prompts(["nope.jsonl"]))
 
 
 def test_odd_prompts_are_answered_and_one_that_is_too_long_alone_is_not(

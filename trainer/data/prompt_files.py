@@ -29,9 +29,12 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
 
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
-    """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts."""
+    """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts.
+
+    A single word with the suffix of a data file is a file. Raises UserError if it does not exist.
+    """
     for text in texts:
-        is_file = data_suffix(Path(text)) in READERS and os.path.isfile(text)
+        is_file = data_suffix(Path(text)) in READERS and (len(text.split()) == 1 or os.path.isfile(text))
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 
 
