@@ -105,6 +105,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("scu.enabled=true", "scu.enabled=true: steers by bits a token, and a loss on noise has none"),
         ("adapter=none", "adapter=none: of image models only adapters are trained"),
         ("training.qat=int8", "training.qat=int8: is for language models; remove it"),
+        ("parallel.sequence=2", "parallel.sequence=2: is for language models; remove it"),
         ("dataset.packing=true", "dataset.packing=true: is for language models; remove it"),
         ("dataset.max_length=4096", "dataset.max_length=4096: is for language models; remove it"),
         ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers loads LoRA alone; list them"),

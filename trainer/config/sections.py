@@ -126,7 +126,7 @@ def _clamp_start(settings: dict[str, Any], start: float) -> float:
 class ParallelSection(Section):
     """How ranks divide the work, in addition to ZeRO."""
 
-    sequence: Count = 1
+    sequence: Annotated[Count, LANGUAGE] = 1
     """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens,
     and of the attention heads. Must divide the ranks and the attention heads. The global batch is that of ranks / this
     number."""
