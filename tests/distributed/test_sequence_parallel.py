@@ -23,6 +23,8 @@ METRICS = (
     "train/kl_bits",
 )  # fmt: skip
 """What must agree, where a run has it."""
+SUMMED = {"train/kl": 1e-5}
+"""A difference of log-probabilities of answers, some 40 nats each, which fp32 rounds to 4e-6."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "packed-0": {**PACKED, "zero__stage": 0},
     "rows-2": {"zero__stage": 2, "ops__backend": "reference"},
@@ -122,7 +124,9 @@ def compare(runs: Matrix, name: str, ranks: int) -> None:
     assert f"each is shared by {4 if ranks == 4 and name in BY_FOUR else 2} ranks" in shared.console
     tolerance = 1e-5 if "fp8" in name else TOLERANCE  # roundings to 8 bits may flip
     for metric in METRICS:
-        assert shared.records(metric) == pytest.approx(alone.records(metric), abs=tolerance, rel=1e-7), metric
+        assert shared.records(metric) == pytest.approx(
+            alone.records(metric), abs=tolerance + SUMMED.get(metric, 0.0), rel=1e-7
+        ), metric
     for key, value in alone.adapter().items():
         torch.testing.assert_close(shared.adapter()[key], value, atol=tolerance, rtol=0)
 
