@@ -64,7 +64,7 @@ def sweep(
     table: Annotated[bool, typer.Option("--table", help="Only show the results so far.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
 ) -> None:
-    """Train every combination of some settings' values, then show a table and a page, best first."""
+    """Train every combination of the given values, then show the runs in a table and a page, best first."""
     words = [*(settings or []), *context.args]
     first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     submit_options = words[first:]

@@ -52,7 +52,7 @@ class Parts:
     reporter: Reporter | None
     stop: StopRequest
     evaluate: Callable[[], tuple[float, dict[str, float]]] | None
-    """Returns the number that evaluations are compared by, lower is better, and all metrics."""
+    """Returns the value by which evaluations are compared (lower is better), and all metrics."""
     checkpoints: CheckpointManager | None
     """None for a run without checkpoints."""
     recovery: Recovery

@@ -131,7 +131,7 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
 
 
 def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
-    """Return format and fields of a source of preference pairs, or of labelled answers; `rl` is their method."""
+    """Return the format and fields of a source of preference pairs or labelled answers; `rl` is the method."""
     kind = entry.get("type")
     style = "" if isinstance(kind, dict) else str(kind or "").partition(".")[2]
     given = {**entry, **(kind if isinstance(kind, dict) else {})}

@@ -57,7 +57,7 @@ SHARED_ROWS = {
 
 
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
-    """Set preference training with losses and their weights, of which those of 0 are left out; None: a reward model.
+    """Set preference training with weighted losses, without those of weight 0, or for None a reward model.
 
     `length` is their key for the length of one answer with its prompt; ours counts both answers of a pair.
     """

@@ -123,7 +123,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no metric": (
         {"training__best_checkpoint": True, "training__best_metric": "acc", "training__eval_steps": 1},
-        "training.best_metric=acc: not among the metrics of this run; use loss, bpt, perplexity",
+        "training.best_metric=acc: not a metric of this run; use loss, bpt, perplexity",
     ),
     "unused": ({"training__best_metric": "bpt"}, "training.best_metric=bpt: has no effect, because training.best_"),
 }

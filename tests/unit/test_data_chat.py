@@ -430,7 +430,7 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert find_chat_template(tokenizer, None) == CHATML
     assert find_chat_template(tokenizer, WORDS) == WORDS
     assert find_chat_template(tokenizer, str(file)) == WORDS
-    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: no template in it and no such file"):
+    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: neither a template nor an existing"):
         find_chat_template(tokenizer, "missing.jinja")
     with pytest.raises(UserError, match=r"chat_template=.*: cannot be read \(Is a directory\); use a file that"):
         find_chat_template(tokenizer, str(tmp_path))

@@ -287,15 +287,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another prompt": (
         {"prompt": "dog", "chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b")]},
-        "record 2: prompt is not what chosen and rejected answer",
+        "record 2: prompt differs from that of chosen and rejected",
     ),
     "another prompt in turns": (
         {"prompt": [said("user", "dog")], "chosen": [ASK, said("assistant", "a")],
          "rejected": [ASK, said("assistant", "b")]},
-        "record 2: prompt is not what chosen and rejected answer",
+        "record 2: prompt differs from that of chosen and rejected",
     ),
     "other words": (
-        {"chosen": "red cat", "rejected": "blue dog"}, "record 2: chosen and rejected begin with different words",
+        {"chosen": "red cat", "rejected": "blue dog"}, "record 2: chosen and rejected have no common prompt",
     ),
     "empty turn": (
         {"chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", " ")]},
@@ -334,7 +334,7 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),
         (
             {"lora__adapter_path": "/nowhere"},
-            "lora.adapter_path=/nowhere: is the reference as well, which must be computed before",
+            "lora.adapter_path=/nowhere: is also the reference, which must be computed before",
         ),
         ({"scu__enabled": True}, "scu.measure=delta: compares with a loss per token, not per pair"),
         ({"preference__loss": "dpoo"}, "preference.loss"),

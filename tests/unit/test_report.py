@@ -95,7 +95,7 @@ def test_ranks_that_share_sequences_count_as_one(tmp_path: Path) -> None:
     path = tmp_path / "training_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"parallel": {"sequence": 2}}))
     rows = rows_of(write_report(tmp_path).read_text())
-    assert rows["batch"] == "6 sequences = 2 x 3 micro-steps x 2 ranks / 2 that share each"
+    assert rows["batch"] == "6 sequences = 2 x 3 micro-steps x 2 ranks / 2 per sequence"
 
 
 def test_the_page_stands_alone_and_the_plots_lie_beside_it(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_ranks_without_a_whole_group_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "problem"),
     [
-        ("llama", 3, "has 4 attention heads, which it does not divide"),
+        ("llama", 3, "has 4 attention heads, not a multiple of 3; use a divisor"),
         ("gpt_oss", 2, "has attention sinks"),
         ("gemma2", 2, "has attention that cannot be replaced"),
         ("qwen3_next", 2, "has recurrent or chunked layers"),

@@ -80,4 +80,4 @@ def test_estimate_counts_what_crosses_the_network(config: Path, capsys: pytest.C
 
 def test_impossible_hosts_are_a_usage_error(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(config), "--gpus", "4", "--gpus-per-host", "5"]) == 2
-    assert "--gpus-per-host 5: must be from 1 to --gpus, which is 4" in capsys.readouterr().err
+    assert "--gpus-per-host 5: must be between 1 and --gpus (4)" in capsys.readouterr().err

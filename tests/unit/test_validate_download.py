@@ -78,7 +78,7 @@ def test_a_model_without_an_estimate_is_one_line(kind: str, config: Path, capsys
     capsys.readouterr()
     assert estimate.main(words) == 2
     shown = capsys.readouterr()
-    assert not shown.out and shown.err.startswith("error: this model has no memory estimate (")
+    assert not shown.out and shown.err.startswith("error: the memory of this model cannot be estimated (")
     assert validate.main(words) == 0
     assert "no memory estimate for this model (" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
 PREFIX = ".writing-"
-"""Of the name of a folder that is being written."""
+"""Prefix of the names of folders that are being written."""
 
 
 class SaveFailed(UserError):
@@ -50,7 +50,7 @@ class Save:
         self.thread.start()
 
     def finish(self) -> None:
-        """Wait until it is published; a collective call.
+        """Wait until the folder is published; a collective call.
 
         Raises SaveFailed on all ranks if a disk was full, and any other error unchanged.
         """

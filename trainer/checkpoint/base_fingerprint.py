@@ -20,7 +20,7 @@ VOLATILE = ("transformers_version", "_diffusers_version", "_name_or_path", "dtyp
 PIPELINE, SCHEDULER = "model_index.json", "scheduler"
 FROZEN_PARTS = (SCHEDULER, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 SAME_WEIGHTS = ("name", "weights", "commit")
-"""Keys of a fingerprint, the first of which that two have decides whether their weights are the same."""
+"""Keys of a fingerprint. The first that two fingerprints share decides whether their weights are the same."""
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
@@ -61,7 +61,7 @@ def _hash_denoiser(folder: Path) -> dict[str, str]:
 
 
 def _hash_frozen_parts(folder: Path) -> dict[str, str]:
-    """Return the hashes of a pipeline's scheduler, VAE and text encoders, of those that are complete."""
+    """Return the hashes of a pipeline's scheduler, VAE and text encoders, without incomplete ones."""
     found = {}
     for part in FROZEN_PARTS:
         settings, weights = sorted((folder / part).glob("*config.json")), _weight_files(folder / part)
@@ -76,7 +76,7 @@ def _hash_settings(file: Path) -> str:
 
 
 def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
-    """Return what two fingerprints differ in apart from their weights: `config`, a frozen part or a file of code."""
+    """Return where two fingerprints differ apart from the weights: `config`, a frozen part or a file of code."""
     return next((key for key in one if key not in SAME_WEIGHTS and other.get(key, one[key]) != one[key]), None)
 
 

@@ -197,7 +197,7 @@ class Position:
     evaluated_at: int = -1
     """Step of the last evaluation."""
     best_metric: str = "loss"
-    """Setting `training.best_metric`, which decides what `best_loss` is: negated if higher is better."""
+    """The setting `training.best_metric`; `best_loss` is its best value, negated if higher is better."""
     best_loss: float = math.inf
     best_step: int = 0
     worse_in_a_row: int = 0

@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         if gpus < 1:
             raise UserError(f"--gpus {gpus}: must be 1 or more")
         if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
-            raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be from 1 to --gpus, which is {gpus}")
+            raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config

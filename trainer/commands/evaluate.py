@@ -63,7 +63,7 @@ COLUMNS = {
     },
     "pairs": {"loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f")},
 }  # fmt: skip
-"""Values of texts and of pairs -> title and format of their column."""
+"""Columns of the table, for texts and for pairs: the value's name -> title and format."""
 Losses = NDArray[np.float64]
 
 
@@ -281,7 +281,7 @@ def show(found: dict[str, Any], heading: str, console: Console) -> None:
         table.add_row(row, *(_cell(found[model], name, sign + form) for name, (_, form) in columns.items()))
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"[dim]below: {CONFIDENCE:.0%} intervals of a bootstrap over {unit}[/dim]", highlight=False)
+    console.print(f"[dim]below: {CONFIDENCE:.0%} bootstrap intervals over {unit}[/dim]", highlight=False)
     if found[unit] < FEW_DOCUMENTS:
         console.print(f"[yellow]only {found[unit]} {unit}: the intervals are rough[/yellow]")
 
@@ -308,10 +308,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--data", metavar="FILE", help="a file, folder or hub name to evaluate on instead of the run's held-out data"
     )
     parser.add_argument("--split", help="split of --data (train)")
-    parser.add_argument("--tasks", metavar="A,B", help="score tasks of lm-eval instead: names or YAML files")
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompts of --tasks")
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="documents of each of --tasks")
-    parser.add_argument("--apply-chat-template", action="store_true", help="ask --tasks as conversations")
+    parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to score instead")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="few-shot examples in the prompts of --tasks")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="maximum number of documents per task")
+    parser.add_argument("--apply-chat-template", action="store_true", help="use the chat template for --tasks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="documents per batch (as in training)")
     parser.add_argument("--samples", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
@@ -324,7 +324,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
     """Print the scores of --tasks for base and adapter, and return them for JSON."""
     if arguments.data is not None or arguments.scale != 1.0:
-        raise UserError(f"--tasks={arguments.tasks}: not with --data or --scale; remove them")
+        raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data or --scale; remove them")
     asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
     try:
         scorer = TaskScores(EvaluationSection(**asked), tokenizer, batch_size, Ranks(0, 1, 0))

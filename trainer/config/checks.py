@@ -289,7 +289,7 @@ def _check_reference(config: RunConfig) -> Iterator[Mistake]:
         problem = "the reference is the model without its adapter"
         yield Mistake("adapter", "none", problem, f"use lora, {fix}", involved)
     if (path := config.lora.adapter_path) and config.preference.reference != "cached":
-        problem = "is the reference as well, which must be computed before it is trained"
+        problem = "is also the reference, which must be computed before training"
         yield Mistake("lora.adapter_path", path, problem, f"set preference.reference: cached, {fix}", involved)
     if (init := config.lora.init) in ("pissa", "pissa_niter_16", "olora"):
         yield Mistake("lora.init", init, "changes the base, which is the reference", "use default", involved)
@@ -332,16 +332,16 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_sequence(config: RunConfig) -> Iterator[Mistake]:
-    """Refuse what is not exact, or not supported yet, if ranks share a sequence."""
+    """Refuse settings that are inexact or not supported yet if ranks share a sequence."""
     training = config.training
     for name, value, allowed, reason in (
-        ("task", config.task, ("auto", "language", "preference"), "it cannot share them yet"),
-        ("scu.measure", config.scu.measure, ("delta", "factors"), "its reference text is not shared yet"),
-        ("model.attn_implementation", config.model.attn_implementation, ("auto",), "has an attention of its own"),
-        ("training.torch_compile", training.torch_compile, (False,), "its exchange cannot be compiled"),
-        ("training.router_aux_loss", training.router_aux_loss, (0.0,), "experts would be balanced for parts alone"),
-        ("training.neftune_noise_alpha", training.neftune_noise_alpha, (0.0,), "its noise depends on the length"),
-        ("training.elastic", training.elastic, (False,), "other numbers of ranks may not be divisible"),
+        ("task", config.task, ("auto", "language", "preference"), "sequences of this task cannot be split yet"),
+        ("scu.measure", config.scu.measure, ("delta", "factors"), "its reference text cannot be split yet"),
+        ("model.attn_implementation", config.model.attn_implementation, ("auto",), "only auto can exchange heads"),
+        ("training.torch_compile", training.torch_compile, (False,), "the exchange of heads cannot be compiled"),
+        ("training.router_aux_loss", training.router_aux_loss, (0.0,), "each rank would balance its own part only"),
+        ("training.neftune_noise_alpha", training.neftune_noise_alpha, (0.0,), "noise depends on the length"),
+        ("training.elastic", training.elastic, (False,), "it may not divide the number of remaining ranks"),
     ):
         if value not in allowed:
             problem = f"not with parallel.sequence={config.parallel.sequence}: {reason}"
@@ -387,7 +387,7 @@ def _check_scores(config: RunConfig) -> Iterator[Mistake]:
     if best not in known and not (asked.tasks and "/" in best):
         fix = f"use {', '.join(known)}{' or TASK/METRIC' if asked.tasks else ''}"
         involves = "evaluation.metrics evaluation.tasks"
-        yield Mistake("training.best_metric", best, "not among the metrics of this run", fix, involves)
+        yield Mistake("training.best_metric", best, "not a metric of this run", fix, involves)
 
 
 def _check_scu(config: RunConfig) -> Iterator[Mistake]:

@@ -11,7 +11,7 @@ from trainer.config.types import Count, PositiveInt, Section, Words
 
 ANSWER_METRICS = ("exact_match", "regex", "json_schema", "tool_call", "rouge_l")
 LOSSES = ("loss", "bpt", "perplexity")
-"""Metrics of held-out data of which lower is better."""
+"""Metrics of held-out data for which lower is better."""
 _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("language", "preference"))
 
 
@@ -24,21 +24,22 @@ def _check_pattern(value: str) -> str:
 
 
 class EvaluationSection(Section):
-    """Scores of the model, measured with the held-out loss: before, every `training.eval_steps`, and after training."""
+    """Scores of the model, computed with the held-out loss: before, every `training.eval_steps`, and after training."""
 
     tasks: Annotated[Words, _WRITES] = ()
     """Tasks of lm-eval: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
     num_fewshot: Annotated[Annotated[int, Field(ge=0, le=1000)] | None, _TASKS] = None
-    """Examples in the prompts of `tasks`, instead of each task's own number."""
+    """Number of few-shot examples in the prompts of `tasks`, instead of each task's own."""
     limit: Annotated[PositiveInt | None, _TASKS] = None
     """Maximum number of documents of each of `tasks`."""
     apply_chat_template: Annotated[bool, _TASKS] = False
-    """Ask `tasks` as conversations, in the tokenizer's chat template."""
+    """Format the prompts of `tasks` with the tokenizer's chat template."""
     metrics: Annotated[Words, Needs("task", ("language",))] = ()
-    """Metrics of greedy answers to held-out prompts, compared with the records' answers. `exact_match`; `regex`: what
-    `regex` finds is equal; `json_schema`: valid by `json_schema`; `tool_call`: the same calls, by name and arguments;
-    `rouge_l`: the F-measure of ROUGE-L; FILE.py:FUNCTION: your function of (prompt, answer, expected), which returns a
-    number, higher is better. A conversation is asked up to its last trained turn."""
+    """Metrics of greedy answers to held-out prompts, compared with the records' answers. `exact_match`: equal texts;
+    `regex`: equal matches of `evaluation.regex`; `json_schema`: valid by `evaluation.json_schema`; `tool_call`: the
+    same calls, by name and arguments; `rouge_l`: the F-measure of ROUGE-L; FILE.py:FUNCTION: your function of (prompt,
+    answer, expected), which returns a number (higher is better). A prompt ends before the record's last trained
+    turn."""
     samples: Annotated[PositiveInt, _METRICS] = 64
     """Maximum number of held-out records to answer, the first ones with a prompt."""
     max_new_tokens: Annotated[Count, _METRICS] = 256
@@ -51,5 +52,5 @@ class EvaluationSection(Section):
 
     @property
     def has_scores(self) -> bool:
-        """Whether anything is measured."""
+        """Whether tasks or metrics are set."""
         return bool(self.tasks or self.metrics)

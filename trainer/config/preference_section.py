@@ -58,8 +58,8 @@ class PreferenceSection(Section):
     length_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO's alpha); 1: no change."""
     weighting: Literal["none", "wpo"] = "none"
-    """`wpo` multiplies the loss of a pair by how probable both answers are for the model that is trained, relative to
-    answers that it would generate (WPO; TRL's use_weighting), so that the data counts as if it were on-policy."""
+    """`wpo` multiplies the loss of a pair by the probability of both answers under the trained model, relative to
+    answers that it would generate itself (WPO; TRL's use_weighting). This approximates on-policy data."""
     desirable_weight: Positive = 1.0
     """Weight of answers labelled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
     desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable ones."""

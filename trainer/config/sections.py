@@ -219,7 +219,7 @@ class RunConfig(Section):
     tier: TierSection = TierSection()
 
     def data_ranks(self, ranks: int) -> int:
-        """Return how many of so many ranks train on different samples: one of each group that shares a sequence."""
+        """Return the number of ranks that train on different samples: one per group that shares a sequence."""
         return max(1, ranks // self.parallel.sequence)
 
     @model_validator(mode="after")

@@ -35,10 +35,10 @@ def _checkpointing_word(value: Any) -> Any:
 
 
 def _ranks_or_word(value: Any) -> Any:
-    """Raise ValueError unless the value is `auto`, `host`, `all` or a whole number from 2 on, also as text."""
+    """Raise ValueError unless the value is `auto`, `host`, `all` or an integer of at least 2, as number or text."""
     if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
         return value
-    raise ValueError("must be auto, host, all, or a number of ranks from 2 on")
+    raise ValueError("must be auto, host, all, or a number of ranks of at least 2")
 
 
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
@@ -249,8 +249,8 @@ class ZeroSection(Section):
         _STAGE_3,
         Needs(".gather", ("layer",)),
     ] = "auto"
-    """Ranks that share one copy of the frozen base at stage 3: those of a `host`, so that no weight crosses the network
-    in training, groups of this many ranks, or `all`. `auto`: host if its shards fit by the memory estimate."""
+    """Ranks that share one copy of the frozen base at stage 3: `all`, groups of this many ranks, or those of a `host`,
+    so that no weights cross the network during training. `auto`: host if its shards fit by the memory estimate."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False

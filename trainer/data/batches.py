@@ -53,7 +53,7 @@ class MicroBatch:
     shared_keys: dict[str, Any] = field(default_factory=dict)
     """Result of `find_shared_keys` for documents that share a prompt."""
     sequence: SequencePart | None = None
-    """The part of a flat batch that this is; `cu_seqlens` are then the bounds in the whole batch."""
+    """Which part of a flat batch this is, if ranks share it; `cu_seqlens` are then the bounds in the whole batch."""
     targets_before: int = 0
     """Targets of the whole batch before this part."""
 
@@ -81,7 +81,7 @@ class PairBatch(MicroBatch):
 
     @property
     def target_count(self) -> int:
-        """Number of pairs; ranks that share them count them once."""
+        """Number of pairs; one that several ranks share counts once."""
         return len(self.document_targets) // 2 if self.sequence is None or self.sequence.rank == 0 else 0
 
     @property

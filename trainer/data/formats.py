@@ -137,8 +137,8 @@ def _detect(
     for pair in (("role", "content"), ("from", "value")):
         if not source.fields and set(pair) <= present.keys():
             raise UserError(
-                f"{label}.format=auto: the records are single turns ({' and '.join(pair)}), and a record is a whole "
-                "conversation; write its turns as a list under `messages`"
+                f"{label}.format=auto: each record is a single turn ({' and '.join(pair)}) instead of a whole "
+                "conversation; write the turns as a list under `messages`"
             )
     for format_, names in COMMON_NAMES:
         if all(column in present for column in names.values()):

@@ -33,7 +33,7 @@ class Pair:
     chosen: Turns | Text
     rejected: Turns | Text
     margin: float = 0.0
-    """By how much the score of a reward model should be higher for the chosen answer; 0 without a margin."""
+    """Amount by which a reward model should score the chosen answer higher; 0 without a margin."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Nonempty fields of the record that were not used."""
 
@@ -107,7 +107,7 @@ def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_pr
 def _join_answer(
     system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, shape: Shape, where: str, *, chat: bool
 ) -> Turns | Text:
-    """Return a prompt with its answer, the field `completion`. Raises UserError if this is empty or no answer."""
+    """Return a prompt with its answer, the field `completion`. Raises UserError if it is empty or not an answer."""
     name = shape.names["completion"]
     turns, last = None, {"content": answer or ""}
     if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
@@ -165,15 +165,15 @@ def _common_start(answers: Sequence[Any], where: str) -> Any:
 
 
 def _check_prompt(given: Any, found: Any, where: str) -> None:
-    """Raise UserError if a prompt is not in the conversations in which the answers are, or texts have no prompt."""
+    """Raise UserError if the prompt differs from that of the answers' conversations, or texts have no prompt."""
     if found == "" and given is None:
-        raise UserError(f"{where}: chosen and rejected begin with different words, and must answer the same prompt")
+        raise UserError(f"{where}: chosen and rejected have no common prompt; begin both with the same prompt")
     texts, asked = (
         [str(turn.get("content", turn.get("value", ""))).strip() for turn in turns if isinstance(turn, Mapping)]
         for turns in (found, [{"content": given}] if isinstance(given, str) else given or ())
     )
     if isinstance(found, list) and not {*asked} <= {*texts}:
-        raise UserError(f"{where}: prompt is not what chosen and rejected answer; remove it, or correct them")
+        raise UserError(f"{where}: prompt differs from that of chosen and rejected; remove it, or correct them")
 
 
 def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:

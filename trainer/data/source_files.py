@@ -50,9 +50,9 @@ def read_template(configured: str) -> str:
     try:
         return Path(configured).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        problem = "no template in it and no such file; write the template itself, or the path of a file"
+        problem = "neither a template nor an existing file; write a template, or the path of a file"
     except OSError as error:
-        problem = f"cannot be read ({error.strerror}); use a file that this user may read"
+        problem = f"cannot be read ({error.strerror}); use a file that you can read"
     except ValueError as error:
         problem = f"is not UTF-8 text ({error}); save it as such"
     raise UserError(f"dataset.chat_template={configured}: {problem}")

@@ -10,7 +10,7 @@ import torch
 from trainer.data.batches import IGNORED, MicroBatch
 
 PARTS = 16
-"""Padding adds at most one part in PARTS."""
+"""Padding adds at most 1 / PARTS of the length."""
 HEAD_PARTS = 8
 """The head is computed at a multiple of one part in HEAD_PARTS of the tokens."""
 LEAST_DOCUMENTS = 4

@@ -85,7 +85,7 @@ class Decisions:
     gather: Decided[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
     shard_group: Decided[int]
-    """Number of ranks that share one copy of the base at stage 3; of the smallest group, if they differ."""
+    """Number of ranks that share one copy of the base at stage 3: the size of the smallest group."""
     flat: Decided[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decided[bool]

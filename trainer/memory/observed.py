@@ -139,17 +139,18 @@ class _Complete(Exception):
 
 
 class NoEstimate(UserError):
-    """A model with code that does not run without weights."""
+    """The model's code does not run without weights."""
 
     def __init__(self, error: Exception) -> None:
         self.reason = one_line(f"{type(error).__name__}: {error}")
         super().__init__(
-            f"this model has no memory estimate ({self.reason}); set zero.stage and training.batch_size to numbers"
+            f"the memory of this model cannot be estimated ({self.reason}); set zero.stage and training.batch_size "
+            "to numbers"
         )
 
 
 def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-    """Return what a layer of each kind takes with `rows` rows. Raises NoEstimate."""
+    """Return the memory that a layer of each kind needs for `rows` rows. Raises NoEstimate."""
     model = shapes.model.to("meta", kernels.dtype).train()
     found: dict[int, Layer] = {}
     meter = Meter(model, kernels)

@@ -85,7 +85,7 @@ class Planner:
         return estimate(self.shapes, work, placement, self.seen(work), checkpoints=checkpoints + best)
 
     def traffic(self, config: RunConfig) -> dict[str, int]:
-        """Return the bytes that a GPU receives in a step: gathered weights, by where they come from, and gradients.
+        """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
 
         Weights are gathered in the forward and in the backward pass of each micro-step. A ring sums gradients.
         """

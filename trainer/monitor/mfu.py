@@ -30,7 +30,7 @@ from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
 PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")).tree
-"""Dense TFLOP/s by name of the GPU."""
+"""Dense TFLOP/s by GPU name."""
 
 
 def peak_flops(card: str, precision: str) -> float | None:

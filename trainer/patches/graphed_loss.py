@@ -301,7 +301,7 @@ class GraphedLoss:
         return shape, self._captures[shape]
 
     def _refuse(self, kind: type[LossPass], reason: str, *, no_room: bool) -> None:
-        """Launch what cannot be captured from now on: reference text, or everything."""
+        """Launch reference text, or everything, from now on, since it cannot be captured."""
         if kind is LossPass:
             self._give_up(reason, warn=self._mode == "on")
             return

@@ -239,9 +239,9 @@ class TokenLoss:
     def compute_divergence_from_inputs(
         self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
     ) -> torch.Tensor:
-        """Return `divergence` from tensors on the device, without a wait for it; head and loss must be fused.
+        """Compute `divergence` from tensors on the device, without synchronizing; needs a fused head and loss.
 
-        Rows of IGNORED count 0; their `base_states` must be 0.
+        Rows with target IGNORED count as 0; their `base_states` must be 0.
         """
         ignored = targets.flatten().eq(IGNORED)[:, None]
 

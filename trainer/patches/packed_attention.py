@@ -54,13 +54,13 @@ def check_shareable(size: int, model: Any) -> None:
     )
     fix = "1"
     if recurrent or set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-        problem = "has recurrent or chunked layers, which need the tokens before"
+        problem = "has recurrent or chunked layers, which need all earlier tokens"
     elif has_sinks(model):
         problem = "has attention sinks, which are not supported yet"
     elif not require(model, "_supports_attention_backend", "transformers") or not takes_sdpa(model):
         problem = "has attention that cannot be replaced"
     elif not isinstance(heads, int) or heads % size:
-        problem, fix = f"has {heads} attention heads, which it does not divide", "a divisor of its heads"
+        problem, fix = f"has {heads} attention heads, not a multiple of {size}", "a divisor of that number"
     else:
         return
     raise UserError(f"parallel.sequence={size}: {type(model).__name__} {problem}; use {fix}")

@@ -124,7 +124,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart) -> None:
     """Raise UserError if logits of a part of a sequence differ from those in the whole; every rank must call it.
 
-    A model that has something else than attention between tokens would be trained on sequences torn apart.
+    They differ if layers other than attention combine tokens; such a model cannot be trained on split sequences.
     """
     length = 6 * part.size
     documents = [length - 2 * part.size + 1, 2 * part.size - 1]
@@ -144,8 +144,8 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
     if sum_over_ranks(differs):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         raise UserError(
-            f"parallel.sequence={part.size}: in {type(base).__name__} tokens do not see each other through attention "
-            "alone, and parts of a sequence would have other logits than the whole; use 1"
+            f"parallel.sequence={part.size}: {type(base).__name__} combines tokens outside of attention, so a part of "
+            "a sequence has different logits than in the whole; use 1"
         )
 
 

@@ -139,7 +139,7 @@ def _build_schema(path: Path) -> Metric:
         kind.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
         problem = f"{type(error).__name__}: {getattr(error, 'message', error)}"
-        raise UserError(f"evaluation.json_schema={path}: {problem}; use the file of a JSON schema") from None
+        raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:
         try:

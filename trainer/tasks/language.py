@@ -143,7 +143,7 @@ class LanguageTask:
 
     @property
     def _place(self) -> dict[str, int]:
-        """Number of the samples that this rank takes, and of all such numbers: ranks may share their samples."""
+        """Which samples this rank takes: ranks that share a sequence have the same number."""
         parallel = self._config.parallel
         return {
             "rank": self._ranks.rank // parallel.sequence,

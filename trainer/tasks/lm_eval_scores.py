@@ -83,7 +83,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
 class _Model:
     """The part of a model that lm-eval calls; not a module: lm-eval would tie its weights again.
 
-    For a model with an adapter lm-eval cuts the vocabulary to the tokenizer's `tokens`, without padding. So does this.
+    It truncates the vocabulary to the tokenizer's `tokens`, without padding, as lm-eval does for adapters.
     """
 
     def __init__(self, module: Any, device: torch.device, tokens: int, *, synced: bool) -> None:
@@ -182,7 +182,7 @@ def _seeds_of_lm_eval() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-@replaces("`Collator`, which makes batches of requests")
+@replaces("`Collator`, which batches requests")
 def _share_batches(ranks: Ranks) -> Any:
     """Return a context in which each rank computes some of lm-eval's batches and gets the results of all."""
     if ranks.world_size == 1:

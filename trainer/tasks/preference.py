@@ -41,7 +41,7 @@ MEASURED = (
 )
 """Metrics, averages over pairs, by the names of TRL; rewards are beta (log p - log p_ref) in nats."""
 MEASURED_OF_TOKENS = ("entropy", "kl_bits")
-"""Metrics, averages over tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
+"""Metrics averaged over the tokens of answers: the entropy of the model in nats, as in TRL, and its divergence from the
 reference in bits, if the reference is computed in the step from the head's input."""
 SEARCHED = 1000
 """Documents among which the report's examples of both labels are searched."""
@@ -70,7 +70,7 @@ class Sums:
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and forget the averages over all pairs, by the first of the `names`; every rank must call it."""
+        """Return and reset the averages over all pairs, named by the first of `names`; every rank must call it."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
@@ -200,7 +200,7 @@ class KtoLoss(PreferenceLoss):
 
 
 def _own_targets(batch: PairBatch, values: torch.Tensor) -> slice:
-    """Return which of the batch's targets the `values` of this rank are: all, if no ranks share the batch."""
+    """Return the slice of the batch's targets that this rank's `values` belong to."""
     return slice(batch.targets_before, batch.targets_before + len(values))
 
 

@@ -110,7 +110,7 @@ class Task(Protocol):
         ...
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        """Return the scores of the `evaluation` section, or after the first those of the base; a collective call."""
+        """Return the scores of the `evaluation` section, with `base` those of the base model; a collective call."""
         ...
 
     def meter(self, model: Any) -> Any:

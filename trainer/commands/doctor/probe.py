@@ -50,7 +50,7 @@ def check_torch() -> Iterator[Finding]:
         return
     if not torch.cuda.is_available():
         has_card = shutil.which("nvidia-smi") is not None
-        fix = "install a build of torch with a CUDA no newer than the driver's (`nvidia-smi` shows it)"
+        fix = "install a torch build for a CUDA version no newer than the driver's (`nvidia-smi` shows it)"
         found = f"{built}: sees no GPU" + (" although there is a driver" if has_card else "")
         yield Finding("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
         return

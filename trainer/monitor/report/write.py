@@ -226,7 +226,7 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
         training, ranks = config["training"], run.get("world_size", 1)
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
         what, shared = find_unit(records).samples, config["parallel"]["sequence"]
-        among = f"{ranks} ranks" + f" / {shared} that share each" * (shared > 1)
+        among = f"{ranks} ranks" + f" / {shared} per sequence" * (shared > 1)
         rows.append(("batch", f"{size * micro * ranks // shared} {what} = {size} x {micro} micro-steps x {among}"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
         stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]

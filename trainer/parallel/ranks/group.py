@@ -234,7 +234,7 @@ def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 
 def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
-    """Return the batches that this rank computes, as many on every rank: some repeat the first."""
+    """Return the batches of this rank; some ranks repeat the first batch, so that all have the same number."""
     own = batches[ranks.rank :: ranks.world_size]
     return [*own, batches[0]] if len(own) * ranks.world_size < len(batches) else own
 

@@ -1,9 +1,9 @@
 """Groups of ranks that share a sequence, and the exchange of its parts for attention heads (Ulysses).
 
-Outside of attention every rank computes the same part of all tokens of a sequence. Before attention an all-to-all gives
-it all tokens of a part of the heads, and after it another one its own tokens of all heads again. The backward pass of
-an exchange is the opposite exchange, so that the gradients of the weights add up over the ranks as those of different
-samples do.
+Outside attention, every rank computes the same part of each sequence. An all-to-all before attention gives
+it all tokens of some heads; another one afterwards returns its own tokens with all heads. The backward pass of an
+exchange is the opposite exchange. The gradients of the weights are therefore summed over the ranks like those of
+different samples.
 
 B rows, H heads, L tokens of the whole sequence, D head size, N ranks of the group.
 """
@@ -22,7 +22,7 @@ from trainer.parallel.ranks.group import Ranks
 
 
 def check_ranks(size: int, world_size: int) -> None:
-    """Raise UserError if so many ranks cannot be divided into groups of `size`."""
+    """Raise UserError unless the ranks can be divided into groups of `size`."""
     if world_size % size:
         divisors = [each for each in range(1, world_size + 1) if world_size % each == 0]
         raise UserError(
@@ -34,7 +34,7 @@ def check_ranks(size: int, world_size: int) -> None:
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
     """Return the part of its sequences that this rank computes, None if that is all; every rank must call it.
 
-    Neighbouring ranks share a sequence, which are usually on one host. Raises UserError like `check_ranks`.
+    Consecutive ranks share a sequence, since they are usually on one host. Raises UserError like `check_ranks`.
     """
     check_ranks(size, ranks.world_size)
     if size == 1:
@@ -46,7 +46,7 @@ def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
 def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Tensor]:
     """Return queries, keys or values [B, H, L/N, D] of this rank's tokens as [B, H/N, L, D] of its heads.
 
-    Fewer or other heads than N divides are repeated: the heads of queries are a multiple of both.
+    Heads are repeated if their number is not a multiple of N, which happens only for keys and values.
     """
     parts = []
     for tensor in tensors:
@@ -73,7 +73,7 @@ def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sums a tensor over a group; so is its gradient, which every rank has a fraction of."""
+    """Sums a tensor over a group, and in the backward pass its gradient, of which every rank has a fraction."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Groups of ranks that share one copy of a frozen base (zero.shard_within), so that hosts need not exchange weights."""
+"""Groups of ranks that each hold one copy of a frozen base (zero.shard_within), so that hosts exchange no weights."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,7 +11,7 @@ Within = Literal["auto", "host", "all"] | int
 
 
 def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each group, where `hosts` has the host of each rank; `auto` is one group of all ranks.
+    """Return the ranks of each group; `hosts` is the host of each rank, and `auto` means one group of all ranks.
 
     Raises UserError if the ranks cannot be divided into groups of `within`.
     """
