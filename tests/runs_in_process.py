@@ -45,7 +45,7 @@ def make_ground(folder: Path) -> Path:
 
 
 def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of models and settings that are known by their texts, and that looks at the same ones once."""
+    """A function of models and settings that caches its results by their text."""
     known: dict[str, Any] = {}
 
     @wraps(measure)

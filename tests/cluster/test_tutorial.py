@@ -1,4 +1,4 @@
-"""docs/tutorials/slurm.md: its commands run as written on the login node of a cluster."""
+"""docs/tutorials/slurm.md: its commands run as written on a cluster's login node."""
 
 import re
 from pathlib import Path

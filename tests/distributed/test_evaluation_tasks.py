@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_measure_the_scores_of_one(folder: Path, name: str) -> None:
+def test_two_ranks_measure_the_same_scores_as_one(folder: Path, name: str) -> None:
     log = (folder / "launch-2.log").read_text()[-3000:]
     assert (folder / f"{name}-done-0").exists() and (folder / f"{name}-done-1").exists(), log
     records: list[dict[str, Any]] = [record for record in read_metrics(folder / name) if "eval/choose/acc" in record]

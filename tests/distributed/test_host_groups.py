@@ -1,4 +1,4 @@
-"""zero.shard_within: hosts that each have a whole copy of the base train what one copy over all ranks trains."""
+"""zero.shard_within: a copy of the base per host gives the same training as one copy sharded over all ranks."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Matrix, list[Any]]:
     return Matrix(folder, cases), [json.loads((folder / f"bytes-{rank}.json").read_text()) for rank in range(4)]
 
 
-def test_no_weight_crosses_between_hosts(runs: tuple[Matrix, list[Any]]) -> None:
+def test_no_weights_cross_between_hosts(runs: tuple[Matrix, list[Any]]) -> None:
     for received in runs[1]:
         assert all(received[name]["far"] == 0 < received[name]["near"] for name in ("host", "auto", "nf4", "resumed"))
         # Of three other ranks one is on this host; each sends a quarter of the base where a host's other sends a half.

@@ -1,4 +1,4 @@
-"""Sequences shared by ranks: the losses and adapters of one rank that has them whole."""
+"""Ranks that share sequences give the losses and adapters of one rank with whole sequences."""
 
 import os
 from typing import Any
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6
 LONG = {"dataset__max_length": 250, "training__batch_size": 1}
-"""Packs of many documents, which do not end at the border of two ranks, some of an odd number of tokens."""
+"""Packs of many documents that span two ranks, some with an odd number of tokens."""
 PACKED = {"dataset__packing": True, **LONG}
 METRICS = (
     "train/loss", "train/tokens", "train/target_tokens", "eval/loss", "scu/s_ratio", "scu/lambda",
     "train/logps/chosen", "train/rewards/margins", "eval/rewards/accuracies", "train/kl", "train/entropy",
     "train/kl_bits",
 )  # fmt: skip
-"""What must agree, where a run has it."""
+"""Metrics that must agree if both runs have them."""
 SUMMED = {"train/kl": 1e-5}
 """A difference of log-probabilities of answers, some 40 nats each, which fp32 rounds to 4e-6."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ MORE: dict[str, dict[str, Any]] = {
 CUT = {**PACKED, "training__save_steps": 2, "zero__stage": 2}
 SHARED = {**CUT, "parallel__sequence": 2}
 ALONE = {**CUT, "training__gradient_accumulation_steps": 1}
-"""The same global batch on two ranks that share nothing."""
+"""The same global batch on two ranks that share no sequences."""
 RESUMES: dict[str, dict[str, Any]] = {
     "cut": SHARED,
     "cut-alone": ALONE,
@@ -145,7 +145,7 @@ def test_other_settings_and_four_ranks_train_as_one(more_runs: Matrix, name: str
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["to-shared", "to-alone", "alone-to-shared"])
-def test_a_run_resumes_with_sequences_shared_otherwise(more_runs: Matrix, name: str) -> None:
+def test_a_run_resumes_with_another_number_of_sharing_ranks(more_runs: Matrix, name: str) -> None:
     whole, again = more_runs["cut"], more_runs[name]
     assert "resumed from" in again.console
     assert again.losses == pytest.approx(whole.losses[2:], abs=TOLERANCE)

@@ -246,7 +246,7 @@ def test_a_file_without_a_prompt_is_one_line(
     assert captured.err.startswith("error: --prompts=") and needle in captured.err and captured.err.count("\n") == 1
 
 
-def test_a_missing_file_of_sample_prompts_is_no_question(tmp_path: Path) -> None:
+def test_a_missing_file_of_sample_prompts_is_reported(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("red cat\n")
     texts = ["Summarize notes.md", "", str(tmp_path / "p.txt")]
     assert list(sample_prompts(texts)) == ["Summarize notes.md", "", "red cat"]

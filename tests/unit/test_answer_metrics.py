@@ -1,4 +1,4 @@
-"""Metrics of generated answers: each by hand, mistakes as one line, and a whole run that is steered by one."""
+"""Metrics of generated answers: values by hand, one-line errors, and a run that selects its checkpoint by one."""
 
 import importlib.util
 import json
@@ -55,7 +55,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ("rouge_l", "the dog sat", "the cat sat on it", 2 * (2 / 3) * (2 / 5) / (2 / 3 + 2 / 5), {}),
     ],
 )
-def test_metrics_by_hand(
+def test_metrics_equal_values_by_hand(
     name: str, answer: str, expected: str, value: float | None, settings: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
@@ -81,7 +81,7 @@ class Letters:
         return "".join(map(chr, ids)).replace("<", "")
 
 
-def test_the_question_is_what_comes_before_the_last_trained_part() -> None:
+def test_the_prompt_ends_before_the_last_trained_part() -> None:
     def sample(text: str, trained: str) -> Sample:
         return Sample([*map(ord, text)], [float(mark) for mark in trained], [len(text)])
 
@@ -145,7 +145,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_mistake_is_one_line_before_anything_is_written(
+def test_a_mistake_is_reported_before_anything_is_written(
     name: str, ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ground)
@@ -195,7 +195,7 @@ def test_a_run_keeps_the_weights_that_a_users_function_prefers(ground: Path, mon
     assert f"before {records[0]['eval/length']:.4f}, after {best['eval/length']:.4f}" in report
 
 
-def test_a_resumed_run_with_another_metric_searches_the_best_anew(ground: Path) -> None:
+def test_resuming_with_another_metric_restarts_the_search_for_the_best(ground: Path) -> None:
     held_out = {"path": str(ground / "held_out.jsonl")}
     settings = {
         "output_dir": str(ground / "again"),

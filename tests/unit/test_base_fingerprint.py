@@ -84,7 +84,7 @@ def test_16_gb_take_seconds_at_most_and_names_shapes_and_samples_count(tmp_path:
     assert is_same_base(first, fingerprint_base(str(tmp_path), PLAIN)) is False
 
 
-def test_what_else_an_image_model_computes_with_is_compared(tmp_path: Path) -> None:
+def test_frozen_parts_of_an_image_model_are_compared(tmp_path: Path) -> None:
     origin = make_pipeline(tmp_path / "sd", "sd")
     first = fingerprint_base(str(origin), PLAIN)
     assert {"scheduler", "vae", "text_encoder"} < set(first)
@@ -108,7 +108,7 @@ def test_what_else_an_image_model_computes_with_is_compared(tmp_path: Path) -> N
     assert is_same_base(first, {"weights": first["weights"]}), "of an older version, which recorded the denoiser only"
 
 
-def test_code_of_a_base_is_compared_where_it_is_run(model: Path, tmp_path: Path) -> None:
+def test_code_of_a_base_is_compared_if_it_is_trusted(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     (copy / "modeling_mine.py").write_text("SCALE = 1\n")
     trusted = ModelSection(trust_remote_code=True)

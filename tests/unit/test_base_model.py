@@ -301,8 +301,8 @@ def test_weights_that_are_missing_are_not_drawn_when_a_model_is_loaded_either(mo
         )
 
 
-def test_a_model_filled_piece_by_piece_generates_like_a_whole_one(tmp_path: Path) -> None:
-    """By the base's generation_config.json, of which lm-eval's scores depend: Qwen's penalizes repetition."""
+def test_a_streamed_model_generates_like_a_loaded_one(tmp_path: Path) -> None:
+    """It follows generation_config.json, on which lm-eval's scores depend: Qwen's penalizes repetition."""
     folder = make_model(tmp_path / "model")
     kept = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(kept | {"repetition_penalty": 1.75}))

@@ -330,7 +330,7 @@ def test_text_that_a_template_does_not_write() -> None:
 
 
 def test_an_answer_after_results_begins_where_the_results_end() -> None:
-    """Gemma 4 prompts for nothing there: the model continues in the turn of its call."""
+    """Gemma 4 adds no generation prompt there: the model continues in the turn of its call."""
     messages = [*CONVERSATIONS["tools"][:3], turn("assistant", "No.", reasoning_content="So.")]
     tokenizer = tokenizer_of("gemma-4-v5")
     trained = trained_texts(tokenizer, encode(tokenizer, messages, tools=[TOOL]))

@@ -1,4 +1,4 @@
-"""Standard output or error that is closed, full, or read by nobody: no traceback, and training continues without it."""
+"""Standard output or error that is closed, full, or unread: no traceback, and training continues without it."""
 
 import subprocess
 import sys

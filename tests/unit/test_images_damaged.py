@@ -227,8 +227,8 @@ def test_a_part_that_a_pipeline_lacks_is_named(copied: Path, part: str) -> None:
     ("setting", "value"), [("scaling_factor", "x"), ("scaling_factor", float("nan")), ("shift_factor", float("inf")),
                            ("latent_channels", "four"), ("block_out_channels", 5)]
 )  # fmt: skip
-def test_settings_of_a_vae_that_mean_nothing_are_named(copied: Path, setting: str, value: object) -> None:
-    """Latents of no number would be trained on, and blamed on the learning rate."""
+def test_invalid_settings_of_a_vae_are_named(copied: Path, setting: str, value: object) -> None:
+    """NaN latents would otherwise be reported as a problem of the learning rate."""
     file = copied / "vae" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {setting: value}))
     with pytest.raises(UserError, match=rf"sdxl: vae/config\.json {setting}.*; copy it again"):

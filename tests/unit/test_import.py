@@ -146,7 +146,7 @@ def test_an_axolotl_file_says_the_same_here() -> None:
 
 
 @pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
-def test_axolotls_shared_sequences_are_shared_here(key: str) -> None:
+def test_axolotls_context_parallelism_is_imported(key: str) -> None:
     without_noise = AXOLOTL.replace("neftune_noise_alpha: 5", "")
     config, text = imported(f"{without_noise}{key}: 4\n")
     assert config.parallel.sequence == 4 and f"sequence: 4  # line 40, {key}" in re.sub(" +#", "  #", text)
@@ -404,7 +404,7 @@ def test_preference_training_says_the_same_here() -> None:
             translate_arguments(words.replace("robust", wrong).split())
 
 
-def test_reward_models_say_the_same_here() -> None:
+def test_reward_models_are_imported() -> None:
     source = "datasets: [{path: org/pairs, type: bradley_terry.chat_template}]\n"
     theirs = re.sub(r"datasets:\n(?:[ -].*\n)+", source, AXOLOTL) + "reward_model: true\nnum_labels: 1\n"
     config, text = imported(theirs + "center_rewards_coefficient: 0.01\n")

@@ -1,4 +1,4 @@
-"""Scores of lm-eval's tasks: those of its command line to the last digit, and one line for every mistake."""
+"""Scores of lm-eval's tasks: equal to its command line to the last digit, and one-line errors."""
 
 import json
 import random
@@ -65,7 +65,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(folder / "run") if "eval/choose/acc" in record]
 
 
-def test_scores_in_training_and_after_it_are_those_of_the_command_of_lm_eval(trained: Path) -> None:
+def test_scores_during_and_after_training_equal_lm_eval_run(trained: Path) -> None:
     records = measured(trained)
     assert [record["step"] for record in records] == [0, 2, 4, 6]
     expected, errors = run_lm_eval(trained, peft=True)
@@ -80,7 +80,7 @@ def test_scores_in_training_and_after_it_are_those_of_the_command_of_lm_eval(tra
 
 
 def test_the_base_has_the_scores_of_lm_eval_without_an_adapter(tmp_path: Path) -> None:
-    """Of a model without padding in its vocabulary, which lm-eval leaves in a model without an adapter."""
+    """The model's vocabulary has no padding, which lm-eval would keep without an adapter."""
     from transformers import AutoTokenizer
 
     make_ground(tmp_path)
@@ -119,7 +119,7 @@ def test_the_adapter_that_a_run_starts_from_is_not_the_base(trained: Path) -> No
     assert "scores  choose/acc " in shown
 
 
-def test_the_best_checkpoint_is_that_of_the_best_score(trained: Path) -> None:
+def test_the_best_checkpoint_has_the_best_score(trained: Path) -> None:
     settings = {
         "output_dir": str(trained / "best"),
         "evaluation__tasks": write_tasks(trained),
@@ -140,7 +140,7 @@ def test_the_best_checkpoint_is_that_of_the_best_score(trained: Path) -> None:
         assert kept == [str(best)] and found[-1][1] == score, found
 
 
-def test_random_numbers_of_training_are_left_alone(trained: Path) -> None:
+def test_random_numbers_of_training_are_unchanged(trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(trained / "model").eval()
@@ -178,7 +178,7 @@ BAD_TASKS = {
 
 
 @pytest.mark.parametrize("name", BAD_TASKS)
-def test_a_task_that_cannot_be_loaded_is_one_line(
+def test_a_task_that_cannot_be_loaded_is_reported(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path)
@@ -191,7 +191,7 @@ def test_a_task_that_cannot_be_loaded_is_one_line(
     assert said.startswith(f"error: {BAD_TASKS[name]}") and said.count("\n") == 1, said
 
 
-def test_without_lm_eval_the_message_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lm_eval_the_message_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.tasks.lm_eval_scores.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"evaluation.tasks=gsm8k: lm-eval is not installed; pip install lm_eval==0.4.13"

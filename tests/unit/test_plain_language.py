@@ -1,4 +1,4 @@
-"""Sentences of README, tutorials and guides are short, and no page or program has words that readers must decode."""
+"""Sentences of README, tutorials and guides are short, and pages and code avoid unusual words."""
 
 import re
 import subprocess

@@ -119,7 +119,7 @@ def test_entropy_and_divergence_agree_with_plain_peft(ground: Path, reference: s
     assert expected > 1e-3 and bits[-1] == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_adapter_is_start_and_reference(ground: Path) -> None:
+def test_an_adapter_is_both_start_and_reference(ground: Path) -> None:
     """Losses and factors agree with plain PEFT and a reference from before the first step; also resumed."""
     first, folder = ground / "first-adapter", ground / "from-adapter"
     train(ground, **SETTINGS, output_dir=str(first), training__max_steps=3, training__learning_rate=1e-2)

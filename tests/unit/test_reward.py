@@ -136,7 +136,7 @@ def test_losses_and_adapters_agree_with_plain_peft(
 
 
 def test_margins_are_read_from_the_records(ground: Path, tmp_path: Path) -> None:
-    """By their own name or another one; `task: preference` warns that it does not use them."""
+    """Under `margin` or a configured name; `task: preference` warns that it ignores them."""
     path = tmp_path / "renamed.jsonl"
     path.write_text((ground / "train.jsonl").read_text().replace('"margin"', '"gap"'))
     named = {

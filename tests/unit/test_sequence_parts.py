@@ -1,4 +1,4 @@
-"""The parts of a sequence that several ranks share: what they hold together, and what is refused."""
+"""Parts of sequences that ranks share: their content, and what is refused."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ PACK = [
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_the_parts_are_the_whole(size: int) -> None:
+def test_the_parts_make_up_the_whole(size: int) -> None:
     whole = collate(PACK, PAD, packed=True, flat=True)
     parts = [collate(PACK, PAD, packed=True, flat=True, sequence=SequencePart(rank, size)) for rank in range(size)]
     padding = -10 % size
@@ -60,7 +60,7 @@ def test_a_rank_counts_its_fraction_of_the_attention() -> None:
     assert first - second == flops.per_target, "the last token has no target"
 
 
-def test_ranks_without_a_whole_group_are_refused() -> None:
+def test_an_incomplete_group_of_ranks_is_refused() -> None:
     check_ranks(2, 4)
     with pytest.raises(UserError, match=r"^parallel.sequence=3: does not divide the 4 ranks of this run; use 1 or"):
         check_ranks(3, 4)

@@ -1,4 +1,4 @@
-"""Groups of ranks that share a copy of the base, and what estimate and `auto` make of them."""
+"""Groups of ranks that share a copy of the base, and their use by estimate and `auto`."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_auto_shards_within_a_host_where_that_fits(config: Path) -> None:
+def test_auto_shards_within_a_host_if_that_fits(config: Path) -> None:
     planner, _ = build_planner(load_config(config, []).config, 8, 2)
     within = load_config(config, []).config
     host, everywhere = (
@@ -59,7 +59,7 @@ def test_auto_shards_within_a_host_where_that_fits(config: Path) -> None:
     assert planner.resolve(within, None).zero.shard_within == "host"
 
 
-def test_estimate_counts_what_crosses_the_network(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_counts_the_traffic_between_hosts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def received(within: str, *options: str) -> dict[str, int]:
         given = [str(config), f"zero.shard_within={within}", "--json", "--gpus", "8", *options]
         assert main(given) == 0

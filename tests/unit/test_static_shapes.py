@@ -80,7 +80,7 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
 def test_a_padded_batch_of_reference_text_has_the_same_divergence_and_gradients(
     adapted: tuple[Any, FlatAdapter], lengths: tuple[int, ...]
 ) -> None:
-    """Also in the memory of an earlier batch with more text: nothing of that is left."""
+    """Also in the memory of an earlier, longer batch, of which nothing remains."""
     model, flat = adapted
     loss = TokenLoss(model)
 

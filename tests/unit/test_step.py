@@ -100,7 +100,7 @@ def test_loraplus_teaches_b_faster_and_vectors_do_not_decay() -> None:
     assert groups == {(1e-3, 0.1): 1, (1e-3, 0.0): 1, (16e-3, 0.1): 1}
 
 
-def test_restarts_and_stable_decay_are_the_published_curves() -> None:
+def test_restarts_and_stable_decay_follow_the_published_curves() -> None:
     def rates(**changes: Any) -> list[float]:
         training = TrainingSection(warmup_steps=2, learning_rate=1.0, **changes)
         parameter = torch.nn.Parameter(torch.zeros(2))

@@ -60,7 +60,7 @@ UNLIMITED = ("mpt", "recurrent_gemma", "xlstm")
 @pytest.mark.parametrize(
     "kind", ["bloom", "mamba", "xlnet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in UNLIMITED)]
 )
-def test_models_without_a_longest_sequence_are_described(
+def test_models_without_a_maximum_length_are_described(
     kind: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their configurations have no such entry, or -1 in it."""
@@ -71,7 +71,7 @@ def test_models_without_a_longest_sequence_are_described(
 
 
 @pytest.mark.parametrize("kind", ["jetmoe", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
-def test_a_model_without_an_estimate_is_one_line(kind: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_an_estimate_is_reported(kind: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers of Gemma 3n share keys, and experts of JetMoE need values of tensors: neither runs without weights."""
     tiny_family(kind).save_pretrained(kind)
     words = [str(config), f"base_model={kind}", "model.tokenizer=model", "adapter=lora"]
