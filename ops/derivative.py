@@ -14,7 +14,7 @@ from torch import Tensor
 FROZEN = "weight.requires_grad=True: the fused operator has no gradient of the base weight; freeze it"
 
 
-def arguments_of(operator: str) -> Any:
+def build_arguments_type(operator: str) -> Any:
     """Return a named tuple of the arguments of zerolora::`operator`, in the order of its schema."""
     schema = getattr(torch.ops.zerolora, operator).default._schema
     return namedtuple("Arguments", [argument.name for argument in schema.arguments])
@@ -26,7 +26,7 @@ def register(name: str) -> None:
     Tensors are saved exactly as they were passed, so that ZeRO-3 may free a Parameter between the passes.
     """
     operator = getattr(torch.ops.zerolora, f"{name}_backward")
-    forward, backward = arguments_of(f"{name}_forward"), arguments_of(f"{name}_backward")
+    forward, backward = build_arguments_type(f"{name}_forward"), build_arguments_type(f"{name}_backward")
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         of = forward(*inputs)._asdict()

@@ -65,8 +65,8 @@ class EightBitWeight:
     row_scale: Tensor
 
 
-ForwardArguments = derivative.arguments_of("eight_bit_forward")
-BackwardArguments = derivative.arguments_of("eight_bit_backward")
+ForwardArguments = derivative.build_arguments_type("eight_bit_forward")
+BackwardArguments = derivative.build_arguments_type("eight_bit_backward")
 
 
 def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> None:

@@ -71,8 +71,8 @@ class Nf4Weight:
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
 
 
-ForwardArguments = derivative.arguments_of("nf4_forward")
-BackwardArguments = derivative.arguments_of("nf4_backward")
+ForwardArguments = derivative.build_arguments_type("nf4_forward")
+BackwardArguments = derivative.build_arguments_type("nf4_backward")
 
 
 def _weights(of: Any) -> list[Tensor]:

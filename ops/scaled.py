@@ -49,8 +49,8 @@ class ScaledWeight:
     block: tuple[int, int]
 
 
-ForwardArguments = derivative.arguments_of("scaled_forward")
-BackwardArguments = derivative.arguments_of("scaled_backward")
+ForwardArguments = derivative.build_arguments_type("scaled_forward")
+BackwardArguments = derivative.build_arguments_type("scaled_backward")
 
 
 def _check(x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int]) -> None:

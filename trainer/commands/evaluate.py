@@ -44,7 +44,7 @@ from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.samples import split_documents
-from trainer.data.source_files import named_source
+from trainer.data.source_files import build_source
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -211,7 +211,7 @@ def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: 
     if data is not None:
         shaped = source or (section.mix[0] if section.mix else section)
         kept = {name: getattr(shaped, name) for name in ("format", "fields", "template")}
-        source = named_source(data, "--data", split=split or "train", **kept)
+        source = build_source(data, "--data", split=split or "train", **kept)
     elif split is not None:
         raise UserError(f"--split={split}: needs --data")
     elif source is None and not section.val_split:

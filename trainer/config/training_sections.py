@@ -34,7 +34,7 @@ def _checkpointing_word(value: Any) -> Any:
     return value
 
 
-def _ranks_or_word(value: Any) -> Any:
+def _check_shard_within(value: Any) -> Any:
     """Raise ValueError unless the value is `auto`, `host`, `all` or an integer of at least 2, as number or text."""
     if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
         return value
@@ -245,7 +245,7 @@ class ZeroSection(Section):
     replicated on every GPU (frozen bases only). `module`: DeepSpeed's, per parameter. `auto`: layer if possible."""
     shard_within: Annotated[
         Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)],
-        BeforeValidator(_ranks_or_word),
+        BeforeValidator(_check_shard_within),
         _STAGE_3,
         Needs(".gather", ("layer",)),
     ] = "auto"

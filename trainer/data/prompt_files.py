@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape, listed
 from trainer.data.records import Turns, read_record
-from trainer.data.source_files import READERS, data_suffix, named_source
+from trainer.data.source_files import READERS, build_source, data_suffix
 from trainer.data.sources import read_rows, read_source
 from trainer.data.text_files import parse_row
 
@@ -23,7 +23,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
     `setting` is the option that names `path`. Raises UserError for a file or record without a prompt.
     """
-    source = named_source(path, setting)
+    source = build_source(path, setting)
     for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
         yield _read_prompt(parse_row(row), f"{setting}={path}, record {number}")
 

@@ -33,7 +33,7 @@ def describe_source(source: SourceSection, label: str) -> str:
     return f"{label}{'.path' if label.startswith('dataset') else ''}={shown(source.path)}"
 
 
-def named_source(path: str, label: str, **settings: Any) -> SourceSection:
+def build_source(path: str, label: str, **settings: Any) -> SourceSection:
     """Return the source at the path that an option or another setting gives; `label` names it in errors."""
     try:
         return SourceSection(path=expand_path(path), **settings)

@@ -7,7 +7,7 @@ from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.run_record import find_run_dir
 from trainer.config import RunConfig, SourceSection, load_config
-from trainer.data.source_files import named_source, read_template
+from trainer.data.source_files import build_source, read_template
 from trainer.data.sources import local_path
 from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
@@ -25,7 +25,7 @@ def check_words(command: str, words: Sequence[str]) -> None:
         find_run_dir(Path(first))
         for option in FILES:
             if path := _find_value(words, option):
-                local_path(named_source(path, option), option)
+                local_path(build_source(path, option), option)
     if command in OF_CONFIG and first.endswith((".yaml", ".yml")):
         overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
         check_early(load_config(Path(first), overrides).config, to_train=command == "prepare")

@@ -170,11 +170,11 @@ def find_tool_calls(text: str) -> list[str]:
             at = start + 1
             continue
         name = _NAME_BEFORE_ARGUMENTS.search(text[:start])
-        calls += [(name[1], value)] if name else _named_calls(value)
+        calls += [(name[1], value)] if name else _find_calls(value)
     return sorted(json.dumps(call, sort_keys=True) for call in calls)
 
 
-def _named_calls(value: Any) -> Iterator[tuple[str, Any]]:
+def _find_calls(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and "name" in value and {"arguments", "parameters"} & set(value):
         arguments = value.get("arguments", value.get("parameters"))
         try:
@@ -183,4 +183,4 @@ def _named_calls(value: Any) -> Iterator[tuple[str, Any]]:
             yield value["name"], arguments
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _named_calls(part)
+            yield from _find_calls(part)

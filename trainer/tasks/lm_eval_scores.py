@@ -66,7 +66,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
             raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; {fix}")
         try:
             absolute = str(Path(name).absolute())
-            with _hide_progress(), _seeds_of_lm_eval():
+            with _hide_progress(), _use_lm_eval_seeds():
                 found = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
         except Exception as error:  # lm-eval and datasets raise any exception for a bad file
             problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
@@ -131,7 +131,7 @@ class TaskScores:
             if own is None or (own and shots is not None):
                 task.set_config(key="num_fewshot", value=shots or 0)
             task.set_fewshot_seed(seed=SEED)
-        with phase("generate"), _hide_progress(), _seeds_of_lm_eval(), _share_batches(self._ranks):
+        with phase("generate"), _hide_progress(), _use_lm_eval_seeds(), _share_batches(self._ranks):
             found = evaluate(
                 model,
                 self._loaded,
@@ -168,7 +168,7 @@ def _hide_progress() -> Any:
 
 
 @contextmanager
-def _seeds_of_lm_eval() -> Iterator[None]:
+def _use_lm_eval_seeds() -> Iterator[None]:
     """Seed as lm-eval does within the block; training continues with its own random numbers after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
