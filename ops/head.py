@@ -19,8 +19,8 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**27
 """Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
 FP16_SCALE = 256.0
-"""On gradients that are kept in fp16 (least number 6e-8): probabilities down to 2e-10 then count. It bounds the
-head's weights by 127, for |dh| <= 2 max |W|."""
+"""Scale of gradients that are kept in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 count. The
+head's weights may be at most 127, since |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
 """Elements of fp16 gradients that are multiplied in 32 bits at a time."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
