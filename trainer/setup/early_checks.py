@@ -13,7 +13,7 @@ from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
 
 OF_CONFIG = ("inspect", "prepare")
-OF_RUN = ("eval", "generate", "chat", "merge", "export", "push")
+OF_RUN = ("eval", "generate", "chat", "merge", "export", "serve", "push")
 FILES = ("--data", "--prompts")
 """Options of these commands that name a file, a folder or a data set on the hub."""
 

@@ -7,14 +7,12 @@ from typing import Any
 
 from gguf import GGUFReader, GGUFWriter, Keys, LlamaFileType, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES, GGUFType
-from safetensors import safe_open
 
-from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, convert, pair_rotary_rows
-from trainer.commands.export.servers import MERGED, check_applied, write_for_server
+from trainer.commands.export.servers import MERGED, check_applied, lora_arguments, write_for_server
 from trainer.commands.export.verify import verify
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
@@ -64,20 +62,11 @@ def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> 
 
 def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -> str:
     """Return the command that loads the adapter, now in `written` and later at `output`."""
-    base, rank = settings["base_model_name_or_path"], settings["r"]
+    base = settings["base_model_name_or_path"]
     if form == "peft":
         return f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"
-    if form == "sglang":
-        return f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={output}"
-    room = next((room for room in VLLM_RANKS if room >= rank), rank)
-    with safe_open(str(written / WEIGHTS), framework="pt") as file:
-        experts = any(".experts." in name for name in file.keys())
-    flag = " --enable-mixed-moe-lora-format" if experts else ""
-    return f"vllm serve {base} --enable-lora --max-lora-rank {room}{flag} --lora-modules NAME={output}"
-
-
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of --max-lora-rank."""
+    program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[form]
+    return f"{program} {base} " + " ".join(lora_arguments(form, written, "NAME", output))
 
 
 def _write_gguf(run: FinishedRun, file: Path, converter: Path | None, output: Path) -> list[str]:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
@@ -28,6 +30,8 @@ EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 EXPERT_NUMBERS = {name: number for number, name in EXPERT_NAMES.items()}
 NUMBERED_IN_VLLM = ("gpt_oss",)
 """Model types with all experts in one tensor, for which vLLM expects w1, w2 and w3 in adapters."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Allowed values of --max-lora-rank."""
 MERGED = "zerolora export --format hf writes the merged model"
 
 
@@ -60,6 +64,19 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return settings
+
+
+def lora_arguments(server: str, folder: Path, name: str, final: Path | None = None) -> list[str]:
+    """Return the server's options for the exported adapter in `folder`, or later at `final`, under a name."""
+    place = f"{name}={final or folder}"
+    if server == "sglang":
+        return ["--enable-lora", "--lora-paths", place]
+    rank = read_adapter_settings(folder)["r"]
+    room = next((room for room in VLLM_RANKS if room >= rank), rank)
+    with safe_open(str(folder / WEIGHTS), framework="pt") as file:
+        experts = any(".experts." in key for key in file.keys())
+    flag = ["--enable-mixed-moe-lora-format"] * experts
+    return ["--enable-lora", "--max-lora-rank", str(room), *flag, "--lora-modules", place]
 
 
 def _common_scale(factors: dict[str, Factors]) -> float:

@@ -1,0 +1,73 @@
+"""The command of `zerolora serve`: which server it finds, what it exports, and its errors."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers.test_vllm import make_base, make_run
+from trainer.commands import serve
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    return make_run(root / "my run", make_base(root / "base", "llama"), {})
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An interpreter that finds packages named vllm and sglang; neither is ever started."""
+    for name in ("vllm", "sglang"):
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "__init__.py").touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def served(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    code = serve.main([*words, "--dry-run"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return shlex.split(out.splitlines()[-1])
+
+
+def test_each_server_gets_its_export_once(
+    run: Path, environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(run), "--python", str(environment), "--port", "9000", "--options", "--max-model-len 64"]
+    end = ["--host", "127.0.0.1", "--port", "9000", "--max-model-len", "64"]
+    vllm = served(capsys, *words)
+    assert vllm[:5] == [str(environment), "-m", serve.MODULES["vllm"], "--model", str(run.parent / "base")]
+    adapter = run / "export-vllm"
+    assert vllm[5:10] == ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"my run={adapter}"]
+    assert vllm[-6:] == end and (adapter / "adapter_model.safetensors").exists()
+    written = (adapter / "adapter_model.safetensors").stat().st_mtime_ns
+    assert served(capsys, *words) == vllm
+    assert (adapter / "adapter_model.safetensors").stat().st_mtime_ns == written
+    sglang = served(capsys, *words, "--server", "sglang")
+    assert sglang[3:7] == ["--model-path", str(run.parent / "base"), "--enable-lora", "--lora-paths"]
+    merged = served(capsys, *words, "--merged")
+    assert merged[3:7] == ["--model", str(run / "export-hf"), "--served-model-name", "my run"]
+    program = environment.with_name("llama-server")
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    gguf = served(capsys, *words, "--server", "llama.cpp")
+    assert gguf[:5] == [str(program), "-m", str(run / "export.gguf"), "--alias", "my run"]
+    os.utime(run / "adapter_model.safetensors")
+    assert serve.main([*words, "--dry-run"]) == 2
+    assert f"{adapter}: is older than the adapter; remove it" in capsys.readouterr().err
+
+
+def test_a_missing_server_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, line in (
+        (["--server", "vllm"], "--server vllm: vllm not found by"),
+        (["--server", "llama.cpp"], "--server llama.cpp: llama-server is not on PATH; install llama.cpp"),
+        (["--python", "/no/such"], "--python /no/such: cannot be started"),
+    ):
+        assert serve.main([str(run), *words]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {line}")

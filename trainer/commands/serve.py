@@ -1,0 +1,136 @@
+"""`zerolora serve RUN`: export a run for an installed server (vLLM, SGLang or llama.cpp), and start it.
+
+The server replaces this process and has an OpenAI-compatible API below /v1, with the run's folder name as the model.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint.adapter_files import WEIGHTS
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    add_run_arguments,
+    find_run,
+    quiet_libraries,
+    refuse_reward_model,
+    run_command,
+)
+from trainer.commands.export.__main__ import export
+from trainer.commands.export.servers import lora_arguments
+from trainer.commands.image_adapter import refuse_images
+from trainer.config import CommandParser, UserError
+from trainer.config.command_line import positive_int
+
+MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+SERVERS = (*MODULES, "llama.cpp")
+PROGRAM = "llama-server"
+"""llama.cpp's server."""
+FIND = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
+
+
+@dataclass(frozen=True)
+class Server:
+    """An installed server, and the command that starts it."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+def find_server(wanted: str, python: str) -> Server:
+    """Return the wanted server, or with `auto` the first of SERVERS that is installed. Raises UserError."""
+    try:
+        answer = subprocess.run([python, "-c", FIND, *MODULES], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"--python {python}: cannot be started ({error}); use the Python of an environment") from None
+    installed = {name: Server(name, (python, "-m", MODULES[name])) for name in answer.split()}
+    if program := shutil.which(PROGRAM):
+        installed["llama.cpp"] = Server("llama.cpp", (program,))
+    for name in SERVERS if wanted == "auto" else (wanted,):
+        if name in installed:
+            return installed[name]
+    if wanted == "llama.cpp":
+        raise UserError(f"--server llama.cpp: {PROGRAM} is not on PATH; install llama.cpp, or use another server")
+    names, package = ("vllm and sglang", "vllm") if wanted == "auto" else (wanted, wanted)
+    raise UserError(
+        f"--server {wanted}: {names} not found by {python}; `pip install {package}` in an environment of its own, and "
+        "pass its Python with --python"
+    )
+
+
+def export_once(run: FinishedRun, form: str, output: Path) -> Path:
+    """Export the run to `output`, unless an earlier export there is newer than the adapter. Raises UserError."""
+    if not output.exists():
+        export(run, form, output)
+        print(f"exported to {output}")
+    elif output.stat().st_mtime < (run.folder / WEIGHTS).stat().st_mtime:
+        raise UserError(f"{output}: is older than the adapter; remove it to export the adapter again")
+    return output
+
+
+def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: bool) -> list[str]:
+    """Return the server's command for the run, exported into `folder`, without host and port."""
+    name = run.run_dir.resolve().name
+    if server.name == "llama.cpp":
+        model = export_once(run, "gguf", folder / "export.gguf")
+        return [*server.command, "-m", str(model), "--alias", name, "--jinja"]
+    model_option = "--model" if server.name == "vllm" else "--model-path"
+    if merged:
+        model = export_once(run, "hf", folder / "export-hf")
+        return [*server.command, model_option, str(model), "--served-model-name", name]
+    adapter = export_once(run, server.name, folder / f"export-{server.name}")
+    command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]
+    if run.config.model.revision:
+        command += ["--revision", run.config.model.revision]
+    if (template := adapter / "chat_template.jinja").exists():
+        command += ["--chat-template", str(template)]
+    return command
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="zerolora serve", description="Serve a run by vLLM, SGLang or llama.cpp, with an OpenAI-compatible API."
+    )
+    add_run_arguments(parser, "location of the full-precision base, if it was moved")
+    parser.add_argument("--server", choices=("auto", *SERVERS), default="auto", help="(auto: the first one installed)")
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="FILE", help="Python of the environment with vLLM or SGLang"
+    )
+    parser.add_argument("--merged", action="store_true", help="serve the merged model, if the server lacks the adapter")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
+    )
+    parser.add_argument("--port", type=positive_int, default=8000, help="(default: 8000)")
+    parser.add_argument("--dry-run", action="store_true", help="export, print the server's command and stop")
+    parser.add_argument(
+        "--options", default="", metavar="TEXT", help="more options of the server, such as '--max-model-len 8192'"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return exit code 0, or 1 or 2 after one line on stderr; a started server does not return."""
+    options = _parse(argv)
+    quiet_libraries()
+    return run_command(lambda: _run(options), RuntimeError)
+
+
+def _run(options: argparse.Namespace) -> None:
+    server = find_server(options.server, options.python)
+    run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
+    refuse_images(run, "serve is for models that write text; zerolora export writes it for diffusers and ComfyUI")
+    refuse_reward_model(run, "serve is for models that write text; `zerolora merge` writes it for transformers")
+    command = build_command(run, server, options.run, merged=options.merged)
+    command += ["--host", options.host, "--port", str(options.port), *shlex.split(options.options)]
+    print(shlex.join(command), flush=True)
+    if not options.dry_run:
+        os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
