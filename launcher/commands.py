@@ -45,7 +45,7 @@ MODULES = {
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
     "report": ("trainer.monitor.report", "Write plots and an HTML page of a run."),
     "export": ("trainer.commands.export", "Export an adapter: peft, vllm, sglang, gguf-lora, hf, gguf, ollama."),
-    "serve": ("trainer.commands.serve", "Serve a run by vLLM, SGLang or llama.cpp, with an OpenAI-compatible API."),
+    "serve": ("trainer.commands.serve", "Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
     "ops": ("ops.builder", "Build or list the fused operators."),
     "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),

@@ -58,7 +58,7 @@ def find_server(wanted: str, python: str) -> Server:
         raise UserError(f"--server llama.cpp: {PROGRAM} is not on PATH; install llama.cpp, or use another server")
     names, package = ("vllm and sglang", "vllm") if wanted == "auto" else (wanted, wanted)
     raise UserError(
-        f"--server {wanted}: {names} not found by {python}; `pip install {package}` in an environment of its own, and "
+        f"--server {wanted}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
         "pass its Python with --python"
     )
 
@@ -94,21 +94,21 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora serve", description="Serve a run by vLLM, SGLang or llama.cpp, with an OpenAI-compatible API."
+        prog="zerolora serve", description="Serve a run with vLLM, SGLang or llama.cpp (OpenAI-compatible API)."
     )
     add_run_arguments(parser, "location of the full-precision base, if it was moved")
-    parser.add_argument("--server", choices=("auto", *SERVERS), default="auto", help="(auto: the first one installed)")
+    parser.add_argument("--server", choices=("auto", *SERVERS), default="auto", help="default: first installed")
     parser.add_argument(
         "--python", default=sys.executable, metavar="FILE", help="Python of the environment with vLLM or SGLang"
     )
-    parser.add_argument("--merged", action="store_true", help="serve the merged model, if the server lacks the adapter")
+    parser.add_argument("--merged", action="store_true", help="serve the merged model instead of the adapter")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
     parser.add_argument("--port", type=positive_int, default=8000, help="(default: 8000)")
     parser.add_argument("--dry-run", action="store_true", help="export, print the server's command and stop")
     parser.add_argument(
-        "--options", default="", metavar="TEXT", help="more options of the server, such as '--max-model-len 8192'"
+        "--options", default="", metavar="TEXT", help="additional server options, such as '--max-model-len 8192'"
     )
     return parser.parse_args(argv)
 
