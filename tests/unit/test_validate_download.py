@@ -146,6 +146,13 @@ def test_a_mistake_is_one_line(override: str, complaint: str, config: Path, caps
     assert "OK" not in captured.out and captured.err.count("\n") == 1 and complaint in captured.err
 
 
+def test_groups_of_shards_are_those_of_all_ranks(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["zero.stage=3", "zero.shard_within=2"]
+    assert validate.main([str(config), "--ranks", "4", *overrides]) == 0, capsys.readouterr().err
+    assert validate.main([str(config), "--ranks", "3", *overrides]) == 2
+    assert "zero.shard_within=2: 3 ranks cannot be divided" in capsys.readouterr().err
+
+
 def test_steps_of_a_micro_batch_that_is_still_open(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.main([str(config), "training.batch_size=auto", "training.max_steps=7"]) == 0
     assert "steps: 7; batch_size is chosen at the start" in capsys.readouterr().out
