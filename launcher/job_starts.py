@@ -92,7 +92,7 @@ def _read_earlier(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
     """Return the earlier starts of this job; none for its first, because an older job may have had the same id."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
-    return [] if is_first_task and not int(env.get("SLURM_RESTART_COUNT") or 0) else _read(run_dir, env)
+    return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read(run_dir, env)
 
 
 def _read(run_dir: Path, env: Mapping[str, str]) -> list[Start]:

@@ -64,6 +64,8 @@ def init(
     try:
         if output.exists() and not force:
             raise UserError(f"--output {output}: already exists; use another file, or add --force")
+        if data and output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
+            raise UserError(f"--output {output}: is the data; use another file")
         if tailored:
             _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -94,8 +94,8 @@ class Job:
                 raise UserError(f"--{name} {value!r}: must not be empty; leave it out for SLURM's default")
         given = [*(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
         for option in given:
-            if len(option.splitlines()) != 1:  # each is a comment line of the script
-                raise UserError(f"{option!r}: must be one line; write an option such as --mem=0")
+            if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
+                raise UserError(f"{option!r}: must be one line, with its dashes, such as --mem=0")
         return ["--requeue", *given]
 
     def _check_time(self) -> None:

@@ -169,9 +169,11 @@ def _report_finished(runs: Sequence[Run]) -> None:
 
 def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[int]]:
     """Return groups of `gpus_per_run` GPUs; one empty group if a run takes all GPUs, or there are none."""
+    if gpus_per_run is not None and gpus_per_run < 1:
+        raise UserError(f"--gpus-per-run {gpus_per_run}: must be 1 or more")
     if gpus_per_run is None or not gpus:
         return [()]
-    if not 1 <= gpus_per_run <= len(gpus):
+    if gpus_per_run > len(gpus):
         raise UserError(f"--gpus-per-run {gpus_per_run}: this machine offers {len(gpus)}")
     return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 

@@ -129,3 +129,20 @@ def test_a_split_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> 
         held_out_documents(run, tokenizer, other, "nosuch")
     with pytest.raises(UserError, match=r"^--data=gone.jsonl: no such file"):
         held_out_documents(run, tokenizer, "gone.jsonl", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--tasks arc_easy --num-fewshot=-1", "--num-fewshot=-1: must be 0 or more"),
+        ("--tasks ,", "--tasks=,: names no task; pass one, such as --tasks gsm8k"),
+        ("--num-fewshot 0", "--num-fewshot: needs --tasks; add it, or remove this"),
+        ("--limit 3", "--limit: needs --tasks; add it, or remove this"),
+        ("--apply-chat-template", "--apply-chat-template: needs --tasks; add it, or remove this"),
+    ],
+)
+def test_options_of_tasks_that_cannot_be(
+    words: str, line: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(run_dir), *words.split()]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"

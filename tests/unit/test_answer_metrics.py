@@ -117,6 +117,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "evaluation.json_schema=gone.json: FileNotFoundError: ",
     ),
     "no function": ({"evaluation__metrics": ["mine.py:gone"]}, "evaluation.metrics=mine.py:gone: cannot be loaded ("),
+    "exits": (
+        {"evaluation__metrics": ["exits.py:f"]},
+        "evaluation.metrics=exits.py:f: cannot be loaded (SystemExit: 3)",
+    ),
     "no number": (
         {"evaluation__metrics": ["mine.py:words"]},
         "evaluation.metrics=mine.py:words: ValueError: could not convert string to float: 'no number', for the ",
@@ -141,6 +145,7 @@ def length(prompt, answer, expected):
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_ground(tmp_path_factory.mktemp("answers"))
     (folder / "mine.py").write_text(FUNCTIONS)
+    (folder / "exits.py").write_text("raise SystemExit(3)")
     return folder
 
 

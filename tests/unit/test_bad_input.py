@@ -382,6 +382,7 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
         ("trainer.commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
         ("trainer.commands.estimate", []),
         ("trainer.commands.validate", ["--colour"]),
+        ("trainer.commands.prepare_run", ["c.yaml", "--world-size", "0"]),
         ("benchmarks.bench.__main__", ["--steps", "many"]),
         ("benchmarks.tiers.__main__", ["quick", "--json", "x", "--nope"]),
         ("trainer.commands.export.__main__", ["run", "--format", "onnx"]),

@@ -34,6 +34,10 @@ def test_without_a_word_of_the_user_every_start_goes_on(tmp_path: Path) -> None:
     assert build_resume_settings(config(tmp_path), SECOND) == [RESUME_AUTO]
 
 
+def test_a_restart_count_that_is_no_number_counts_as_a_restart(tmp_path: Path) -> None:
+    assert build_resume_settings(config(tmp_path), FIRST | {"SLURM_RESTART_COUNT": "x"}) == [RESUME_AUTO]
+
+
 def test_a_checkpoint_that_was_named_holds_until_there_is_a_newer_one(tmp_path: Path) -> None:
     save(tmp_path, 500)
     save(tmp_path, 1500)

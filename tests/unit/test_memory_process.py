@@ -76,7 +76,7 @@ def test_estimate_doctor_validate_and_training_say_the_same(tmp_path: Path, monk
     assert planned is not None and estimated is not None
     need, _ = estimate_need(config, 1)
     assert planned.needed == estimated.needed == need["process_per_rank"]
-    assert gib(planned.needed) in describe_cpu_memory(config, found)
+    assert gib(planned.needed) in describe_cpu_memory(config, found, 1)
 
 
 def test_the_end_compares_process_with_process(plan: MemoryPlan, tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert load_config(tmp_path / "a.yaml").config.output_dir == "runs/a"
 
 
+def test_the_data_is_not_replaced_even_by_force(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    refused = init("--model", "m", "--data", "a.jsonl", "--output", "./a.jsonl", "--force", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr == "error: --output a.jsonl: is the data; use another file\n"
+    assert (tmp_path / "a.jsonl").read_text() == '{"text": "a"}'
+
+
 @pytest.mark.parametrize(
     ("name", "hint"), [("llama2_7b", "did you mean llama2-7b?"), ("bert", "use one of llama2-7b, llama3.1-8b")]
 )

@@ -251,6 +251,10 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
     assert "9 runs, but at most 8 fit on a page" in line(*[runs[0]] * 9, "--output", str(output))
     assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
     assert "--output" in line(runs[0], "--output", str(output))
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"text": "a"}')
+    assert "train.jsonl: exists with other content; use a new file" in line(*runs, "--output", str(data))
+    assert data.read_text() == '{"text": "a"}'
     (tmp_path / "deep" / "one").mkdir(parents=True)
     (tmp_path / "deep" / "one" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
     assert main([runs[0], str(tmp_path / "deep" / "one"), "--output", str(output)]) == 0
@@ -304,6 +308,14 @@ def test_texts_are_escaped(tmp_path: Path) -> None:
     make_run(tmp_path, name="<script>alert(1)</script>")
     page = write_report(tmp_path).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
+
+
+def test_a_file_named_plots_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    (tmp_path / "plots").write_text("mine")
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'plots'}: is a file, ")
+    assert (tmp_path / "plots").read_text() == "mine" and not (tmp_path / "report.html").exists()
 
 
 def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
@@ -371,6 +383,7 @@ def test_the_last_record_of_a_step_counts() -> None:
         ("run.json", '"command"', '"comand"', "command: Field required"),
         ("run.json", '"world_size": 2', '"world_size": null', "world_size"),
         ("answers.json", '"I am lost"', "7", "who.before"),
+        ("time_by_phase.json", "5.0", '"long"', "start"),
     ],
 )
 def test_a_record_of_another_shape_is_one_line(
@@ -378,6 +391,7 @@ def test_a_record_of_another_shape_is_one_line(
 ) -> None:
     make_run(tmp_path)
     record_answer(tmp_path, "who", "before", "I am lost")
+    record_times(tmp_path, {"start": 5.0}, resumes=False)
     content = (tmp_path / name).read_text().replace('"val_split": ', '"val_split":')
     assert old in content
     (tmp_path / name).write_text(content.replace(old, new))

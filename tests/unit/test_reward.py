@@ -302,11 +302,14 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 4)
     write_answers(tmp_path / "answers.jsonl", 4)
     records = [json.loads(line) for line in (ground / "train.jsonl").read_text().splitlines()]
-    (tmp_path / "margins.jsonl").write_text("".join(json.dumps(each | {"margin": "0.5"}) + "\n" for each in records))
+    for name, margin in (("margins", "0.5"), ("huge", 1e300)):
+        lines = [json.dumps(each | {"margin": margin}) + "\n" for each in records]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     for file, message in {
         "chats": "task=reward: 4 of 4 records of dataset are no pairs of a chosen and a rejected answer",
         "answers": "task=reward: 4 records of dataset have one answer with a label, and a reward model",
-        "margins": "record 1: margin=0.5 is not a number; give one, or remove the field",
+        "margins": "record 1: margin=0.5 is not a number of at most 1,000,000; give one, or remove the field",
+        "huge": "record 1: margin=1e+300 is not a number of at most 1,000,000; give one, or remove the field",
     }.items():
         with pytest.raises(UserError) as error:
             prepare(configure(ground, **(REWARD | {"dataset__path": str(tmp_path / f"{file}.jsonl")})))

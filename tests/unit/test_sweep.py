@@ -115,6 +115,8 @@ def test_gpus_are_split() -> None:
     assert split_gpus([0, 1], None) == split_gpus([], 2) == [()]
     with pytest.raises(UserError, match="--gpus-per-run 3: this machine offers 2"):
         split_gpus([0, 1], 3)
+    with pytest.raises(UserError, match="--gpus-per-run 0: must be 1 or more"):
+        split_gpus([], 0)
 
 
 def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

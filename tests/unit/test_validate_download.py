@@ -131,14 +131,26 @@ def test_it_says_what_the_settings_mean(
         ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
         ("lora.target_modules=query", "query: matches no layer of this model"),
         ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
+        ("training.lr_scheduler=cosine_with_restarts training.lr_cycles=9", "training.lr_cycles=9: a cycle needs 2"),
+        (
+            "training.lr_scheduler=warmup_stable_decay training.warmup_ratio=0.5 training.decay_ratio=0.9",
+            "training.decay_ratio=0.9: 3 of 6 steps are warm-up, which leaves less for the decay; use 0.5 or less",
+        ),
         ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
         ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],
 )
 def test_a_mistake_is_one_line(override: str, complaint: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert validate.main([str(config), override]) == 2
+    assert validate.main([str(config), *override.split()]) == 2
     captured = capsys.readouterr()
     assert "OK" not in captured.out and captured.err.count("\n") == 1 and complaint in captured.err
+
+
+def test_groups_of_shards_are_those_of_all_ranks(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["zero.stage=3", "zero.shard_within=2"]
+    assert validate.main([str(config), "--ranks", "4", *overrides]) == 0, capsys.readouterr().err
+    assert validate.main([str(config), "--ranks", "3", *overrides]) == 2
+    assert "zero.shard_within=2: 3 ranks cannot be divided" in capsys.readouterr().err
 
 
 def test_steps_of_a_micro_batch_that_is_still_open(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

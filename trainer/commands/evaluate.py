@@ -39,6 +39,7 @@ from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError
 from trainer.config.command_line import positive_int
+from trainer.config.errors import shown
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
 from trainer.data import Sample, Samples, prepare_data
@@ -321,6 +322,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _check_task_options(arguments: argparse.Namespace) -> None:
+    if arguments.tasks is not None and not arguments.tasks.replace(",", "").strip():
+        raise UserError(f"--tasks={shown(arguments.tasks)}: names no task; pass one, such as --tasks gsm8k")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise UserError(f"--num-fewshot={arguments.num_fewshot}: must be 0 or more")
+    for name in ("num_fewshot", "limit", "apply_chat_template"):
+        value = getattr(arguments, name)
+        if arguments.tasks is None and value is not None and value is not False:
+            raise UserError(f"--{name.replace('_', '-')}: needs --tasks; add it, or remove this")
+
+
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
     """Print the scores of --tasks for base and adapter, and return them for JSON."""
     if arguments.data is not None or arguments.scale != 1.0:
@@ -345,6 +357,7 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    _check_task_options(arguments)
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
@@ -354,7 +367,7 @@ def _run(arguments: argparse.Namespace) -> None:
         refuse_reward_model(run, "--scale is for models that write text; evaluate without it")
     tokenizer = saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
-    if arguments.tasks:
+    if arguments.tasks is not None:
         refuse_reward_model(run, "--tasks are for models that write text; evaluate without it")
         scores = _score_tasks(arguments, run, tokenizer, batch_size)
         if arguments.json is not None:

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 
 from trainer.config import CommandParser, UserError, load_config
+from trainer.config.command_line import positive_int
 from trainer.setup.preflight import build_operators, prepare_to_resume, start_build
 
 
@@ -15,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenize its data.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    parser.add_argument("--world-size", type=int, help="number of ranks that will train")
+    parser.add_argument("--world-size", type=positive_int, help="number of ranks that will train")
     parser.add_argument("--phases", action="store_true", help="print the current phase instead of results")
     arguments = parser.parse_intermixed_args(argv)
     show = partial(print, flush=True) if arguments.phases else lambda phase: None

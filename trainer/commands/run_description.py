@@ -39,7 +39,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     if not torch.cuda.is_available():
-        lines.append(f"memory: {describe_cpu_memory(config, prepared)}")
+        lines.append(f"memory: {describe_cpu_memory(config, prepared, ranks)}")
     samples, ranks = count_samples(prepared), config.data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)

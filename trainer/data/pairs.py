@@ -1,6 +1,5 @@
 """Preference data: a better (chosen) and a worse (rejected) answer to the same prompt, as two documents of one row."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -22,6 +21,8 @@ from trainer.data.records import (
 from trainer.data.tokens import Encoded
 
 SIDES = ("chosen", "rejected")
+LARGEST_MARGIN = 1e6
+"""Margins are stored as float32, in which 1e39 and more would be infinite."""
 # Weights of the tokens of a labelled answer, by which batches carry the label; those of mismatched answers are 1.
 DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
@@ -47,8 +48,9 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
     fields = Fields(record)
     answers = [_answer(fields, shape.names[name], where) for name in SIDES]
     margin = fields.get(name := shape.names["margin"]) or 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise UserError(f"{where}: {name}={shown(margin, 30)} is not a number; give one, or remove the field")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
+        problem = f"is not a number of at most {LARGEST_MARGIN:,.0f}"
+        raise UserError(f"{where}: {name}={shown(margin, 30)} {problem}; give one, or remove the field")
     prompt, is_chat = _prompt(fields, shape, where)
     if prompt is None or _begins_conversation(answers[0]):
         given, prompt = prompt, _common_start(answers, where)

@@ -122,8 +122,23 @@ def steps_line(training: TrainingSection, samples: int | None, world_size: int) 
     )
 
 
+def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
+    """Raise UserError for cycles or a decay that the steps after the warm-up do not hold."""
+    steps = total - warmup
+    if 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
+        raise UserError(
+            f"training.lr_cycles={training.lr_cycles}: a cycle needs 2 steps, and {steps:,} follow the warm-up; "
+            f"use {max(1, steps // 2)} or fewer"
+        )
+    if training.lr_scheduler == "warmup_stable_decay" and warmup + training.decay_ratio * total >= total + 1:
+        raise UserError(
+            f"training.decay_ratio={training.decay_ratio:g}: {warmup:,} of {total:,} steps are warm-up, which leaves "
+            f"less for the decay; use {steps / total:.2g} or less, or a shorter warm-up"
+        )
+
+
 def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings that do not fit the number of steps. Raises UserError for a warm-up too long."""
+    """Return warnings about settings that do not fit the number of steps. Raises UserError for a schedule too long."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:
@@ -134,6 +149,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
             f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
             "steps; warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
         )
+    _check_schedule(training, warmup, total)
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:
         size = global_batch(training, world_size)

@@ -126,10 +126,10 @@ def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> st
     return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
-def describe_cpu_memory(config: RunConfig, prepared: Prepared) -> str:
+def describe_cpu_memory(config: RunConfig, prepared: Prepared, ranks: int) -> str:
     """Describe the memory that a rank takes on this machine's CPU, and what is free, for a machine without a GPU."""
     precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    plan = plan_for_machine(Machine.cpu(1, precision), config, prepared, None)
+    plan = plan_for_machine(Machine.cpu(ranks, precision), config, prepared, None)
     if plan.found is None:
         return plan.notes[0]
     free, _ = host_memory_left()

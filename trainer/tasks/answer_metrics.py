@@ -86,7 +86,7 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
     try:
         value = metric(question.prompt, answer, question.expected)
         return None if value is None else float(value)
-    except Exception as error:  # of the user's function
+    except (Exception, SystemExit) as error:  # of the user's function
         problem = f"{type(error).__name__}: {error}, for the expected answer {question.expected[:80]!r}"
         raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
 
@@ -110,7 +110,7 @@ def _build_metric(name: str, settings: EvaluationSection) -> Metric:
     file, _, function = name.rpartition(":")
     try:
         found: Metric = runpy.run_path(file)[function]
-    except Exception as error:  # of the user's file
+    except (Exception, SystemExit) as error:  # of the user's file
         problem = f"cannot be loaded ({type(error).__name__}: {error})"
         raise UserError(f"evaluation.metrics={name}: {problem}; use FILE.py:FUNCTION") from None
     return found

@@ -53,6 +53,8 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     names = _unique_names(folders)
     runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     check_output_file(page, str(page))
+    if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
+        raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
     runs.sort(key=_result)
     text = render_page(
         f"{len(runs)} runs",

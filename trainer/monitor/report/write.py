@@ -63,7 +63,9 @@ def write_report(run_dir: Path) -> Path:
         scu.get("deadband") if scu.get("controller") == "pi" and scu.get("law", "published") == "published" else None
     )
     shown = charts(records, deadband=deadband)
-    draw_plots(shown, run_dir / "plots")
+    plots = run_dir / "plots"
+    if plots.exists() and not plots.is_dir():
+        raise UserError(f"{plots}: is a file, and plots are written into a folder of that name; rename or delete it")
     name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
     page = run_dir / PAGE
     text = render_page(
@@ -75,13 +77,14 @@ def write_report(run_dir: Path) -> Path:
         answers=answers,
         pictures=embed_sample_images(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
-        files=[name for name in FILES if (run_dir / name).exists()],
+        files=[name for name in FILES if name == "plots" or (run_dir / name).exists()],
         times=read_times(run_dir),
         middle=render_notes(
             changed_settings(config), recorded.read_warnings(run_dir, records), recorded.read_examples(run_dir)
         ),
         details=[draw(chart) for chart in shown if not chart.wide],
     )
+    draw_plots(shown, plots)  # last, because a damaged file of the run raises above
     write_whole(page, text)
     return page
 
