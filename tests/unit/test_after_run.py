@@ -90,10 +90,15 @@ def test_the_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
     template = "{% for message in messages %}({{ message['content'] }}){% endfor %}"
     folder = make_run(tmp_path)
     run = find_run(folder)
-    data = run.config.dataset.model_copy(update={"chat_template": template})
+    tokenizer = saved_tokenizer(run)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    other = tmp_path / "other.jinja"  # the file has changed since
+    other.write_text(template.replace("(", "["))
+    data = run.config.dataset.model_copy(update={"chat_template": str(other)})
     config = run.config.model_copy(update={"dataset": data})
     (folder / "training_config.json").write_text(config.model_dump_json())
-    assert saved_tokenizer(find_run(folder)).chat_template == template
+    assert saved_tokenizer(find_run(folder, allow_mismatch=True)).chat_template == template
 
 
 def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path: Path) -> None:

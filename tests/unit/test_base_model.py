@@ -137,7 +137,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
     "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("no model can be built from config.json (",)),
-    "a text for a number": (settings(num_hidden_layers="two"), ("no model can be built from config.json (",)),
+    "a text for a number": (settings(num_hidden_layers="two"), ("config.json: num_hidden_layers: ", "valid integer")),
     "adapter next to it": (written("adapter_config.json", "{}"), ("also holds an adapter", "move adapter_config.json")),
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
