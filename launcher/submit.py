@@ -71,6 +71,8 @@ class Job:
             if number < 0:
                 raise UserError(f"{option} {number}: must be 0 or more")
         self._check_time()
+        if self.gpus_per_node and self.ranks_per_node is not None:
+            raise UserError("--ranks-per-node: must be left out with GPUs (a rank each); or set --gpus-per-node 0")
         tasks = self.gpus_per_node or self.ranks_per_node or 1
         named = {
             "job-name": self.name,

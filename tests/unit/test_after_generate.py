@@ -335,3 +335,8 @@ def test_a_chat_longer_than_the_context_continues(
     err = capsys.readouterr().err
     assert len(seen) == 3 and "first" in seen[0] and "first" not in seen[1] and "second" in seen[2]
     assert "no longer fit" in err and "shorten it" in err and "/save /nowhere/x: cannot be written" in err
+
+
+def test_a_system_prompt_is_refused_where_prompts_are_continued_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["run", "hello", "--raw", "--system", "be brief"]) == 2
+    assert capsys.readouterr().err.startswith("error: --system: has no effect with --raw, ")

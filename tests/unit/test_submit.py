@@ -74,7 +74,8 @@ def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
     [
         Job(nodes=0), Job(gpus_per_node=-1), Job(ranks_per_node=0, gpus_per_node=0, nodes=-1), Job(cpus_per_task=0),
         Job(partition=""), Job(qos=" "), Job(dependency=""),
-        Job(partition="a\n#SBATCH --exclusive"), Job(more=["--mem=0\nrm x"]), Job(more=[""]), Job(more=["mem=0"]),
+        Job(partition="a\n#SBATCH --exclusive"), Job(more=["--mem=0\nrm x"]), Job(more=[""]),
+        Job(more=["mem=0"]), Job(ranks_per_node=4),
     ],
 )  # fmt: skip
 def test_impossible_numbers_and_empty_names_are_refused(job: Job) -> None:

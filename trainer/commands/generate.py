@@ -218,6 +218,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size={arguments.batch_size}: must be 1 or more")
+    if arguments.raw and arguments.system is not None:
+        raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one")
     if not all(prompt.strip() for prompt in arguments.prompts):
         raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
     Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p).check()
