@@ -142,7 +142,9 @@ def parse_task_ranges(tasks: str) -> list[range]:
 
 def _check_array(array: str | None, lines: list[str]) -> None:
     if array is not None:
-        parse_task_ranges(array.partition("%")[0])
+        last = max(tasks[-1] for tasks in parse_task_ranges(array.partition("%")[0]))
+        if lines and last >= len(lines):
+            raise UserError(f"--array {array}: there are {len(lines)} runs, numbered from 0; end at {len(lines) - 1}")
     if array is not None and not lines and not array.endswith("%1"):
         raise UserError(
             f"--array {array}: its tasks would train in one folder at the same time; give each its settings with "

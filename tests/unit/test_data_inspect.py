@@ -64,6 +64,11 @@ def test_shows_no_escape_sequences_of_the_data(capsys: pytest.CaptureFixture[str
         assert "red cat" in out and "blue dog" in out and not set(out) & {"\x1b", "\x07", "\x9d"}
 
 
+def test_a_step_beyond_the_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main(["config.yaml", "--step", "5", "--ranks", "1", "training.max_steps=4"]) == 2
+    assert capsys.readouterr().err.startswith("error: --step 5: the run has 4 steps; use one of them")
+
+
 def test_shows_them_in_colour_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

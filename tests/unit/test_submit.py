@@ -161,6 +161,14 @@ def test_tasks_that_would_share_a_folder_must_follow_each_other(config: Path) ->
     assert "--array=0-3%1" in options_of(dry_run(config, "--array", "0-3%1"))
 
 
+def test_tasks_beyond_the_sweep_are_refused(config: Path) -> None:
+    sweep = ["submit", str(config), "--dry-run", "--sweep", "seed=1,2", "--array"]
+    done = CliRunner().invoke(app, [*sweep, "1,0-2"])
+    assert isinstance(done.exception, UserError)
+    assert "--array 1,0-2: there are 2 runs, numbered from 0; end at 1" in str(done.exception)
+    assert CliRunner().invoke(app, [*sweep, "0-1"]).exit_code == 0
+
+
 @pytest.mark.parametrize("array", ["", "a", "3-1", "-1", "1,2,", "1-2:x%1"])
 def test_tasks_that_are_no_numbers_are_refused_as_such(config: Path, array: str) -> None:
     done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", f"--array={array}"])

@@ -70,6 +70,8 @@ class Sampling:
         ):
             if not allowed:
                 raise UserError(f"{setting}={value}: must be {range_}")
+        if self.temperature == 0 and self.top_p < 1:
+            raise UserError(f"--top-p={self.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments of `generate` that override the base's own generation settings."""

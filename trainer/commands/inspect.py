@@ -30,7 +30,7 @@ from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
-from trainer.data.step_count import global_batch, resolve_global_batch, steps_per_epoch
+from trainer.data.step_count import count_steps, global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.pipeline import is_pipeline
@@ -78,6 +78,8 @@ def show_step(
         data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
         world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
     )  # fmt: skip
+    if (last := count_steps(training, len(data.train), ranks)) is not None and step > last:
+        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
     epoch, in_epoch = divmod(step - 1, batches.steps_per_epoch)
     size = global_batch(training, ranks)
     for index in batches.order(epoch)[in_epoch * size : (in_epoch + 1) * size].tolist():
