@@ -14,11 +14,12 @@ from transformers import AutoTokenizer
 
 from tests.tiny import record_base
 from tests.unit.test_after_run import make_run
+from tests.unit.test_data_chat import THINKING
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import chat, generate
 from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
-from trainer.data.prompt_files import sample_prompts
+from trainer.data.prompt_files import format_prompt, read_prompts, sample_prompts
 from trainer.data.records import PLAIN_TEXT
 from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
 
@@ -74,6 +75,27 @@ def test_a_greedy_answer_is_the_likeliest_token_over_and_over(trained: tuple[Any
         base = by_hand(model, tokenizer, ids, 12)
     assert answer(model, tokenizer, prompt, Sampling(max_new_tokens=12), adapter=False) == base
     assert found != base
+
+
+def test_prompts_of_a_file_keep_their_tools(trained: tuple[Any, Any], tmp_path: Path) -> None:
+    _, tokenizer = trained
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    record = {
+        "messages": [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "No."}],
+        "tools": tools,
+    }
+    (tmp_path / "asked.jsonl").write_text(json.dumps(record) + "\n")
+    [prompt] = read_prompts(str(tmp_path / "asked.jsonl"), "--prompts")
+    assert format_prompt(prompt) == "Rain?" and generate.replace_invalid(prompt) == prompt
+    section = DatasetSection(path="unused", chat_template=THINKING)
+    text = tokenizer.decode(prompt_ids(tokenizer, section, prompt, None)[0])
+    assert text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(tools[0])}<|im_end|>\n") and "No." not in text
+    with pytest.raises(UserError, match="the conversation has tools, which the chat template does not support"):
+        prompt_ids(tokenizer, PLAIN, prompt, None)
+    for extra in ({"tools": tools}, {"system": "Be brief."}):
+        (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "Rain?"} | extra) + "\n")
+        with pytest.raises(UserError, match=rf"record 1: has {next(iter(extra))} next to a text; write the prompt as"):
+            list(read_prompts(str(tmp_path / "asked.jsonl"), "--prompts"))
 
 
 def test_a_prompt_ends_where_the_assistant_takes_over(trained: tuple[Any, Any]) -> None:

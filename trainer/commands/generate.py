@@ -37,7 +37,7 @@ from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
-from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
+from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT, Turns
 from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
 from trainer.patches.fused_lora import fuse
@@ -70,8 +70,6 @@ class Sampling:
         ):
             if not allowed:
                 raise UserError(f"{setting}={value}: must be {range_}")
-        if self.temperature == 0 and self.top_p < 1:
-            raise UserError(f"--top-p={self.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments of `generate` that override the base's own generation settings."""
@@ -184,6 +182,8 @@ def prompts_on_stdin(terminal: bool) -> Iterator[str]:
 
 def replace_invalid(prompt: Prompt) -> Prompt:
     """Replace lone surrogates and bytes that are not UTF-8 by U+FFFD, with a note on stderr."""
+    if isinstance(prompt, Turns):
+        return Turns([turn | {"content": replace_invalid(turn["content"])} for turn in prompt.messages], prompt.tools)
     if isinstance(prompt, list):
         return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
@@ -225,6 +225,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if not all(prompt.strip() for prompt in arguments.prompts):
         raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
     Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p).check()
+    if arguments.temperature == 0 and arguments.top_p < 1:
+        raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
     return arguments
 
 

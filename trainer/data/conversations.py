@@ -47,19 +47,26 @@ def template_variables(section: DatasetSection) -> dict[str, Any]:
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, section: DatasetSection, messages: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    section: DatasetSection,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[Message] | None = None,
 ) -> str:
     """Return the text of a conversation up to the assistant's answer, rendered as in training.
 
     `messages` have a role and text content. The text contains the template's special tokens, so tokenize it without
     adding any. Raises UserError if there is no chat template, or it refuses the conversation.
     """
-    source = find_chat_template(tokenizer, section.chat_template)
+    source = find_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
     if source is None:
         raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
+    if tools and "tools" not in source:
+        raise UserError("the conversation has tools, which the chat template does not support; remove them")
     chat = lead_with_system([dict(message) for message in messages], section.system_prompt)
     try:
-        return ChatTemplate(tokenizer, source, template_variables(section)).render(chat, add_generation_prompt=True)
+        return ChatTemplate(tokenizer, source, template_variables(section)).render(
+            chat, tools, add_generation_prompt=True
+        )
     except (RenderError, TimeoutError) as error:
         raise UserError(f"the chat template refuses the conversation ({error})") from None
 

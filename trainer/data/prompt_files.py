@@ -12,8 +12,8 @@ from trainer.data.source_files import READERS, build_source, data_suffix
 from trainer.data.sources import read_rows, read_source
 from trainer.data.text_files import parse_row
 
-Prompt = str | list[dict[str, Any]]
-"""A text, or the turns of a conversation up to the model's answer."""
+Prompt = str | list[dict[str, Any]] | Turns
+"""A text, or the turns of a conversation up to the model's answer; those of a conversation with tools as Turns."""
 # Fields with a prompt or a conversation, in order of precedence.
 FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
@@ -40,7 +40,9 @@ def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
 
 def format_prompt(prompt: Prompt) -> str:
     """Return a prompt as text to show: the last turn of a conversation."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    if isinstance(prompt, str):
+        return prompt
+    return str((prompt.messages if isinstance(prompt, Turns) else prompt)[-1]["content"])
 
 
 def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
@@ -49,9 +51,13 @@ def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
         found = listed(field for field, value in record.items() if value)
         raise UserError(f"{where}: has no prompt (found {found}); write a text as `prompt`, or turns as `messages`")
     if isinstance(record[name], str) and not record[name].lstrip().startswith("[{"):
+        if unread := [key for key in ("system", "system_prompt", "tools") if record.get(key)]:
+            raise UserError(f"{where}: has {listed(unread)} next to a text; write the prompt as turns in `messages`")
         extra = record.get("input") if name == "instruction" else None
         return f"{record[name]}\n\n{extra}" if extra else str(record[name])
-    turns = {"messages": record[name]} | {key: record[key] for key in ("system", "system_prompt") if key in record}
+    turns = {"messages": record[name]} | {
+        key: record[key] for key in ("system", "system_prompt", "tools") if key in record
+    }
     shape = find_shape(SourceSection(), list(turns), turns, where, has_chat_template=True)
     conversation = read_record(turns, shape, where)
     assert isinstance(conversation, Turns)
@@ -60,4 +66,4 @@ def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
         messages = messages[:-1]
     if not any(message["role"] != "system" for message in messages):
         raise UserError(f"{where}: {name} has no question to answer; end it with a user turn")
-    return messages
+    return Turns(messages, conversation.tools) if conversation.tools else messages

@@ -8,6 +8,7 @@ from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import find_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
+from trainer.data.records import Turns
 from trainer.data.tokens import leading_token
 from trainer.model.base import context_length
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
@@ -65,7 +66,9 @@ def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: st
     `text` is the format of plain-text prompts (see records.prompt_form). Without it, and for lists of turns, the
     prompt is rendered as a conversation. Raises UserError if the prompt is empty or the template rejects it.
     """
-    if isinstance(prompt, list) or text is None:
+    if isinstance(prompt, Turns):
+        whole, first = render_prompt(tokenizer, section, prompt.messages, prompt.tools), None
+    elif isinstance(prompt, list) or text is None:
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         whole, first = render_prompt(tokenizer, section, turns), None
     else:
