@@ -208,7 +208,6 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-@phase("reduce")
 def gather_objects(value: Any) -> list[Any]:
     """Return the values of all ranks, on every rank."""
     found = [value]
