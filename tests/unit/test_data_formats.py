@@ -351,7 +351,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "{prompt: foo, completion: bar}"),
     ),
     "renamed to what is not there": ({"foo": "a"}, {"fields": {"text": "fo"}}, ("dataset.fields.text=fo", "foo")),
-    "turns instead of conversations": (SAY, {}, ("dataset.format=auto", "single turns (role and content)", "messages")),
+    "turns instead of conversations": (SAY, {}, ("dataset.format=auto", "a single turn (role", "messages")),
     "unknown name in fields": (
         {"foo": "a"},
         {"format": "completion", "fields": {"txt": "foo"}},

@@ -132,7 +132,10 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
         (["inspect", "c.yaml", "base_model=./none"], "error: base_model=./none: no such folder"),
         (["inspect", "c.yaml", "model.tokenizer=./none"], "error: model.tokenizer=./none: no such folder"),
         (["inspect", "c.yaml", "lora.adapter_path=./none"], "error: lora.adapter_path=./none: no such folder"),
-        (["inspect", "c.yaml", "dataset.chat_template=x.jinja"], "error: dataset.chat_template=x.jinja: neither a template nor"),
+        (
+            ["inspect", "c.yaml", "dataset.chat_template=x.jinja"],
+            "error: dataset.chat_template=x.jinja: neither a template nor",
+        ),
         (["inspect", "c.yaml", *REFERENCE], "error: scu.reference=none.txt: no such file or folder"),
         (["prepare", "c.yaml", "output_dir=/"], "error: output_dir=/: "),
         (["prepare", "c.yaml", f"{RESUME}=latest"], f"error: {RESUME}=latest: "),

@@ -125,7 +125,7 @@ def steps_line(training: TrainingSection, samples: int | None, world_size: int) 
 def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
     """Raise UserError for cycles or a decay that the steps after the warm-up do not hold."""
     steps = total - warmup
-    if 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
+    if training.lr_scheduler == "cosine_with_restarts" and 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
         raise UserError(
             f"training.lr_cycles={training.lr_cycles}: a cycle needs 2 steps, and {steps:,} follow the warm-up; "
             f"use {max(1, steps // 2)} or fewer"
