@@ -73,7 +73,7 @@ def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sums a tensor over a group, and in the backward pass its gradient, of which every rank has a fraction."""
+    """Sums a tensor over a group. In the backward pass it sums the gradient, since each rank has a part of it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
