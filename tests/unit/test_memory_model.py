@@ -69,6 +69,7 @@ def work(**changes: Any) -> Work:
         "fused": True,
         "separate": None,
         "selective": changes.get("recompute") == "selective",
+        "mlp_tile": 0,
         "on_gpu": False,
         "packed": False,
         "packed_experts": False,

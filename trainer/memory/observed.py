@@ -30,6 +30,7 @@ from trainer.model.expert_layers import expert_modules, takes_all_tokens
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, recompute_inputs, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import replace
+from trainer.patches.tiled_mlp import tile_feed_forward
 
 DEQUANTISED_AT_ONCE = 64 << 20
 """Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
@@ -62,6 +63,8 @@ class Kernels:
     """Why shared-input projections are not computed together; None if they are."""
     selective: bool
     """Whether feed-forward parts are recomputed."""
+    mlp_tile: int
+    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
     on_gpu: bool
     packed: bool
     """Whether the base is quantized to 4 or 8 bits."""
@@ -215,6 +218,8 @@ def _install(model: Any, kernels: Kernels) -> None:
             group.install()
     if kernels.recomputed != "none":
         recompute_inputs(model)
+    if kernels.mlp_tile:
+        tile_feed_forward(model, kernels.mlp_tile)
     if kernels.selective:
         enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
 

@@ -262,6 +262,7 @@ class Planner:
             fused=decided.adapters.value in ("cuda", "reference"),
             separate=decided.siblings.reason or "asked for" if separate else None,
             selective=decided.recomputes.value == "selective",
+            mlp_tile=decided.mlp_tile.value,
             on_gpu=on_gpu,
             packed=packed or self.shapes.fp8 != "",
             packed_experts=packed or self.shapes.fp8 != "" or any(weight.mxfp4 for weight in self.shapes.weights),
