@@ -50,6 +50,8 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
+    host_memory: int | None = None
+    """Free bytes of host memory for each rank; None: unknown."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
@@ -93,6 +95,8 @@ class Decisions:
     """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
     recomputes: Decided[str]
     """training.gradient_checkpointing."""
+    attention_again: Decided[bool]
+    """Whether recomputed layers compute attention again."""
     mlp_tile: Decided[int]
     """Tokens of a tile of gated MLPs; 0: they are computed whole."""
     fused_head: Decided[bool | None]
@@ -122,6 +126,7 @@ class Decisions:
         """Return a line for the console with the decisions that no other line shows."""
         shown = {
             "attention": self.attention,
+            "attention recomputed": self.attention_again,
             "loss fused with the head": self.fused_head,
             "adapter in one buffer": self.flat,
             "clipping on the device": self.clips_on_device,
@@ -146,6 +151,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         siblings=_siblings(config, machine),
         recomputed_results=_recomputed_results(config, machine),
         recomputes=Decided(config.training.gradient_checkpointing),
+        attention_again=_attention_again(config),
         mlp_tile=_mlp_tile(config),
         fused_head=_fused_head(config, machine, model),
         gather=_gather(config),
@@ -256,6 +262,16 @@ def tokens_at_once(config: RunConfig) -> int:
     """Return the most tokens of a rank's micro-step by the settings; with batch_size auto, those of one row."""
     rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
     return rows * config.dataset.max_length // config.parallel.sequence
+
+
+def _attention_again(config: RunConfig) -> Decided[bool]:
+    training = config.training
+    if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
+        return Decided(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
+    if training.recompute_attention is False:
+        where = "in host memory" if training.offload_activations else "on the device"
+        return Decided(False, f"its output and log-sum-exp are kept {where}")
+    return Decided(True, "" if training.recompute_attention == "auto" else "asked for")
 
 
 def _mlp_tile(config: RunConfig) -> Decided[int]:
