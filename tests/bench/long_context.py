@@ -36,8 +36,8 @@ def build(shape: str, layers: int, device: torch.device, training: dict[str, Any
     """Build the model with the patches of a run."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = f"random:{shape},num_hidden_layers={layers}"
-    settings = {"dtype": dtype, "device": device, "attention": "sdpa", "quantization": QuantizationSection()}
-    model = load_base_model(name, ModelSection(), **settings)
+    four_bits = QuantizationSection()
+    model = load_base_model(name, ModelSection(), dtype=dtype, device=device, attention="sdpa", quantization=four_bits)
     set_varlen(model)
     if device.type == "cuda":
         replace_elementwise(model)
