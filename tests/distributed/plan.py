@@ -53,6 +53,7 @@ def _equal_losses() -> list[dict[str, Any]]:
     ]
     cases += [case(f"full-{stage}", adapter="none", zero__stage=stage) for stage in STAGES]
     cases += [case(f"packed-{stage}", dataset__packing=True, zero__stage=stage) for stage in (2, 3)]
+    cases += [case(f"tiled-{stage}", dataset__packing=True, zero__stage=stage, **TILED) for stage in (2, 3)]
     return cases
 
 
@@ -91,18 +92,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {"training__max_grad_norm": 0.05},
 }
 
+TILED: dict[str, Any] = {
+    "training__gradient_checkpointing": "non_reentrant",
+    "training__tiled_mlp": 16,
+    "training__recompute_attention": False,
+}
+
 ROUNDED: dict[str, dict[str, Any]] = {
     "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
     "packed-2": {"zero__stage": 2, "dataset__packing": True},
     "packed-3": {"zero__stage": 3, "dataset__packing": True},
     "reentrant": {"zero__stage": 2, "training__gradient_checkpointing": "reentrant"},
     "recomputed": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
-    "tiled": {
-        "zero__stage": 3,
-        "dataset__packing": True,
-        "training__gradient_checkpointing": "non_reentrant",
-        "training__tiled_mlp": 16,
-    },
     "dropout": {"zero__stage": 2, "lora__dropout": 0.3},
     "dropout-again": {"zero__stage": 3, "lora__dropout": 0.3, "training__gradient_checkpointing": "selective"},
 }

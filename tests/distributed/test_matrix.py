@@ -64,6 +64,8 @@ def test_a_model_is_trained_in_training_mode_also_if_it_is_never_evaluated(matri
 
 def test_packing_agrees_over_stages(matrix: Matrix) -> None:
     assert matrix["packed-3"].losses == pytest.approx(matrix["packed-2"].losses, abs=1e-5)
+    for stage in (2, 3):
+        assert matrix[f"tiled-{stage}"].losses == pytest.approx(matrix["packed-2"].losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", RESUMES)
