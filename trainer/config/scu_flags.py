@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
 from trainer.config.files import UnreadableFile, read_json
 from trainer.config.load import LoadedConfig, load_config
@@ -29,8 +30,8 @@ RUN_RECORD = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError."""
+class _Parser(CommandParser):
+    """A parser that raises UserError."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"zerolora scu-train: {message}; --help lists the flags")
@@ -60,7 +61,6 @@ def _build_parser(by_rank: bool) -> "_Parser":
     parser = _Parser(
         prog="zerolora scu-train",
         description="Train with the Shannon Control Unit and the flags of its published guide; key=value sets more.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     precision = parser.add_mutually_exclusive_group()
@@ -70,6 +70,7 @@ def _build_parser(by_rank: bool) -> "_Parser":
             arguments["action"] = "store_true"
         else:
             arguments["type"] = float if row.get("type") == "float" else type(row.get("default", ""))
+            arguments["help"] += f" ({row['default']})" if "default" in row else ""
         group = precision if name in ("fp16", "bf16") else parser
         group.add_argument(FLAG_NAMES.get(name, f"--{name.replace('_', '-')}"), dest=name, **arguments)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
