@@ -443,7 +443,7 @@ def test_settings_have_no_rows_of_nulls_and_names_instead_of_cache_paths(tmp_pat
     hub = "/home/x/.cache/huggingface/hub"
     config["base_model"] = f"{hub}/models--owner--tiny/snapshots/0123"
     config["dataset"] |= {"path": f"{hub}/datasets--owner--chats/snapshots/4567", "val_split": 0.0}
-    config["dataset"] |= {"evaluation": {"path": "/root/.cache/zerolora/made/held.jsonl"}, "cache_dir": "/scratch/cache"}
+    config["dataset"] |= {"evaluation": {"path": "/x/.cache/zerolora/made/held.jsonl"}, "cache_dir": "/scratch/cache"}
     path.write_text(json.dumps(config))
     page = write_report(tmp_path).read_text()
     found = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
