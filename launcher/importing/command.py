@@ -56,7 +56,7 @@ def import_(
         raise UserError(f"--output {output}: is a file that is imported, or its data; use another file")
     write_whole(target, text)
     kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
-    say(f"{output}: {kept} settings; {other} remarks at its top. Next: zerolora validate {output}")
+    say(f"{output}: {kept} settings; {other} notes at its top. Next: zerolora validate {output}")
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:

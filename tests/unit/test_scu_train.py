@@ -251,7 +251,7 @@ def test_what_is_missing_is_named(
         monkeypatch.setattr("launcher.doctor.requirements.PROJECT", project)
     assert check_requirements(str(tmp_path), str(tmp_path) if missing == "model" else "some/model") == 1
     shown = capsys.readouterr().out
-    assert line in shown and shown.endswith("1 needed and missing\n")
+    assert line in shown and shown.endswith("requirements that are missing: 1\n")
 
 
 def test_the_check_imports_no_torch() -> None:

@@ -134,7 +134,9 @@ def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
 
     file = Path(base_model) / "model.safetensors"
     if not file.exists():
-        raise UserError(f"lora.init=loftq: reads one file {file}, which is missing; use a local model in one file")
+        raise UserError(
+            f"lora.init=loftq: needs the weights in one file, {file}, which is missing; use a local model in one file"
+        )
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 

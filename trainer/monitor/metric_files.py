@@ -120,5 +120,5 @@ class MetricFiles:
         if failures and not self._paused:
             warn(self._console, f"metrics wait for room on the disk, training continues: {failures[0]}")
         elif self._paused and not failures:
-            self._console.print(f"metrics are written again; {METRICS_FILE} lacks none", soft_wrap=True)
+            self._console.print(f"metrics are written again; none is missing in {METRICS_FILE}", soft_wrap=True)
         self._paused = bool(failures)

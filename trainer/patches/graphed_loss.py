@@ -160,7 +160,7 @@ class GraphedLoss:
             say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
             return None
         if loss.separates_documents:
-            say("CUDA graphs: off: recurrent layers compute every batch's documents apart")
+            say("CUDA graphs: off: recurrent layers compute the documents of a batch separately")
             return None
         if has_experts:
             say("CUDA graphs: off: every batch uses different experts")
