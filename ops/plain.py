@@ -77,7 +77,7 @@ def reference_frozen_product(
     bits: Tensor | None,
     forced: bool = True,
 ) -> Tensor:
-    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
+    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; kernels read `forced`."""
     y = h @ q.t()
     if bits is not None:
         y = y * reference.unpack_mask(bits, y.shape[1])

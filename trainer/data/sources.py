@@ -183,7 +183,7 @@ def _read_files(
             return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return Dataset.from_generator(
-            _raw_records_of, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
+            _iterate_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _read_errors() as error:
         raise _unreadable(source, label, kind, error) from None
@@ -191,7 +191,7 @@ def _read_files(
         datasets.logging.set_verbosity(verbosity)
 
 
-def _raw_records_of(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
+def _iterate_records(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
     """Yield `raw_records`; `state` is part of the name under which the datasets library caches them."""
     return raw_records(**arguments)
 

@@ -220,7 +220,7 @@ class Planner:
 
     def decisions(self, config: RunConfig) -> Decisions:
         """Return the decisions for a configuration on this machine."""
-        return decide(config, self.machine, self.shapes.facts)
+        return decide(config, self.machine, self.shapes.properties)
 
     def work(self, config: RunConfig, decided: Decisions) -> Work:
         """Return the sizes and kernels of one micro-step."""
@@ -239,7 +239,7 @@ class Planner:
             recompute=decided.recomputes.value,
             recomputed_layers=training.gradient_checkpointing_layers,
             offload_activations=training.offload_activations,
-            capped_logits=self.shapes.facts.caps,
+            capped_logits=self.shapes.properties.caps,
         )
 
     def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
@@ -248,7 +248,7 @@ class Planner:
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
             # Attention sinks without flash attention: the model's own code, as if the pack were one document.
-            attention = "eager" if self.shapes.facts.sinks else "sdpa"
+            attention = "eager" if self.shapes.properties.sinks else "sdpa"
         separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
         return Kernels(
             length=-(-min(self.lengths.longest, config.dataset.max_length) // config.parallel.sequence),

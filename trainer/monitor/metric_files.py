@@ -71,7 +71,7 @@ class MetricFiles:
         tensorboard: bool,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`first_step` optimizer steps are done already; `settings` are shown in TensorBoard next to the curves."""
+        """`first_step` is the number of steps done before; `settings` are shown in TensorBoard next to the curves."""
         self._run_dir, self._console = run_dir, console
         self._paused = self._closed = False
         self._records = AppendedFile(run_dir / METRICS_FILE)
