@@ -57,9 +57,7 @@ GROUPS = {
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
 """The order of the commands in `zerolora --help`, by title."""
-READ_RUNS = (*GROUPS["Data"], *GROUPS["After training"])
-VALUES = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}
-"""What Typer shows for the value of an option, and what is shown here."""
+VALUES = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}  # Typer's names of types -> ours
 
 UsageError: Any = typer.BadParameter.__base__
 """UsageError of click, which some versions of Typer bundle."""
@@ -147,12 +145,10 @@ def show_config(
 
 
 EXTRA_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("init")(init)
+for _command in (init, submit, status, doctor):
+    app.command()(_command)
 app.command("import", context_settings=EXTRA_ARGUMENTS)(import_)
 app.command("sweep", context_settings=EXTRA_ARGUMENTS)(sweep)
-app.command("submit")(submit)
-app.command("status")(status)
-app.command("doctor")(doctor)
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -172,7 +168,7 @@ def _add_module_command(name: str, module: str, text: str) -> None:
         for word in context.args[:1]:
             if word.endswith((".yaml", ".yml")) and not Path(word).exists():
                 load_config(Path(word))  # raises its error before the module imports torch
-        if name in READ_RUNS:
+        if name in GROUPS["Data"] + GROUPS["After training"]:
             from trainer.setup.early_checks import check_words  # imports numpy, which other commands do not need
 
             check_words(name, context.args)

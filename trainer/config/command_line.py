@@ -101,8 +101,7 @@ class CommandParser(argparse.ArgumentParser):
                     table.add_row(*(Text(name, "bold cyan") for name in _name(action)), Text(_help(action)))
                 if actions:
                     console.print(Panel(table, title=title, title_align="left", border_style="dim"))
-            if self.epilog:
-                console.print(Text(self.epilog), soft_wrap=True)
+            console.print(Text(self.epilog or ""), soft_wrap=True, end="\n" * bool(self.epilog))
         return shown.get()
 
     def error(self, message: str) -> NoReturn:

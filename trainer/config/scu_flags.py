@@ -12,7 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
@@ -30,18 +30,10 @@ RUN_RECORD = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
-class _Parser(CommandParser):
-    """A parser that raises UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"zerolora scu-train: {message}; --help lists the flags")
-
-
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
     """Parse the flags; `by_rank` also allows flags added by other launchers.
 
-    `given` in the result has the names of the flags that were typed or come from --card. Raises UserError for an
-    unknown flag or an invalid value.
+    `given` in the result has the names of the flags that were typed or come from --card.
     """
     parser = _build_parser(by_rank)
     untyped = object()
@@ -57,8 +49,8 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
     return argparse.Namespace(**(options | recipe), given=frozenset(given | recipe.keys()))
 
 
-def _build_parser(by_rank: bool) -> "_Parser":
-    parser = _Parser(
+def _build_parser(by_rank: bool) -> CommandParser:
+    parser = CommandParser(
         prog="zerolora scu-train",
         description="Train with the Shannon Control Unit and the flags of its published guide; key=value sets more.",
         allow_abbrev=False,

@@ -96,7 +96,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._kernels, self.measuring = kernels, False
         self.now = self.peak = self.inside = 0
-        self._sizes = {_storage(each): 0 for each in (*model.parameters(), *model.buffers())}
+        self._sizes = {int(each.untyped_storage()._cdata): 0 for each in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -128,10 +128,6 @@ class Meter(TorchDispatchMode):
             return sum(each.numel() for each in (*weights, *args[0])) if backward else 0
         sizes = [each.nbytes for each in weights]
         return sum(sizes) if backward and sum(sizes) <= DEQUANTISED_AT_ONCE else max(sizes)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Complete(Exception):

@@ -118,7 +118,11 @@ class Planner:
     def table(self, config: RunConfig) -> list[Choice]:
         """Return every stage, without and with each kind of offload."""
         config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
-        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _list_offloads(stage)]
+        variations = [
+            {"zero.stage": stage, **OFFLOADS[name]}
+            for stage in STAGES
+            for name in [*OFFLOADS][: {0: 1, 3: 3}.get(stage, 2)]
+        ]
         return [self.choice(config, changes) for changes in variations]
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
@@ -337,10 +341,6 @@ OFFLOADS: dict[str, Changes] = {
     "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
     "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
 }
-
-
-def _list_offloads(stage: int) -> list[str]:
-    return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
 
 
 def _reference_rows(config: RunConfig) -> int:

@@ -273,10 +273,6 @@ def _suggest(name: str, paths: set[str], what: str) -> str:
 
 def _summarize_names(paths: Any) -> str:
     """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
-    counts = Counter(_last_name(path) for path in paths)
+    counts = Counter(next((part for part in path.split(".")[::-1] if not part.isdigit()), path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")
-
-
-def _last_name(path: str) -> str:
-    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)

@@ -186,7 +186,7 @@ class GraphedLoss:
 
     def _run(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         self._calls += 1
-        if self.why_not or not self._may_replay():
+        if self.why_not or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
             return wanted.launch(model, device)
         if len(self._sizes) < UNMEASURED + MEASURED:
             return self._measure(wanted, model, device)
@@ -228,9 +228,6 @@ class GraphedLoss:
         """Return `compute`, a penalty on the flat adapter, replayed while the loss is."""
         self._penalties.append(GraphedPenalty(compute, self._flat))
         return self._penalties[-1]
-
-    def _may_replay(self) -> bool:
-        return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
     def _measure(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
