@@ -71,7 +71,7 @@ def show_step(
     Raises UserError for a stream, and for a batch size that is chosen at the start.
     """
     if not isinstance(data.train, Samples):
-        raise UserError("dataset.streaming=true: the samples of a step are only known during the run")
+        raise UserError("dataset.streaming=true: the samples of a step are only known during the run; leave out --step")
     ranks = config.data_ranks(ranks)
     training = _resolve_training(config, len(data.train), ranks)
     batches = Batches(
