@@ -52,15 +52,18 @@ def rounded_up(count: int, parts: int = PARTS) -> int:
     return -(-count // unit) * unit
 
 
-def unpadded_sizes(batch: MicroBatch) -> tuple[int, int]:
+def sizes_of(batch: MicroBatch) -> tuple[int, int]:
     """Return L and K of an unpadded batch."""
     return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
 
 
-def static_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
-    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded."""
-    rows, (own, wanted) = len(batch.input_ids), unpadded_sizes(batch)
-    length = own if own == usual[0] else rounded_up(own)
+def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0), parts: int = PARTS) -> StaticShape:
+    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded.
+
+    Padding adds at most 1 / `parts` of the length: fewer parts give fewer shapes.
+    """
+    rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
+    length = own if own == usual[0] else rounded_up(own, parts)
     unit = max(1, length // HEAD_PARTS)
     places = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
     if batch.cu_seqlens is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.replacements import replaces
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import StaticShape, pad_to_shape, static_shape, unpadded_sizes
+from trainer.data.static_shapes import StaticShape, pad_to_shape, shape_of, sizes_of
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NoRoom, NotCapturable, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, trained_parameters
 from trainer.patches.loss_head import TokenLoss
@@ -27,6 +27,8 @@ MEASURED = 3
 HOST_BOUND = 0.8
 """Capture is tried if launching takes the host at least this fraction of a forward pass."""
 MOST_CAPTURES = 16
+REFERENCE_PARTS = 4
+"""Padding adds at most 1 / REFERENCE_PARTS to a batch of reference text: single texts have many lengths."""
 Say = Callable[[str], None]
 Shape = tuple[type["LossPass"], StaticShape]
 Replayed = tuple[Shape, tuple["StaticInputs", CapturedPass]]
@@ -73,8 +75,8 @@ class LossPass:
         return self._loss(model, self.batch, device)
 
     def shape(self, usual: tuple[int, int]) -> StaticShape | None:
-        """Return the shape to pad the batch to (see `static_shape`); None to launch the pass."""
-        return static_shape(self.batch, usual) if self.batch.weights is None else None
+        """Return the shape to pad the batch to (see `shape_of`); None to launch the pass."""
+        return shape_of(self.batch, usual) if self.batch.weights is None else None
 
     def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
         """Return static memory for inputs of a shape that fits the batch, filled with the batch."""
@@ -104,7 +106,9 @@ class DivergencePass(LossPass):
 
     def shape(self, usual: tuple[int, int]) -> StaticShape | None:
         # Only in a flat pack are the targets of the padding behind all others.
-        return static_shape(self.batch) if self._loss.states_dtype and self.batch.cu_seqlens is not None else None
+        if not self._loss.states_dtype or self.batch.cu_seqlens is None:
+            return None
+        return shape_of(self.batch, parts=REFERENCE_PARTS)
 
     def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
         inputs = super().static(shape, device)
@@ -231,7 +235,7 @@ class GraphedLoss:
 
     def _measure(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""
-        self._sizes.append(unpadded_sizes(wanted.batch))
+        self._sizes.append(sizes_of(wanted.batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
             return wanted.launch(model, device)
         torch.cuda.synchronize(device)
