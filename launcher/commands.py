@@ -29,9 +29,6 @@ from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import json_schema, reference_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
-TRAIN, DATA, RESULT, CLUSTER, DEVELOP = "Train", "Data and models", "After training", "Cluster", "Develop"
-"""Groups of commands in `zerolora --help`."""
-
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
@@ -53,24 +50,24 @@ MODULES = {
     "compare": ("benchmarks.compare", "Compare controllers of the SCU by held-out bits per token, with intervals."),
 }
 GROUPS = {
-    TRAIN: ("validate", "estimate"),
-    DATA: ("inspect", "prepare", "download"),
-    RESULT: ("eval", "generate", "chat", "merge", "report", "export", "serve", "push"),
-    DEVELOP: ("ops", "bench", "tier", "compare"),
+    "Train": ("init", "import", "validate", "estimate", "train", "sweep", "config"),
+    "Data": ("inspect", "prepare", "download"),
+    "After training": ("eval", "generate", "chat", "merge", "report", "export", "serve", "push"),
+    "Cluster": ("doctor", "submit", "status"),
+    "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
+"""The order of the commands in `zerolora --help`, by title."""
+VALUES = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}  # Typer's names of types -> ours
 
 UsageError: Any = typer.BadParameter.__base__
 """UsageError of click, which some versions of Typer bundle."""
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings that override the file's.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings to override.")]
 
 HELP_OPTIONS = ["-h", "--help"]
 app = typer.Typer(
     name="zerolora",
-    help="Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": HELP_OPTIONS},
@@ -88,10 +85,10 @@ Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_e
 
 @app.callback()
 def zerolora(wanted: Version = False) -> None:
-    """Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed."""
+    """Fine-tune Hugging Face models with LoRA and QLoRA, from one GPU to many machines, from one YAML file."""
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command()
 def train(
     config: Config,
     overrides: Overrides = None,
@@ -124,9 +121,9 @@ def train(
     raise typer.Exit(start(words, loaded, request, flags, dry_run=dry_run, is_job_start=go_on))
 
 
-@app.command("config", rich_help_panel=TRAIN)
+@app.command("config")
 def show_config(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Every setting with type, default and meaning.")] = False,
     as_json: Annotated[bool, typer.Option("--json-schema", help="The JSON schema, for completion in editors.")] = False,
@@ -148,25 +145,21 @@ def show_config(
 
 
 EXTRA_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("init", rich_help_panel=TRAIN)(init)
-app.command("import", rich_help_panel=TRAIN, context_settings=EXTRA_ARGUMENTS)(import_)
-app.command("sweep", rich_help_panel=TRAIN, context_settings=EXTRA_ARGUMENTS)(sweep)
-app.command("submit", rich_help_panel=CLUSTER)(submit)
-app.command("status", rich_help_panel=CLUSTER)(status)
-app.command("doctor", rich_help_panel=CLUSTER)(doctor)
+for _command in (init, submit, status, doctor):
+    app.command()(_command)
+app.command("import", context_settings=EXTRA_ARGUMENTS)(import_)
+app.command("sweep", context_settings=EXTRA_ARGUMENTS)(sweep)
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@app.command("scu-train", rich_help_panel=TRAIN, add_help_option=False, context_settings=PASS_THROUGH)
+@app.command("scu-train", add_help_option=False, context_settings=PASS_THROUGH)
 def scu_train(context: typer.Context) -> None:
     """Train under the SCU with the flags of its published guide."""
     raise typer.Exit(run_scu_train(context.args))
 
 
-def _add_module_command(name: str, group: str) -> None:
-    module, text = MODULES[name]
-
+def _add_module_command(name: str, module: str, text: str) -> None:
     def run_module(context: typer.Context) -> None:
         if find_spec(module.partition(".")[0]) is None:
             raise UserError(
@@ -175,29 +168,33 @@ def _add_module_command(name: str, group: str) -> None:
         for word in context.args[:1]:
             if word.endswith((".yaml", ".yml")) and not Path(word).exists():
                 load_config(Path(word))  # raises its error before the module imports torch
-        if group in (DATA, RESULT):
+        if name in GROUPS["Data"] + GROUPS["After training"]:
             from trainer.setup.early_checks import check_words  # imports numpy, which other commands do not need
 
             check_words(name, context.args)
         become_module(module, context.args)
 
-    app.command(name, help=text, rich_help_panel=group, add_help_option=False, context_settings=PASS_THROUGH)(
-        run_module
-    )
+    app.command(name, help=text, add_help_option=False, context_settings=PASS_THROUGH)(run_module)
 
 
-for _group, _names in GROUPS.items():
-    for _name in _names:
-        _add_module_command(_name, _group)
+for _name, _row in MODULES.items():
+    _add_module_command(_name, *_row)
 
 
 def build_command() -> Any:
-    """Return the command line; Typer would show `<bool>` after each flag in its help."""
+    """Return the command line, grouped; Typer would show `<bool>` after each flag, and types of arguments."""
     command: Any = typer.main.get_command(app)
+    command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
+    for group, names in GROUPS.items():
+        for name in names:
+            command.commands[name].rich_help_panel = group
     for one in (command, *command.commands.values()):
-        for option in one.get_params(typer.Context(one, help_option_names=HELP_OPTIONS)):
-            if getattr(option, "is_flag", False):
-                option.metavar = ""
+        context = typer.Context(one, help_option_names=HELP_OPTIONS)
+        for option in one.get_params(context):
+            if option.param_type_name == "argument":
+                option.display_type_rich = lambda ctx: None
+            else:
+                option.metavar = "" if option.is_flag else VALUES.get(option.display_type_rich(context), option.metavar)
     return command
 
 

@@ -73,7 +73,7 @@ def init(
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
     typed = shlex.quote(str(output))
-    typer.echo(f"{output}: {_first_step(model, data)}\n  zerolora validate {typed}\n  zerolora train {typed}")
+    typer.echo(f"wrote {output}; {_first_step(model, data)}\n  zerolora validate {typed}\n  zerolora train {typed}")
 
 
 def _first_step(model: str | None, data: str | None) -> str:
@@ -84,7 +84,7 @@ def _first_step(model: str | None, data: str | None) -> str:
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
         return f"{shown(data)} does not exist yet; write the data there, then"
-    return "now"
+    return "next:"
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:

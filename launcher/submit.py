@@ -154,7 +154,7 @@ def _check_array(array: str | None, lines: list[str]) -> None:
 
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings to override.")] = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, per node; 0 without GPUs.")] = 8,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node, without GPUs.")] = None,

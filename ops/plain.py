@@ -77,7 +77,7 @@ def reference_frozen_product(
     bits: Tensor | None,
     forced: bool = True,
 ) -> Tensor:
-    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
+    """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; kernels read `forced`."""
     y = h @ q.t()
     if bits is not None:
         y = y * reference.unpack_mask(bits, y.shape[1])
@@ -127,7 +127,10 @@ def lora_backward(
     if accumulate is not None:
         _check_targets(accumulate, x, lora_down, lora_up)
     whole = wide_x.shape == x.shape  # otherwise dX is summed over the broadcast dimensions afterwards
-    grad_x, grad_down, grad_up = accumulate or (x.new_empty(x.shape), *map(_empty_like, (lora_down, lora_up)))
+    grad_x, grad_down, grad_up = accumulate or (
+        x.new_empty(x.shape),
+        *(each.new_empty(each.shape) for each in (lora_down, lora_up)),
+    )
     target = grad_x if whole else x.new_zeros(wide_x.shape)
     torch.ops.zerolora.adapter_backward_(
         wide_grad, wide_x, lora_down, lora_up, scale, target, grad_down, grad_up, accumulate is not None
@@ -136,10 +139,6 @@ def lora_backward(
         summed = target.sum_to_size(x.shape)
         grad_x = grad_x.copy_(summed) if accumulate is None else grad_x.add_(summed)
     return grad_x, grad_down, grad_up
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _check_targets(targets: tuple[Tensor, Tensor, Tensor], *likes: Tensor) -> None:

@@ -13,10 +13,8 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from typer.main import get_command
-
 import launcher.commands
-from launcher.commands import MODULES, app
+from launcher.commands import MODULES, build_command
 from trainer.config.settings_reference import reference_text
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
@@ -45,7 +43,7 @@ def settings_page() -> str:
 
 def command_names() -> list[str]:
     """Return the commands in the order of `zerolora --help`."""
-    return list(get_command(app).commands)  # type: ignore[attr-defined]
+    return list(build_command().commands)
 
 
 def commands_page(helps: dict[str, str]) -> str:

@@ -48,7 +48,7 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
             word = flag.replace("_", "-")
-            raise UserError(f"--{word}: needs no ranks; zerolora scu-train --{word}")
+            raise UserError(f"--{word}: needs no ranks; run `zerolora scu-train --{word}`")
     tree = resumed_settings(options)
     if tree is None:
         data, held_out = options.data, None

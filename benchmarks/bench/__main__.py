@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="zerolora bench",
         description="Measure training on this machine: random weights of a named shape, no download.",
     )
-    parser.add_argument("settings", nargs="*", metavar="[CONFIG] [key=value]", help="the run to measure")
+    parser.add_argument("settings", nargs="*", metavar="CONFIG|key=value", help="the run to measure")
     parser.add_argument("--shape", help="shape to use instead of that of base_model (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
     parser.add_argument(

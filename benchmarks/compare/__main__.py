@@ -168,10 +168,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seeds", type=positive_int, default=3, metavar="N", help="seeds: the file's and those after it (3)"
     )
     parser.add_argument(
-        "--controllers", type=_controllers, default=CONTROLLERS, metavar="LIST", help=",".join(CONTROLLERS)
+        "--controllers", type=_controllers, default=CONTROLLERS, metavar="LIST", help=f"some of {','.join(CONTROLLERS)}"
     )
     parser.add_argument(
-        "--measures", type=_measures, default=("delta",), metavar="LIST", help="delta, factors or both; or kl (delta)"
+        "--measures",
+        type=_measures,
+        default=("delta",),
+        metavar="LIST",
+        help="the measures delta, factors or both; or kl (delta)",
     )
     listed = ",".join(f"{value:g}" for value in LAMBDAS)
     parser.add_argument("--lambdas", type=_positives, default=LAMBDAS, metavar="LIST", help=f"fixed ones ({listed})")

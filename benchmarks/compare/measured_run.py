@@ -41,8 +41,7 @@ DOCUMENTS_FILE = "heldout_documents.json"
 def main(argv: list[str] | None = None) -> int:
     """Train; return exit code 0 if done, 1 if failed, 2 for usage errors, 128 + signal when stopped."""
     parser = CommandParser(prog="benchmarks.compare.measured_run", description="One run of `zerolora compare`.")
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_config()
     parser.add_argument("--forgetting", metavar="FILE", help="text on which to measure the distance from the base")
     arguments = parser.parse_intermixed_args(argv)
     try:

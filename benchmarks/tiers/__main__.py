@@ -301,7 +301,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, all, or a YAML file")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(TIERS)}, all, or a YAML file")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parser.add_argument(
         "--check-vram", action="store_true", help="first check that the card has enough memory for the tier"

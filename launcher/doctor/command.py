@@ -51,8 +51,8 @@ COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings to override.")] = None,
     launcher: Annotated[str, typer.Option(help="auto, local, hostfile, slurm or mpi, as for train.")] = "auto",
     hostfile: Annotated[Path | None, typer.Option(help="File of hosts, one per line: `gpu-a slots=8`.")] = None,
     include: Annotated[str | None, typer.Option(help="Hosts or GPUs to use, as for train.")] = None,
@@ -62,7 +62,7 @@ def doctor(
     master_addr: Annotated[str | None, typer.Option(help="Address for the ranks to meet at.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    patches: Annotated[bool, typer.Option(help="Only list the patches to libraries, and their reasons.")] = False,
+    patches: Annotated[bool, typer.Option("--patches", help="List the patches to libraries, with reasons.")] = False,
     only_here: Annotated[bool, typer.Option(hidden=True, help="Check only this machine and print JSON.")] = False,
 ) -> None:
     """Check everything that a run needs; exit with 1 and a fix if something will fail."""

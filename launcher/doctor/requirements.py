@@ -34,7 +34,7 @@ def check_requirements(output_dir: str, model: str) -> int:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
         print(f"{word:8} {name:22} {found.removeprefix('missing').lstrip(': ')}".rstrip())
-    print(f"{missing} needed and missing" if missing else "all requirements are met")
+    print(f"requirements that are missing: {missing}" if missing else "all requirements are met")
     return 1 if missing else 0
 
 

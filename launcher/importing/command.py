@@ -30,11 +30,11 @@ def import_(
     context: typer.Context,
     source: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE | ARGUMENTS", help="A file of Axolotl or LLaMA-Factory, or TRL's command line."),
+        typer.Argument(metavar="FILE|ARGUMENTS", help="A file of Axolotl or LLaMA-Factory, or TRL's command line."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; default: print it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-    dataset_dir: Annotated[Path | None, typer.Option(help="The folder of LLaMA-Factory's dataset_info.json.")] = None,
+    dataset_dir: Annotated[Path | None, typer.Option(help="Folder of LLaMA-Factory's dataset_info.json.")] = None,
 ) -> None:
     """Translate a configuration of Axolotl or LLaMA-Factory, or TRL's command line, into one of zerolora's."""
     arguments = [*(source or []), *context.args]
@@ -56,7 +56,7 @@ def import_(
         raise UserError(f"--output {output}: is a file that is imported, or its data; use another file")
     write_whole(target, text)
     kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
-    say(f"{output}: {kept} settings; {other} remarks at its top. Next: zerolora validate {output}")
+    say(f"{output}: {kept} settings; {other} notes at its top. Next: zerolora validate {output}")
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:

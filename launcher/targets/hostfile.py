@@ -68,15 +68,17 @@ def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
         kept = {host: [gpu for gpu in gpus if gpu not in dropped.get(host, ())] for host, gpus in slots.items()}
         slots = {host: gpus for host, gpus in kept.items() if gpus}
         if not slots:
-            raise UserError(f"--exclude {exclude}: leaves nothing")
+            raise UserError(f"--exclude {exclude}: leaves no GPU; exclude fewer")
     if num_nodes is not None:
         if not 1 <= num_nodes <= len(slots):
-            raise UserError(f"--num-nodes {num_nodes}: there are {len(slots)} hosts: {', '.join(slots)}")
+            raise UserError(f"--num-nodes {num_nodes}: must be 1 to {len(slots)}, the number of hosts in use")
         slots = dict(list(slots.items())[:num_nodes])
     if num_gpus is not None:
         short = [host for host, gpus in slots.items() if not 1 <= num_gpus <= len(gpus)]
         if short:
-            raise UserError(f"--num-gpus {num_gpus}: {short[0]} has {len(slots[short[0]])}")
+            raise UserError(
+                f"--num-gpus {num_gpus}: must be 1 to {len(slots[short[0]])}, the number of GPUs of {short[0]}"
+            )
         slots = {host: gpus[:num_gpus] for host, gpus in slots.items()}
     return slots
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its picture follows the layers contract, and what it points to exists."""
+"""docs/architecture.md and extending.md: the diagram follows the layers contract, and what they name exists."""
 
 import ast
 import re
@@ -11,6 +11,7 @@ from trainer.contract.exit_codes import EXIT_USAGE
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 PACKAGES = {"launcher", "trainer", "ops", "benchmarks", "examples"}
 
 
@@ -64,7 +65,7 @@ def test_every_file_that_it_names_is_there() -> None:
     """A bare name lies in the folder of a path named on the same line."""
     anywhere = [ROOT / "launcher" / "supervision", ROOT / "trainer" / "commands" / "doctor"]
     found, missing = 0, []
-    for line in TEXT.splitlines():
+    for line in [*TEXT.splitlines(), *EXTENDING.splitlines()]:
         names = re.findall(r"`([\w./]+(?:\.py|\.cu|\.h|/))`", line)
         folders = [ROOT / name if name.endswith("/") else (ROOT / name).parent for name in names]
         missing += [name for name in names if not _exists(name, folders + anywhere)]
@@ -87,7 +88,7 @@ def test_a_new_task_finds_all_that_it_must_provide() -> None:
     tree = ast.parse((ROOT / "trainer" / "tasks" / "task.py").read_text())
     (task,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Task"]
     methods = {node.name for node in task.body if isinstance(node, ast.FunctionDef)}
-    section = TEXT.split("## What a task must provide")[1].split("## ")[0]
+    section = EXTENDING.split("## What a task must provide")[1].split("## ")[0]
     assert len(methods) > 10 and methods <= set(re.findall(r"`(\w+)`", section))
 
 
@@ -128,7 +129,7 @@ def test_what_is_imported_late_has_a_reason() -> None:
 
 
 def test_no_word_is_explained_twice() -> None:
-    words = re.findall(r"^\| ([^|]+) \|", TEXT.split("## Our own words")[1], re.MULTILINE)[1:]
+    words = re.findall(r"^\| ([^|]+) \|", EXTENDING.split("## Words of the code")[1], re.MULTILINE)[1:]
     assert words == sorted(words, key=str.lower) and len(words) == len(set(words)) and len(words) >= 20
 
 

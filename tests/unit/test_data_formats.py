@@ -9,6 +9,7 @@ import pytest
 
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape
+from trainer.data.pairs import read_pair, read_unpaired
 from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, prompt_form, read_record
 
 ASK = {"role": "user", "content": "Why?"}
@@ -240,9 +241,13 @@ def test_records_of_the_guide_are_read_whole_as_the_format_they_are_shown_for() 
     guide = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text()
     records = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", guide, re.DOTALL)]
     shapes = [find_shape(SourceSection(path="x"), [*record], record, "x", has_chat_template=True) for record in records]
-    expected = ["messages", "messages", "sharegpt", "alpaca", "prompt_completion", "completion"]
+    paired = ["preference", "unpaired"]
+    expected = ["messages", "messages", "sharegpt", "alpaca", *["prompt_completion"] * 2, "completion", *paired]
     assert [shape.format for shape in shapes] == expected
-    assert [read(record).unread for record in records] == [()] * len(expected)
+    assert [read(record).unread for record in records[:-2]] == [()] * (len(expected) - 2)
+    pair = read_pair(records[-2], shapes[-2], "x", None)
+    assert (pair.margin, pair.unread) == (0.5, ()) and read_unpaired(records[-1], shapes[-1], "x", None)[0].unread == ()
+    assert isinstance(read(records[4]), Turns) and isinstance(read(records[5]), Text)
     with_tools = read(records[1])
     assert isinstance(with_tools, Turns) and with_tools.tools
     assert with_tools.messages[1]["reasoning_content"] == "I have to look it up."

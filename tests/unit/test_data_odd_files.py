@@ -129,8 +129,8 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "latin-1 text": ("a.txt", b"caf\xe9\n", ("line 1 of a.txt is not UTF-8", "0xe9 at offset 3")),
     "UTF-16": ("a.jsonl", LINE.encode("utf-16"), ("a.jsonl is UTF-16 text", "iconv -f UTF-16 -t UTF-8")),
     "UTF-16 CSV of Excel": ("a.csv", "prompt\tcompletion\n".encode("utf-16"), ("a.csv is UTF-16 text",)),
-    "NUL bytes": ("a.txt", b"ab\n\0\0\n", ("line 2 of a.txt holds a NUL byte (offset 3)",)),
-    "NUL bytes in JSON": ("a.jsonl", LINE.encode() + b"\0" * 100, ("line 2 of a.jsonl holds a NUL byte",)),
+    "NUL bytes": ("a.txt", b"ab\n\0\0\n", ("line 2 of a.txt has a NUL byte (offset 3)",)),
+    "NUL bytes in JSON": ("a.jsonl", LINE.encode() + b"\0" * 100, ("line 2 of a.jsonl has a NUL byte",)),
     "a cut .gz": (
         "a.jsonl.gz",
         GZIPPED[:-20],
@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "two columns of one name": (
         "a.csv",
         "text,text\na,b\n",
-        ("line 1 of a.csv names the columns, and text comes twice",),
+        ("line 1 of a.csv names the column text twice",),
     ),
     "a head alone": ("a.csv", "prompt,completion\n", ("dataset.path=a.csv: no records in it",)),
     "white space": ("a.jsonl", " \n\n\t\n", ("dataset.path=a.jsonl: no records in it",)),
@@ -250,7 +250,7 @@ SPECIAL = {
     "a folder": "is a folder without data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",
-    "an address": "is an address, and data is read from files and by its name on the hub; download it",
+    "an address": "is a URL; download it, or use the name of a data set on the hub",
 }
 
 
@@ -315,7 +315,7 @@ SPLITS: dict[str, tuple[str, list[int] | str]] = {
     "validation": ("a.jsonl", "dataset.split=validation: a.jsonl has no such split; remove the setting"),
     "test[:2]": ("a.jsonl", "dataset.split=test: a.jsonl has no such split"),
     "test[3:]": ("a.csv", "dataset.split=test: a.csv has no such split"),
-    "train[:0]": ("a.jsonl", "dataset.split=train[:0]: no record of the 20 is in that part"),
+    "train[:0]": ("a.jsonl", "dataset.split=train[:0]: selects none of the 20 records"),
     "train[30:]": ("a.jsonl", "dataset.split=train[30:]:"),
     "train[a:b]": ("a.jsonl", "dataset.split=train[a:b]: not a split; use train, train[:1000]"),
     "train[": ("a.jsonl", "dataset.split=train[: not a split"),
@@ -346,7 +346,7 @@ def test_splits_and_parts_of_them(split: str) -> None:
         return
     assert read(file, split=split) == [NUMBERED[number] for number in expected]
     if "%" in split or "-" in split:
-        with pytest.raises(UserError, match="how long a stream is nobody knows"):
+        with pytest.raises(UserError, match="the length of a stream is not known"):
             read(file, split=split, streaming=True)
     else:
         assert read(file, split=split, streaming=True) == [NUMBERED[number] for number in expected]

@@ -354,7 +354,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "two formats in one file": (
         {"a.jsonl": chats(("assistant", "red")) + '{"prompt": "x", "completion": "y"}\n'},
         {"path": "a.jsonl"},
-        ("record 2: messages is missing, there is prompt, completion", "dataset.mix"),
+        ("record 2: messages is missing (found prompt, completion)", "dataset.mix"),
     ),
     "a bad source of a mix": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": '{"foo": 1}\n'},

@@ -42,7 +42,9 @@ def test_empty_answers(tokenizer: PreTrainedTokenizerBase, write: Any) -> None:
     assert "2 of 100 answers are empty, and teach to say nothing" in stats_of(tokenizer).warnings()
     assert "warning: 2 of 100 answers are empty, and teach to say nothing" in stats_of(tokenizer).lines()
     write("a.jsonl", "", " ", "")
-    with pytest.raises(UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty, which teaches to say nothing"):
+    with pytest.raises(
+        UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty, which would teach the model to say nothing"
+    ):
         stats_of(tokenizer)
 
 

@@ -78,10 +78,10 @@ def test_filters(filters: dict[str, object], chosen: dict[str, list[int]]) -> No
         ({"include": "a:7"}, "a has no slot 7"),
         ({"include": "a:x"}, "a has no slot x"),
         ({"include": ""}, "an empty name"),
-        ({"exclude": "a@b@c"}, "leaves nothing"),
-        ({"num_nodes": 4}, "--num-nodes 4: there are 3 hosts"),
+        ({"exclude": "a@b@c"}, "leaves no GPU"),
+        ({"num_nodes": 4}, "--num-nodes 4: must be 1 to 3, the number of hosts"),
         ({"num_nodes": 0}, "--num-nodes 0"),
-        ({"num_gpus": 3}, "--num-gpus 3: c has 2"),
+        ({"num_gpus": 3}, "--num-gpus 3: must be 1 to 2, the number of GPUs of c"),
         ({"num_gpus": 0}, "--num-gpus 0"),
     ],
 )

@@ -69,7 +69,7 @@ def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_lef
     shutil.copy(folder / "000.png", folder / ".ipynb_checkpoints" / "000-checkpoint.png")
     assert len(read(folder)) == 2
     Image.new("I;16", (64, 64), 40_000).save(folder / "000.png")
-    assert "000.png: has more than 8 bits a colour (mode I;16)" in refused(folder)
+    assert "000.png: has more than 8 bits per colour (mode I;16)" in refused(folder)
     (folder / "000.png").write_bytes(b"")
     assert "000.png: cannot be read as an image (unknown format)" in refused(folder)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
-from launcher.commands import CLUSTER, DATA, DEVELOP, GROUPS, MODULES, RESULT, TRAIN
+from launcher.commands import GROUPS, MODULES, app, build_command
 from trainer.setup.early_checks import OF_RUN
 
 CHECKOUT = Path(__file__).parents[2]
@@ -157,21 +158,31 @@ def test_missing_files_are_found_before_torch_is_imported(folder: Path, words: l
 
 
 def test_every_subcommand_is_in_one_group_of_the_help() -> None:
-    assert sorted(name for names in GROUPS.values() for name in names) == sorted(MODULES)
+    registered = [command.name for command in build_command().commands.values()]
+    assert registered == [name for names in GROUPS.values() for name in names]
+    assert len(set(registered)) == len(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_is_grouped(folder: Path, option: str) -> None:
     shown = zerolora(option, cwd=folder).stdout
-    places = [shown.index(f" {title} ") for title in (TRAIN, CLUSTER, DATA, RESULT, DEVELOP)]
+    places = [shown.index(f" {title} ") for title in GROUPS]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", ["train", "validate", "scu-train"])
+def test_every_command_has_the_same_form_of_help(folder: Path, name: str) -> None:
+    shown = zerolora(name, "-h", cwd=folder).stdout
+    assert f"Usage: zerolora {name} [OPTIONS]" in shown and "[key=value]..." in shown
+    assert "─ Arguments ─" in shown and "─ Options ─" in shown
+    assert "--help" in shown and "<" not in shown and "False" not in shown
 
 
 def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(folder: Path) -> None:
     program = (
         "import sys, launcher.commands as commands\n"
-        "commands.MODULES['probe'] = 'probe', 'a module'\n"
-        "commands._add_module_command('probe', commands.RESULT)\n"
+        "commands.GROUPS['Developer'] += ('probe',)\n"
+        "commands._add_module_command('probe', 'probe', 'a module')\n"
         "sys.argv[1:] = ['probe', 'RUN', '--help', '-x', '--', '--flag=1']\n"
         "commands.main()\n"
     )

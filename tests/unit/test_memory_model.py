@@ -230,7 +230,7 @@ def test_capped_scores_are_kept_too(dtype: torch.dtype) -> None:
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     saved = bytes_saved(model.train())
     shapes = read_shapes(config, ModelSection(), LoraSection(r=8))
-    assert not shapes.facts.sdpa
+    assert not shapes.properties.sdpa
     layers = seen(shapes, work(attention="eager", dtype=dtype)).kept
     # 2 %: Gemma's norms keep a little more than others.
     assert layers + rest(256, dtype.itemsize) == pytest.approx(saved, rel=0.02)

@@ -215,7 +215,7 @@ def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
         writer.log(6, {"train/loss": 6.0})
         writer.close()
     said = shown.getvalue().splitlines()
-    again = "metrics are written again; metrics.jsonl lacks none"
+    again = "metrics are written again; none is missing in metrics.jsonl"
     assert [line.partition(":")[0] for line in said] == ["warning", again, "warning", "warning"]
     assert "training continues: File too large (the disk at /" in said[0] and "GiB free" in said[0]
     assert "the last metrics of this run are not written" in said[3]

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_version_is_the_changelogs_and_the_citations() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert sections[0] == "Unreleased"
-    assert re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", sections[1])
+    released = [section for section in sections if section != "Unreleased"]
+    assert sections.index(released[0]) <= 1
+    assert re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", released[0])
     assert str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]) == version

@@ -141,9 +141,9 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
-    """Clear the folder of an earlier run; return a line about where it was moved, None if it was not.
+    """Clear the folder of an earlier run; return a message that names its new place, None if nothing was moved.
 
-    `overwrite` true moves it aside with everything in the folder, `delete` deletes what is on its list.
+    `overwrite` true moves everything in the folder aside, `delete` deletes the files that the run wrote.
     """
     if not overwrite or not list_run_files(run_dir):
         return None

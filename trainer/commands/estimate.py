@@ -225,8 +225,7 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 after one line on stderr if nothing fits or an argument is wrong."""
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_config()
     parser.add_argument("--gpus", type=int, help="number of GPUs, one rank each (default: those of this machine, or 1)")
     parser.add_argument("--gpus-per-host", type=int, help="GPUs of each host (default: all are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")

@@ -71,7 +71,7 @@ def show_step(
     Raises UserError for a stream, and for a batch size that is chosen at the start.
     """
     if not isinstance(data.train, Samples):
-        raise UserError("dataset.streaming=true: the samples of a step are only known during the run")
+        raise UserError("dataset.streaming=true: the samples of a step are only known during the run; leave out --step")
     ranks = config.data_ranks(ranks)
     training = _resolve_training(config, len(data.train), ranks)
     batches = Batches(
@@ -169,8 +169,7 @@ def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_config()
     parser.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
     parser.add_argument("--step", type=positive_int, help="show what this step (from 1) trains on instead")
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")

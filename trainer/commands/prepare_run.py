@@ -14,8 +14,7 @@ from trainer.setup.preflight import build_operators, prepare_to_resume, start_bu
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenize its data.")
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_config()
     parser.add_argument("--world-size", type=positive_int, help="number of ranks that will train")
     parser.add_argument("--phases", action="store_true", help="print the current phase instead of results")
     arguments = parser.parse_intermixed_args(argv)

@@ -369,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"warning: {warning}")
     typed = shlex.quote(str(arguments.output))
     on_ranks, on_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
-    print(f"{arguments.output}: now\n  zerolora validate {typed}{on_ranks}\n  zerolora train {typed}{on_gpus}")
+    print(f"wrote {arguments.output}; next:\n  zerolora validate {typed}{on_ranks}\n  zerolora train {typed}{on_gpus}")
     return 0
 
 

@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(
         prog="zerolora validate", description="Check a configuration, its model and its data without training."
     )
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_config()
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     arguments = parser.parse_intermixed_args(argv)

@@ -54,7 +54,7 @@ def _check_adapter(config: RunConfig) -> Iterator[Mistake]:
     if not targets:
         yield Mistake("lora.target_modules", targets, "no targets", "write all-linear or names such as q_proj")
     if "all-linear" in targets and len(targets) > 1:
-        yield Mistake("lora.target_modules", targets, "all-linear includes all names", "remove it or them")
+        yield Mistake("lora.target_modules", targets, "all-linear includes all names", "remove one")
     if config.adapter == "none":
         return
     given, keep = "adapter lora.adapter_path", "remove one"

@@ -72,7 +72,37 @@ def positive_int(text: str) -> int:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that reports mistakes like all others: one line and exit code 2."""
+    """An argument parser with help and errors like the launcher's: boxes, and one line with exit code 2."""
+
+    def add_config(self) -> None:
+        """Add the arguments CONFIG and key=value."""
+        self.add_argument("config", metavar="CONFIG", help="the YAML file of the run")
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="settings to override")
+
+    def format_help(self) -> str:
+        """Return the help in the boxes of Typer, which draws that of the launcher's commands."""
+        from rich.console import Console
+        from rich.padding import Padding
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console()
+        arguments, options = self._get_positional_actions(), self._get_optional_actions()
+        counts = {one.dest: getattr(one, "save_nargs", one.nargs) for one in arguments}  # saved while intermixed
+        usage = [f"[{one.metavar}]..." if counts[one.dest] == "*" else f"{{{one.metavar}}}" for one in arguments]
+        with console.capture() as shown:
+            for text in (" ".join(["Usage:", self.prog, "[OPTIONS]", *usage]), self.description or ""):
+                console.print(Padding(Text(text), (0, 1)), "")
+            for title, actions in (("Arguments", arguments), ("Options", [*options[1:], *options[:1]])):
+                table = Table.grid("", "", *[""] * (title == "Options"), padding=(0, 2))
+                table.columns[0].no_wrap, table.columns[1].overflow = True, "fold"
+                for action in [one for one in actions if one.help != argparse.SUPPRESS]:
+                    table.add_row(*(Text(name, "bold cyan") for name in _name(action)), Text(_help(action)))
+                if actions:
+                    console.print(Panel(table, title=title, title_align="left", border_style="dim"))
+            console.print(Text(self.epilog or ""), soft_wrap=True, end="\n" * bool(self.epilog))
+        return shown.get()
 
     def error(self, message: str) -> NoReturn:
         """Print an error message and exit; `--training.epochs 3` is answered with the override to write."""
@@ -81,3 +111,15 @@ class CommandParser(argparse.ArgumentParser):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # which argparse takes for required
         self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")
+
+
+def _name(action: argparse.Action) -> tuple[str, ...]:
+    """Return the name of an argument, or the spellings and the value of an option."""
+    kind = "N" if action.type in (int, positive_int) else action.dest.upper()
+    value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
+    return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)
+
+
+def _help(action: argparse.Action) -> str:
+    text = (action.help or "").replace("%%", "%").removesuffix(".")
+    return f"{text[:1].upper()}{text[1:]}.{' [required]' * bool(action.option_strings and action.required)}"

@@ -102,7 +102,7 @@ class Given:
                 return
             node = child
         either = (node.get(last), value) in (("lora", "qlora"), ("qlora", "lora"))
-        if dotted == "adapter" and either and self._has_8_bits(name):
+        if dotted == "adapter" and either and "load_in_8bit" in (name, self.names.get("adapter")):
             value = "qlora"  # Axolotl's `adapter: lora` with `load_in_8bit: true`
         elif replace:
             self.mistakes.override(dotted)
@@ -111,9 +111,6 @@ class Given:
             return
         self.names[dotted] = name
         node[last] = value
-
-    def _has_8_bits(self, name: str) -> bool:
-        return "load_in_8bit" in (name, self.names.get("adapter"))
 
     def _rename_source(self, entry: Any, name: str) -> Any:
         """Translate the names in one source of examples, or in each source of a list."""

@@ -12,8 +12,9 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
+from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
 from trainer.config.files import UnreadableFile, read_json
 from trainer.config.load import LoadedConfig, load_config
@@ -29,18 +30,10 @@ RUN_RECORD = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"zerolora scu-train: {message}; --help lists the flags")
-
-
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
     """Parse the flags; `by_rank` also allows flags added by other launchers.
 
-    `given` in the result has the names of the flags that were typed or come from --card. Raises UserError for an
-    unknown flag or an invalid value.
+    `given` in the result has the names of the flags that were typed or come from --card.
     """
     parser = _build_parser(by_rank)
     untyped = object()
@@ -56,11 +49,10 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
     return argparse.Namespace(**(options | recipe), given=frozenset(given | recipe.keys()))
 
 
-def _build_parser(by_rank: bool) -> "_Parser":
-    parser = _Parser(
+def _build_parser(by_rank: bool) -> CommandParser:
+    parser = CommandParser(
         prog="zerolora scu-train",
         description="Train with the Shannon Control Unit and the flags of its published guide; key=value sets more.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     precision = parser.add_mutually_exclusive_group()
@@ -70,6 +62,7 @@ def _build_parser(by_rank: bool) -> "_Parser":
             arguments["action"] = "store_true"
         else:
             arguments["type"] = float if row.get("type") == "float" else type(row.get("default", ""))
+            arguments["help"] += f" ({row['default']})" if "default" in row else ""
         group = precision if name in ("fp16", "bf16") else parser
         group.add_argument(FLAG_NAMES.get(name, f"--{name.replace('_', '-')}"), dest=name, **arguments)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")

@@ -24,7 +24,7 @@ from trainer.contract.whole_files import write_json
 
 BEAT_S = 5.0
 STALE_S = 120.0
-"""Longer than the attribute cache of network file systems (60 s), and than libraries block Python threads."""
+"""Longer than network file systems cache attributes (60 s) and than libraries block Python threads."""
 WAIT_S = 900.0
 """How long a restarted job waits for an earlier one that is still alive."""
 POLL_S = 1.0

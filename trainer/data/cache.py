@@ -165,18 +165,15 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
     """Return training samples, held-out samples and statistics of a cache folder, with memory-mapped documents."""
     stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
     files = sorted(folder.glob("source-*.arrow"))
-    documents = pyarrow.concat_tables(_mapped(file) for file in files)
+    documents = pyarrow.concat_tables(
+        pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all() for file in files
+    )
     samples: list[Samples | None] = []
     with np.load(folder / "index.npz") as index:
         for name in ("train", "evaluation"):
             starts, members = index[f"{name}_starts"], index[f"{name}_members"]
             samples.append(Samples(documents, starts, members, packed=packed) if len(starts) > 1 else None)
     return samples[0], samples[1], stats
-
-
-def _mapped(file: Path) -> pyarrow.Table:
-    """Return a memory-mapped table written by the datasets library."""
-    return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
 
 
 def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:

@@ -62,8 +62,8 @@ class DocumentEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection) -> None:
         if not tokenizer.is_fast:
             raise UserError(
-                f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which says where in a text each token "
-                "stands; use a tokenizer that has one"
+                f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which gives the positions of tokens "
+                "in the text; use a tokenizer that has one"
             )
         self.tokenizer = tokenizer
         self.max_length = section.max_length

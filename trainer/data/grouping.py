@@ -274,8 +274,8 @@ def _grouped(
 def _nothing_said(source: SourceSection, figures: Figures, label: str) -> UserError:
     count = int(figures.answers.sum())
     return UserError(
-        f"{label}.path={shown(source.path)}: all {count:,} answers are empty, which teaches to say nothing; "
-        f"look at them with `zerolora inspect`, or set the field of the answers in {label}.fields"
+        f"{label}.path={shown(source.path)}: all {count:,} answers are empty, which would teach the model to "
+        f"say nothing; look at them with `zerolora inspect`, or set the field of the answers in {label}.fields"
     )
 
 

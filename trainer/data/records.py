@@ -125,7 +125,7 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
         if record.get(shape.names[name]) is None:
             there = [key for key, value in record.items() if value is not None]
             raise UserError(
-                f"{where}: {shape.names[name]} is missing, there is {listed(there) if there else 'nothing else'}; "
+                f"{where}: {shape.names[name]} is missing (found {listed(there) if there else 'nothing else'}); "
                 "records of another format belong in a source of their own under dataset.mix"
             )
     if shape.format in ("messages", "sharegpt"):
@@ -277,7 +277,7 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
-        raise UserError(f"{where}: {role} turn without {keys[1]}; there is {listed(k for k, v in turn.items() if v)}")
+        raise UserError(f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)})")
     message["content"] = _content(content, keys[1], where)
     if calls:
         calls = turn.wrap("tool_calls", _list(calls, "tool_calls", where))

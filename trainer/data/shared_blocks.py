@@ -210,6 +210,6 @@ class SharedBlocks:
             yield
         except OSError as error:
             raise UserError(
-                f"dataset.streaming=true: what the ranks tokenise for each other cannot be written to {self._folder} "
-                f"({error.strerror}); make room there, or use another folder: TMPDIR, of several hosts output_dir"
+                f"dataset.streaming=true: data that ranks share cannot be written to {self._folder} ({error.strerror}"
+                "); make room there, or set another folder with TMPDIR (several hosts: output_dir)"
             ) from None

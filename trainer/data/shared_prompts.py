@@ -21,7 +21,7 @@ _MEASURED_SAMPLES = 1000
 
 
 def shared_length(chosen: Sample, rejected: Sample) -> int:
-    """Return how many tokens with which both documents begin need not be computed for the rejected answer."""
+    """Return the number of common first tokens that are computed only once."""
     answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
     most = max(0, min(answer - 1, len(chosen.input_ids)))
     equal = np.asarray(chosen.input_ids[:most]) == np.asarray(rejected.input_ids[:most])

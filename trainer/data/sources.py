@@ -113,7 +113,7 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     if not source.path.strip():
         raise UserError(f"{where}: is empty; use a file, a folder or the name of a hub data set")
     if "://" in source.path:
-        raise UserError(f"{where}: is an address, and data is read from files and by its name on the hub; download it")
+        raise UserError(f"{where}: is a URL; download it, or use the name of a data set on the hub")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -183,7 +183,7 @@ def _read_files(
             return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return Dataset.from_generator(
-            _raw_records_of, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
+            _iterate_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _read_errors() as error:
         raise _unreadable(source, label, kind, error) from None
@@ -191,7 +191,7 @@ def _read_files(
         datasets.logging.set_verbosity(verbosity)
 
 
-def _raw_records_of(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
+def _iterate_records(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
     """Yield `raw_records`; `state` is part of the name under which the datasets library caches them."""
     return raw_records(**arguments)
 
@@ -247,7 +247,7 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
         return _empty(source, label)
     return UserError(
         f"{describe_source(source, label)}: cannot be read as {kind} ({error.__cause__ or error}); "
-        "is it whole? copy it again"
+        "it may be incomplete, copy it again"
     )
 
 
@@ -289,7 +289,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
         raise UserError(
             f"{where}: no file or folder of that name here, no hub data set of that name in the cache, and {reason}; "
-            "fix the path, or download the data set where there is a network"
+            "fix the path, or download the data set on a machine with a network"
         ) from None
     except (DatasetNotFoundError, FileNotFoundError) as error:
         raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None

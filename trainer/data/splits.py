@@ -63,13 +63,13 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
         except (ValueError, AssertionError) as error:
             raise UserError(f"{label}.split={spec}: {error}") from None
         if bounds.from_ >= bounds.to:
-            raise UserError(f"{label}.split={spec}: no record of the {len(records):,} is in that part")
+            raise UserError(f"{label}.split={spec}: selects none of the {len(records):,} records; use a larger part")
         return records.select(range(bounds.from_, bounds.to))
     counts = _COUNTS.match(spec.removeprefix(name))
     if counts is None:
         raise UserError(
-            f"{label}.split={spec}: how long a stream is nobody knows beforehand; write counts, such as "
-            f"{name}[:1000], or set dataset.streaming: false"
+            f"{label}.split={spec}: the length of a stream is not known in advance; write counts, such "
+            f"as {name}[:1000], or set dataset.streaming: false"
         )
     first = int(counts.group(1) or 0)
     records = records.skip(first) if first else records

@@ -141,9 +141,7 @@ def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:
 def _decoded(line: bytes, start: int, where: str, offset: int) -> str:
     """Return a line as text; `offset` is that of its first byte in the file. Raises UserError if it is not UTF-8."""
     if (at := line.find(b"\0")) >= 0:
-        raise UserError(
-            f"{where} holds a NUL byte (offset {offset + at}), which no text does; is the file damaged, or not text?"
-        )
+        raise UserError(f"{where} has a NUL byte (offset {offset + at}); the file is damaged, or not a text file")
     try:
         return line[start:].decode("utf-8")
     except UnicodeDecodeError as error:
@@ -307,7 +305,7 @@ def _column_names(cells: list[str], place: str) -> list[str]:
     names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UserError(f"{place} names the columns, and {', '.join(twice)} comes twice; give each its own name")
+        raise UserError(f"{place} names the column {', '.join(twice)} twice; give each its own name")
     return names
 
 

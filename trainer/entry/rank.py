@@ -155,8 +155,7 @@ def _refuse(error: UserError, ranks: Ranks) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = CommandParser(prog="trainer.train", description="Train the run of CONFIG; one process per GPU.")
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_config()
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by deepspeed and torch's launch")
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
     parser.add_argument("--lock", help="token of the launcher's lock of the output folder")

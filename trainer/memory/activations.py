@@ -62,7 +62,7 @@ class Seen:
     backward: int
     """What the backward pass needs in addition, a recomputed layer included."""
     block: int = 0
-    """Kept of the largest recomputed layer while it is recomputed, in addition to its input."""
+    """What the largest recomputed layer saves during its recomputation, in addition to its input."""
     whole: int = 0
     """Kept if nothing were recomputed."""
     on_host: int = 0

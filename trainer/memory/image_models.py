@@ -86,7 +86,7 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         tied=False,
         weights=tuple(read_weights(model, blocks, None, in_mxfp4=False)),
         layers=(0,) * len(blocks),
-        facts=ModelProperties(True, False, False, False, "an image model", False, {}),
+        properties=ModelProperties(True, False, False, False, "an image model", False, {}),
         model=None,
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in base.denoiser.buffers()),
     )

@@ -33,7 +33,7 @@ def read_shapes(
     fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
-    head, facts = output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
+    head, properties = output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     hidden, rows = _embedding(model)
     if lora is not None:
         # The files of an initial adapter are not needed: the settings have its rank and targets.
@@ -53,7 +53,7 @@ def read_shapes(
         tied=tied,
         weights=weights,
         layers=reduce_to_kinds(blocks),
-        facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
+        properties=replace(properties, head=head_apart, caps=head_apart == CAPPED),
         model=model,
         fp8="" if fp8 is None else "rows" if fp8.block is None else "blocks",
     )

@@ -53,7 +53,7 @@ class Kernels:
     copied_heads: bool
     """Whether keys and values are copied for every head: on a GPU without flash attention."""
     elementwise: bool
-    """Whether norms, SwiGLU and rotary embedding are ours where they can be."""
+    """Whether our operators compute norms, SwiGLU and rotary embedding where possible."""
     frozen_norms: bool
     recomputed: str
     """What our kernels recompute in the backward pass: `none`, SwiGLU's `activations`, or `norms` as well."""
@@ -101,7 +101,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._kernels, self.measuring = kernels, False
         self.now = self.peak = self.inside = 0
-        self._sizes = {_storage(each): 0 for each in (*model.parameters(), *model.buffers())}
+        self._sizes = {int(each.untyped_storage()._cdata): 0 for each in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -124,7 +124,7 @@ class Meter(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
     def _inside(self, func: Any, args: Sequence[Any]) -> int:
-        """Return the bytes that our operators allocate within: dequantized weights, or 8-bit gradients and weights."""
+        """Return the bytes that our operators allocate temporarily: dequantized weights, 8-bit gradients."""
         backward = func is torch.ops.zerolora.lora_backward.default
         if not self._kernels.packed or not (backward or func is torch.ops.zerolora.lora_forward.default):
             return 0
@@ -133,10 +133,6 @@ class Meter(TorchDispatchMode):
             return sum(each.numel() for each in (*weights, *args[0])) if backward else 0
         sizes = [each.nbytes for each in weights]
         return sum(sizes) if backward and sum(sizes) <= DEQUANTISED_AT_ONCE else max(sizes)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Complete(Exception):
@@ -177,7 +173,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
 
 
 def rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
-    """Return the number of rows from which on every further row takes the same: our kernels recompute from a size."""
+    """Return the number of rows above which each takes the same memory, since our kernels recompute from a size on."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
@@ -256,7 +252,7 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _watch(shapes: Shapes, meter: Meter, found: dict[int, Layer]) -> dict[int, Any]:
-    """Let a layer of each kind run, and be measured, and the others return what that one returned, by kind."""
+    """Measure one layer of each kind and let the others return its result; return the results by kind."""
     results: dict[int, Any] = {}
 
     def run(kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

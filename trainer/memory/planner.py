@@ -121,7 +121,11 @@ class Planner:
     def table(self, config: RunConfig) -> list[Choice]:
         """Return every stage, without and with each kind of offload."""
         config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
-        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _list_offloads(stage)]
+        variations = [
+            {"zero.stage": stage, **OFFLOADS[name]}
+            for stage in STAGES
+            for name in [*OFFLOADS][: {0: 1, 3: 3}.get(stage, 2)]
+        ]
         return [self.choice(config, changes) for changes in variations]
 
     def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
@@ -238,7 +242,7 @@ class Planner:
 
     def decisions(self, config: RunConfig) -> Decisions:
         """Return the decisions for a configuration on this machine."""
-        return decide(config, self.machine, self.shapes.facts)
+        return decide(config, self.machine, self.shapes.properties)
 
     def work(self, config: RunConfig, decided: Decisions) -> Work:
         """Return the sizes and kernels of one micro-step."""
@@ -258,7 +262,7 @@ class Planner:
             keeps_attention=training.recompute_attention is False,
             recomputed_layers=training.gradient_checkpointing_layers,
             offload_activations=training.offload_activations,
-            capped_logits=self.shapes.facts.caps,
+            capped_logits=self.shapes.properties.caps,
         )
 
     def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
@@ -267,7 +271,7 @@ class Planner:
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
             # Attention sinks without flash attention: the model's own code, as if the pack were one document.
-            attention = "eager" if self.shapes.facts.sinks else "sdpa"
+            attention = "eager" if self.shapes.properties.sinks else "sdpa"
         separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
         return Kernels(
             length=-(-min(self.lengths.longest, config.dataset.max_length) // config.parallel.sequence),
@@ -357,10 +361,6 @@ OFFLOADS: dict[str, Changes] = {
     "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
     "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
 }
-
-
-def _list_offloads(stage: int) -> list[str]:
-    return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
 
 
 def _reference_rows(config: RunConfig) -> int:

@@ -20,7 +20,7 @@ class Weight:
     experts: int = 0
     """Number of experts in it, each of which is packed separately; 0 for other weights."""
     mxfp4: bool = False
-    """Whether it is stored and kept in MXFP4."""
+    """Whether it stays in MXFP4, as stored."""
     rows: int = 0
     """Rows of the matrix, or of all experts' matrices."""
     fp8_scales: int = 0
@@ -37,7 +37,7 @@ class Shapes:
     weights: tuple[Weight, ...]
     layers: tuple[int, ...]
     """The kind of each layer; layers of one kind keep the same."""
-    facts: ModelProperties
+    properties: ModelProperties
     """Model properties that determine the kernels."""
     model: Any = field(repr=False, compare=False)
     """The empty model with its adapter, in which only the first layer of each kind has contents."""

@@ -134,7 +134,9 @@ def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
 
     file = Path(base_model) / "model.safetensors"
     if not file.exists():
-        raise UserError(f"lora.init=loftq: reads one file {file}, which is missing; use a local model in one file")
+        raise UserError(
+            f"lora.init=loftq: needs the weights in one file, {file}, which is missing; use a local model in one file"
+        )
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
@@ -227,7 +229,8 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
 def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
     """Return warnings if the adapter at `lora.adapter_path` has another rank, or layers are narrower than the rank."""
     rank, lines = lora.r, []
-    if lora.adapter_path and (own := _rank_at(lora.adapter_path)) is not None and own != lora.r:
+    path = Path(lora.adapter_path or "")
+    if lora.adapter_path and path.is_dir() and (own := int(read_adapter_settings(path)["r"])) != lora.r:
         lines.append(f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters")
         rank = own
     narrow = [layer for layer in layers if min(map(int, layer.shape.split(" -> "))) < rank]
@@ -235,10 +238,6 @@ def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
         names = ", ".join(f"{layer.name} ({layer.shape})" for layer in narrow)
         lines.append(f"adapter: r={rank} is more than the width of {names}, where a higher rank adds nothing")
     return lines
-
-
-def _rank_at(adapter_path: str) -> int | None:
-    return int(read_adapter_settings(Path(adapter_path))["r"]) if Path(adapter_path).is_dir() else None
 
 
 class GradientCheck:

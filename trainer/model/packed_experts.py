@@ -197,8 +197,8 @@ def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayo
         return _read_codes(own["codes"], scales, sections["book"], layout, out).view(layout.rows, layout.cols)
     packed = own["codes"].view(-1)
     codes = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count].int()
-    of_each = scales.repeat_interleave(layout.block)[:count]
-    return (sections["book"][codes] * of_each).to(layout.dtype).view(layout.rows, layout.cols)
+    scale_per_row = scales.repeat_interleave(layout.block)[:count]
+    return (sections["book"][codes] * scale_per_row).to(layout.dtype).view(layout.rows, layout.cols)
 
 
 def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:

@@ -44,7 +44,9 @@ def random_config(base_model: str) -> Any:
     others = {*UNDECLARED, *published}
     unknown = [key for key in settings if not hasattr(known, key) and key not in others]
     if unknown:
-        raise UserError(f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration")
+        raise UserError(
+            f"base_model={base_model}: {unknown[0]} is not a setting of a {model_type} configuration; remove it"
+        )
     for key, value in settings.items():
         if key not in published or published[key] != value:
             settings[key] = _check_value(base_model, key, value, known)

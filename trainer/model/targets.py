@@ -78,13 +78,13 @@ def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     usual = set(model.usual_targets()) if hasattr(model, "usual_targets") else None
     for path, module in model.named_modules():
         if lora.target_modules == ALL_LINEAR and usual is not None:
-            wanted = path in usual
+            is_target = path in usual
         elif lora.target_modules == ALL_LINEAR:
-            wanted = isinstance(module, nn.Linear | Conv1D) and module is not head
+            is_target = isinstance(module, nn.Linear | Conv1D) and module is not head
         else:
-            wanted = _has_matrix(module) and _is_target(path, lora)
-            wanted = wanted and path not in experts and not is_router(module)
-        if wanted and not (excluded and re.fullmatch(excluded, path)):
+            is_target = _has_matrix(module) and _is_target(path, lora)
+            is_target = is_target and path not in experts and not is_router(module)
+        if is_target and not (excluded and re.fullmatch(excluded, path)):
             yield path
 
 
@@ -273,10 +273,6 @@ def _suggest(name: str, paths: set[str], what: str) -> str:
 
 def _summarize_names(paths: Any) -> str:
     """Summarise paths by their last name with a count: `k_proj (32), q_proj (32)`."""
-    counts = Counter(_last_name(path) for path in paths)
+    counts = Counter(next((part for part in path.split(".")[::-1] if not part.isdigit()), path) for path in paths)
     names = [f"{name} ({count})" for name, count in sorted(counts.items())]
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")
-
-
-def _last_name(path: str) -> str:
-    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)

@@ -71,7 +71,7 @@ class MetricFiles:
         tensorboard: bool,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`first_step` optimizer steps are done already; `settings` are shown in TensorBoard next to the curves."""
+        """`first_step` is the number of steps done before; `settings` are shown in TensorBoard next to the curves."""
         self._run_dir, self._console = run_dir, console
         self._paused = self._closed = False
         self._records = AppendedFile(run_dir / METRICS_FILE)
@@ -120,5 +120,5 @@ class MetricFiles:
         if failures and not self._paused:
             warn(self._console, f"metrics wait for room on the disk, training continues: {failures[0]}")
         elif self._paused and not failures:
-            self._console.print(f"metrics are written again; {METRICS_FILE} lacks none", soft_wrap=True)
+            self._console.print(f"metrics are written again; none is missing in {METRICS_FILE}", soft_wrap=True)
         self._paused = bool(failures)

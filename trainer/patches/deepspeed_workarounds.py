@@ -84,13 +84,13 @@ def scale_the_loss(engine: Engine) -> None:
             engine_scales = isclose(factor, scale, rel_tol=1e-3)
         return gradient if engine_scales else gradient * scale
 
-    def backward_of_scaled(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_scaled_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # A new tensor: the hook must not stay on one that the caller may differentiate again.
         own = loss.float() * 1.0
         own.register_hook(scaled)
         return backward(own, *args, **kwargs)
 
-    replace(engine, "backward", backward_of_scaled)
+    replace(engine, "backward", run_scaled_backward)
 
 
 def loss_scaler(optimizer: Any) -> Any:

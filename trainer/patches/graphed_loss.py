@@ -164,7 +164,7 @@ class GraphedLoss:
             say(f"CUDA graphs: off: {others} trained tensors are not in the adapter's buffer")
             return None
         if loss.separates_documents:
-            say("CUDA graphs: off: recurrent layers compute every batch's documents apart")
+            say("CUDA graphs: off: recurrent layers compute the documents of a batch separately")
             return None
         if has_experts:
             say("CUDA graphs: off: every batch uses different experts")
@@ -190,7 +190,7 @@ class GraphedLoss:
 
     def _run(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         self._calls += 1
-        if self.why_not or not self._may_replay():
+        if self.why_not or not self._module.training or not torch.is_grad_enabled() or self._flat.is_watched:
             return wanted.launch(model, device)
         if len(self._sizes) < UNMEASURED + MEASURED:
             return self._measure(wanted, model, device)
@@ -232,9 +232,6 @@ class GraphedLoss:
         """Return `compute`, a penalty on the flat adapter, replayed while the loss is."""
         self._penalties.append(GraphedPenalty(compute, self._flat))
         return self._penalties[-1]
-
-    def _may_replay(self) -> bool:
-        return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
     def _measure(self, wanted: LossPass, model: Any, device: torch.device) -> Tensor:
         """Launch the pass; after the first batches also measure the fraction of its time spent launching."""

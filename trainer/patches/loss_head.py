@@ -146,12 +146,12 @@ class TokenLoss:
             flat = rows.flatten(0, 1)
             return flat if places is None else flat.index_select(0, places)
 
-        def loss_of(hidden: torch.Tensor) -> torch.Tensor:
+        def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
             return self._token_loss_sum(select(hidden), chosen, weights).view(1, 1, 1)
 
         if self._head is None:
             return token_loss_sum_of_logits(select(call(inputs).logits), chosen, self._kind_now, weights)
-        with replace_head(self._head, loss_of):
+        with replace_head(self._head, compute_loss):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
@@ -181,14 +181,14 @@ class TokenLoss:
         found = (flat != IGNORED).nonzero().squeeze(1)
         places, chosen = to_device(found, device), to_device(flat[found], device)
 
-        def losses_of(hidden: torch.Tensor) -> torch.Tensor:
+        def compute_losses(hidden: torch.Tensor) -> torch.Tensor:
             layer, rows = linear_layer(self._head), trained_rows(self._head)
             states = hidden.flatten(0, 1).index_select(0, places).to(layer.weight.dtype)
             base, factor = None if base_states is None else base_states.to(layer.weight.dtype), self._factor or 1.0
             measures = measure_tokens(states, layer.weight, chosen, factor=factor, rows=rows, base_hidden=base)
             return measures.view(1, -1, 1)
 
-        with replace_head(self._head, losses_of):
+        with replace_head(self._head, compute_losses):
             values: torch.Tensor = self._call_model(model, inputs, batch).logits
         if self._head is not None:
             return values.view(len(MEASURES), -1) / (self._factor or 1.0)

@@ -130,7 +130,7 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
     documents = [length - 2 * part.size + 1, 2 * part.size - 1]
     sample = Sample(_distant_tokens(model, length).tolist(), [True] * length, documents)
     whole = collate([sample], pad_token_id, packed=True, flat=True)
-    own = part.cut(whole)
+    part_batch = part.cut(whole)
     before = int((whole.targets[:, : 6 * part.rank] != IGNORED).sum())
 
     def logits(batch: MicroBatch) -> torch.Tensor:
@@ -138,7 +138,7 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
         return found[targets != IGNORED]
 
     with _evaluating(model):
-        expected, found = logits(whole)[before : before + own.target_count], logits(own)
+        expected, found = logits(whole)[before : before + part_batch.target_count], logits(part_batch)
     allowed = _allowed(model) if found.dtype == torch.float32 else ROUNDED
     differs = torch.tensor(_size(found - expected) > allowed * _size(expected), device=device).int()
     if sum_over_ranks(differs):

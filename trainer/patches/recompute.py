@@ -135,12 +135,8 @@ def _draws(model: Any) -> bool:
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
     settings = model.config.get_text_config().to_dict()
-    return any(isinstance(settings[name], float) and settings[name] > 0 for name in settings if _is_noise(name))
-
-
-def _is_noise(setting: str) -> bool:
-    """Match names such as attention_dropout, resid_pdrop, layerdrop, router_jitter_noise."""
-    return "drop" in setting or "jitter" in setting
+    noise = [value for name, value in settings.items() if "drop" in name or "jitter" in name]
+    return any(isinstance(value, float) and value > 0 for value in noise)
 
 
 def feed_forward_parts(model: nn.Module) -> list[nn.Module]:

@@ -52,11 +52,9 @@ class Reference:
     def _select_all_ranks(self, step: int) -> list[int]:
         together, count = self.rows * self.world_size, len(self.documents)
         places = range((step - 1) * together, step * together)
-        orders = {turn: self._order(turn) for turn in {place // count for place in places}}
+        turns = {place // count for place in places}
+        orders = {turn: np.random.default_rng([self.seed, turn]).permutation(count) for turn in turns}
         return [int(orders[place // count][place % count]) for place in places]
-
-    def _order(self, turn: int) -> Any:
-        return np.random.default_rng([self.seed, turn]).permutation(len(self.documents))
 
 
 class BaseStates:

@@ -99,7 +99,7 @@ class AdapterInformation:
         if sigma <= 0.0:
             raise UserError(f"scu.sigma={sigma}: the prior needs a positive standard deviation, such as 0.01")
         if tokens < 1:
-            raise UserError(f"scu.tokens={tokens}: information is spread over at least one target token")
+            raise UserError(f"scu.tokens={tokens}: must be at least one target token")
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_chunks(pairs, flat))

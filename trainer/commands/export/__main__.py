@@ -137,7 +137,8 @@ def export(
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="zerolora export", description="Export a trained adapter for other programs.")
     add_run_arguments(parser, "location of the full-precision base, if it was moved")
-    parser.add_argument("--format", choices=(*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya"), required=True)
+    formats = (*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya")
+    parser.add_argument("--format", choices=formats, required=True, help="the form that the other program reads")
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
     )
@@ -151,7 +152,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--converter",
         type=Path,
         metavar="FILE",
-        help="llama.cpp's convert_hf_to_gguf.py (gguf-lora: convert_lora_to_gguf.py), for other architectures",
+        help="convert_hf_to_gguf.py of llama.cpp (gguf-lora: convert_lora_to_gguf.py), for other architectures",
     )
     return parser.parse_args(argv)
 

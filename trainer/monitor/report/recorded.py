@@ -132,9 +132,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def hub_name(name: str) -> str:
-    """Return the hub name of a folder in the hub's cache; other names and paths as they are."""
+    """Return the hub name of a folder in the hub's cache, and a path below zerolora's cache without that folder."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
-    return f"{cached[1]}/{cached[2]}" if cached else name
+    return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 
 
 def format_value(value: Any) -> str:

@@ -246,7 +246,6 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
         lowest = f"lowest {held_out.lowest:.4f} at step {held_out.lowest_step}"
         after = f"after {held_out.after:.4f} (step {held_out.kept_step})"
         rows.append(("held-out loss", f"before {held_out.before:.4f}, {after}, {lowest}"))
-        rows.append(("relative change", _change(held_out.before, held_out.after)))
         if unit is TOKENS:
             bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
@@ -254,12 +253,8 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
         found = [metric_values(records, f"{kind}/{name}") for kind in ("base", "eval")]
         if all(found):
             rows.append((name, f"before {found[0][0]:.4f}, after {found[1][-1]:.4f}"))
-    rate, memory = median_rate(records), metric_values(records, "memory/peak_gib")
-    if rate:
+    if rate := median_rate(records):
         rows.append((f"{unit.name}/s per rank", f"{rate:,.{unit.digits}f} (median)"))
-    if memory:
-        rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
-    rows.append(("time", duration(training_seconds(records)) + ", evaluations and checkpoints included"))
     s, target = metric_values(records, "scu/s_ratio"), metric_values(records, "scu/target")
     if s:
         aim = f", target {target[-1]:.3%}" if target else ""

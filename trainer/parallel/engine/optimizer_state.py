@@ -229,11 +229,11 @@ def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     """Yield the shards of the trained tensors, including the factors of a flat adapter."""
     flat = find_flat_adapter(engine.module)
     if flat is None:
-        yield from _shards_of_parameters(engine, trained)
+        yield from _list_shards(engine, trained)
         return
     spans = flat.spans()
     buffers = [(f"{index}", buffer) for index, buffer in enumerate(flat.buffers)]
-    of_buffers = {int(shard.name): shard for shard in _shards_of_parameters(engine, buffers)}
+    of_buffers = {int(shard.name): shard for shard in _list_shards(engine, buffers)}
     for name, (buffer, start, length) in spans.items():
         shard = of_buffers.get(buffer)
         if shard is None:
@@ -243,14 +243,14 @@ def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
         if first < end:
             holder_start = shard.holder_start + first - shard.param_start
             yield Shard(name, shard.holder, holder_start, first - start, end - first)
-    yield from _shards_of_parameters(engine, [(name, parameter) for name, parameter in trained if name not in spans])
+    yield from _list_shards(engine, [(name, parameter) for name, parameter in trained if name not in spans])
 
 
-def _shards_of_parameters(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
+def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
     if stage == 0:
-        master = _masters_of_stage_0(optimizer)
+        master = _stage_0_masters(optimizer)
         for name, parameter in trained:
             yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
     elif stage == 3:
@@ -269,7 +269,7 @@ def _shards_of_parameters(engine: Engine, trained: list[Named]) -> Iterator[Shar
                 yield Shard(name, holder, part.start, whole.start, part.numel)
 
 
-def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
+def _stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return stage 0's fp32 copies by the id of their 16-bit parameter; in fp32 a parameter is its own master."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return {}

@@ -16,14 +16,14 @@ from trainer.tasks.images.sizes import check_sizes
 
 def refuse_image_settings(config: RunConfig) -> None:
     """Raise UserError for a setting of image models in a run on a language model."""
-    for setting in _settings_of_other_task(config, "language" if config.task == "auto" else config.task):
+    for setting in _find_unused_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
             f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
             f"(no {INDEX} in it); remove it"
         )
 
 
-def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
+def _find_unused_settings(config: RunConfig, task: str) -> Iterator[Unread]:
     """Yield the changed settings that this kind of model does not use."""
     for setting in find_unread_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
@@ -75,7 +75,7 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
-    for setting in _settings_of_other_task(config, "image"):
+    for setting in _find_unused_settings(config, "image"):
         yield f"{setting.name}={shown(setting.value)}: is for language models; remove it"
     if training.gradient_checkpointing in ("reentrant", "selective"):
         yield (

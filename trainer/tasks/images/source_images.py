@@ -171,7 +171,7 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             if image.mode[0] in DEEP:
-                raise UserError(f"{name}: has more than 8 bits a colour (mode {image.mode}); save it with 8")
+                raise UserError(f"{name}: has more than 8 bits per colour (mode {image.mode}); save it with 8")
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # rotated by 90 degrees
                 width, height = height, width
             happens = {
