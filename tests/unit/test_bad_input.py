@@ -286,6 +286,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),
     "zero.extra.zero_optimization.sub_group_size=x": ("zero.extra: DeepSpeed rejects sub_group_size=x", "integer"),
     "zero.extra.zero_optimization.shard_it=1": ("zero.extra: DeepSpeed rejects shard_it=1",),
+    "zero.extra.prescale_gradient=true": ("zero.extra.prescale_gradient=true: DeepSpeed has no such key; remove it",),
     "zero.extra.flops_profiler=5": ("zero.extra={flops_profiler: 5}: DeepSpeed rejects it",),
     "training.precision=fp16": ("training.precision=fp16: needs a GPU", "use auto, bf16 or fp32"),
     "model.attn_implementation=flash_attention_2": ("flash_attention_2: the package flash-attn is not installed",),

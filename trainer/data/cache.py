@@ -1,7 +1,7 @@
 """The cache of prepared data: tokenized, masked, split and packed, named by content, tokenizer and settings."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -50,11 +50,13 @@ def prepare_data(
     seed: int,
     cache_dir: Path,
     max_length_of_model: int | None,
+    check: Callable[[DataStats], None] = lambda stats: None,
 ) -> PreparedData:
     """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
 
     Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build is
-    never mistaken for a complete one. Raises UserError for mistakes in the data.
+    never mistaken for a complete one. Raises UserError for mistakes in the data, and that of `check`; neither leaves
+    anything in the cache.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
@@ -73,10 +75,11 @@ def prepare_data(
     if stored or evaluation:
         loaded, note = load_or_build(
             cache_dir / key,
-            partial(_build, section, encoder, stored, evaluation, seed),
+            partial(_build, section, encoder, stored, evaluation, seed, check),
             lambda folder: _load(folder, section.packing),
         )
         samples, held_out, stats = loaded
+        check(stats)
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
         reports = [look_ahead(source, label, encoder) for label, source in streamed]
@@ -135,7 +138,13 @@ def _digest(value: Any) -> str:
 
 
 def _build(
-    section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
+    section: DatasetSection,
+    encoder: DocumentEncoder,
+    train: Sources,
+    evaluation: Sources,
+    seed: int,
+    check: Callable[[DataStats], None],
+    folder: Path,
 ) -> None:
     """Write documents, index and statistics into a folder."""
     parts, reports = [], []
@@ -145,6 +154,7 @@ def _build(
         parts.append(Figures.of(documents.data))
         reports.append(report)
     training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
+    check(stats)
     np.savez(
         folder / "index.npz",
         train_starts=training.starts,
