@@ -1,8 +1,9 @@
 """Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.scu_flags import load_flags, parse, settings
 from trainer.config.yaml_core import dump
+from trainer.config.zero import FIXED, KNOWN, REPLACE, SETTINGS
 from trainer.data.prompt_files import read_prompts
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
@@ -102,6 +104,32 @@ def test_an_empty_list_is_no_prompt(tmp_path: Path) -> None:
     words = [f"dataset.path={ground / 'pairs.jsonl'}", "task=preference"]
     with pytest.raises(UserError, match="record 1: chosen and rejected have no common prompt"):
         prepare(load_config(ground / "base.yaml", words).config)
+
+
+class RecordedKeys(dict[str, Any]):
+    """A configuration that records the keys that DeepSpeed looks for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.known: set[object] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.known.add(key)
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401: this is that method
+
+    def keys(self) -> Any:
+        return KeysView(self)
+
+
+def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = RecordedKeys({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})
+    DeepSpeedConfig(config)
+    assert config.known - {*SETTINGS, *FIXED, *REPLACE} == set(KNOWN)
 
 
 def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:

@@ -73,11 +73,12 @@ def prepare_data(
     key, origin = _digest(identity), _origin(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
-        loaded, note = load_or_build(
-            cache_dir / key,
-            partial(_build, section, encoder, stored, evaluation, seed, check),
-            lambda folder: _load(folder, section.packing),
-        )
+
+        def build(folder: Path) -> None:
+            _build(section, encoder, stored, evaluation, seed, folder)
+            check(_load(folder, section.packing)[2])
+
+        loaded, note = load_or_build(cache_dir / key, build, lambda folder: _load(folder, section.packing))
         samples, held_out, stats = loaded
         check(stats)
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
@@ -138,13 +139,7 @@ def _digest(value: Any) -> str:
 
 
 def _build(
-    section: DatasetSection,
-    encoder: DocumentEncoder,
-    train: Sources,
-    evaluation: Sources,
-    seed: int,
-    check: Callable[[DataStats], None],
-    folder: Path,
+    section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
     """Write documents, index and statistics into a folder."""
     parts, reports = [], []
@@ -154,7 +149,6 @@ def _build(
         parts.append(Figures.of(documents.data))
         reports.append(report)
     training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
-    check(stats)
     np.savez(
         folder / "index.npz",
         train_starts=training.starts,

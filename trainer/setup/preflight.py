@@ -114,15 +114,8 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
     if config.evaluation.metrics:
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, model_files.tokenizer)
-    return Prepared(
-        model_files.tokenizer,
-        model_files.model_config,
-        data,
-        notes,
-        reference,
-        prompts,
-        model_files.longest,
-    )
+    tokenizer, model_config = model_files.tokenizer, model_files.model_config
+    return Prepared(tokenizer, model_config, data, notes, reference, prompts, model_files.longest)
 
 
 def check_pairs(config: RunConfig, stats: DataStats) -> None:
