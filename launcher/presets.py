@@ -58,6 +58,8 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both are on this machine."""
+    if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
+        raise UserError(f"{empty}: empty; write a value, or leave it out")
     tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_local(model, data))
     preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):

@@ -286,7 +286,9 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=odd-padding": ("base_model=odd-padding: no model can be built from config.json",),
     "base_model=pickled": ("base_model=pickled: no .safetensors file", "convert it first"),
     "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),
-    "zero.extra.zero_optimization.sub_group_size=x": ("zero.extra: DeepSpeed rejects sub_group_size=x", "integer"),
+    "zero.extra.zero_optimization.sub_group_size=x": (
+        "zero.extra: DeepSpeed rejects sub_group_size=x: must be a whole number",
+    ),
     "zero.extra.zero_optimization.shard_it=1": ("zero.extra: DeepSpeed rejects shard_it=1",),
     "zero.extra.flops_profiler=5": ("zero.extra={flops_profiler: 5}: DeepSpeed rejects it",),
     "training.precision=fp16": ("training.precision=fp16: needs a GPU", "use auto, bf16 or fp32"),

@@ -132,6 +132,11 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
     assert config.known - {*SETTINGS, *FIXED, *REPLACE} == set(KNOWN)
 
 
+def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
+    assert refuse("init", "--model", "") == "error: --model: empty; write a value, or leave it out"
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
     assert "--schema: not together with --json-schema" in refuse("config", "--schema", "--json-schema")
 

@@ -8,6 +8,7 @@ import torch
 
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
+from trainer.config.problems import describe_problem
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
@@ -109,7 +110,9 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
-        raise UserError(f"zero.extra: DeepSpeed rejects {where}={found['input']}: {found['msg']}; change it") from None
+        raise UserError(
+            f"zero.extra: DeepSpeed rejects {where}={found['input']}: {describe_problem(found)}; change it"
+        ) from None
     except Exception as error:  # of any type, as its parts parse their keys differently
         raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
 
