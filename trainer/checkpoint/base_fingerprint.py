@@ -49,20 +49,16 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
     if (folder / "config.json").is_file():
         found["config"] = _hash_settings(folder / "config.json")
     if section.trust_remote_code:
-        found |= _hash_code(folder, "") | _hash_code_elsewhere(folder)
+        for prefix, at in {"": folder, **_find_other_code(folder)}.items():
+            found |= {prefix + file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in at.glob("*.py")}
     return found | _hash_weights(_weight_files(folder))
 
 
-def _hash_code(folder: Path, prefix: str) -> dict[str, str]:
-    return {prefix + file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in folder.glob("*.py")}
-
-
-def _hash_code_elsewhere(folder: Path) -> dict[str, str]:
-    """Return the hashes of code in other repositories, which `auto_map` names as `owner/repo--module.Class`."""
+def _find_other_code(folder: Path) -> dict[str, Path]:
+    """Return the folders of other repositories' code, which `auto_map` names as `owner/repo--module.Class`."""
     settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
     named = re.findall(r"'([^']+)--(\w+)\.", str([each.get("auto_map") for each in settings]))
-    folders = {repository: cached_folder(repository, f"{module}.py", "main") for repository, module in named}
-    return {name: code for at, each in folders.items() if each for name, code in _hash_code(each, f"{at}/").items()}
+    return {f"{at}/": found for at, module in named if (found := cached_folder(at, f"{module}.py", "main"))}
 
 
 def _hash_denoiser(folder: Path) -> dict[str, str]:

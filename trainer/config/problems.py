@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from pydantic_core import ErrorDetails, ValidationError
 
@@ -26,11 +25,10 @@ def describe_problem(found: ErrorDetails) -> str:
     """Describe the values that a setting accepts, given pydantic's error."""
     words = WORDS.get(found["type"])
     if words:
-        bounds = {name: _whole(value) for name, value in found.get("ctx", {}).items()}
+        bounds = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in found.get("ctx", {}).items()
+        }
         return words.format(**bounds).replace(f"be {AUTO}, ", "be auto, ")
     message = found["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value

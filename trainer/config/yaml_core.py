@@ -177,8 +177,6 @@ def _hint(problem: str) -> str:
         return "; one file holds one configuration, remove the ---"
     if problem.startswith("expected <block end>"):
         return "; indent the settings of a section equally"
-    if problem.startswith("could not determine a constructor"):
-        return "; remove the tag"
     return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 

@@ -55,8 +55,7 @@ def prepare_data(
     """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
 
     Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build is
-    never mistaken for a complete one. Raises UserError for mistakes in the data, and that of `check`; neither leaves
-    anything in the cache.
+    never mistaken for a complete one. Raises UserError for mistakes in the data, which `check` may find too.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(

@@ -43,7 +43,7 @@ from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.patches.mamba import check_packable
 from trainer.patches.packed_attention import check_shareable, check_supported
 from trainer.scu.law_settings import build_law
-from trainer.tasks.answer_metrics import AnswerMetrics, build_metrics
+from trainer.tasks.answer_metrics import AnswerMetrics, build_metric
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run, refuse_image_settings
 from trainer.tasks.lm_eval_scores import load_tasks
@@ -97,7 +97,8 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
         load_tasks(config.evaluation.tasks)
-    build_metrics(config.evaluation)
+    for name in config.evaluation.metrics:
+        build_metric(name, config.evaluation)
     reference = load_reference(config, model_files.tokenizer)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     report(f"tokenizing {', '.join(map(str, paths))}, unless it is cached")
@@ -114,8 +115,8 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
     if config.evaluation.metrics:
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, model_files.tokenizer)
-    tokenizer, model_config = model_files.tokenizer, model_files.model_config
-    return Prepared(tokenizer, model_config, data, notes, reference, prompts, model_files.longest)
+    files = model_files
+    return Prepared(files.tokenizer, files.model_config, data, notes, reference, prompts, files.longest)
 
 
 def check_pairs(config: RunConfig, stats: DataStats) -> None:

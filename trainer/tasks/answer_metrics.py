@@ -40,7 +40,7 @@ class AnswerMetrics:
     def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
         """Choose the records and try each metric on them; raises UserError if one cannot be measured."""
         self._settings, self._tokenizer = settings, tokenizer
-        self._metrics = build_metrics(settings)
+        self._metrics = {name: build_metric(name, settings) for name in settings.metrics}
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
         for name, metric in self._metrics.items():
             if all(_apply(name, metric, each, each.expected) is None for each in self._questions):
@@ -91,12 +91,8 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
         raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
 
 
-def build_metrics(settings: EvaluationSection) -> dict[str, Metric]:
-    """Return the metrics of `evaluation.metrics` by name. Raises UserError for one that cannot be loaded."""
-    return {name: _build_metric(name, settings) for name in settings.metrics}
-
-
-def _build_metric(name: str, settings: EvaluationSection) -> Metric:
+def build_metric(name: str, settings: EvaluationSection) -> Metric:
+    """Return a metric of `evaluation.metrics`. Raises UserError if it cannot be loaded."""
     if (package := PACKAGES.get(name)) and find_spec(package) is None:
         raise UserError(f"evaluation.metrics={name}: needs {package}, which is not installed; pip install {package}")
     if name == "exact_match":

@@ -9,8 +9,6 @@ from pathlib import Path
 from trainer.config import UserError
 
 _DECLARED = re.compile(rb"^(?:task|group|tag): *['\"]?([\w.+-]+)", re.MULTILINE)
-MOST_BYTES = 1 << 20
-"""Size of a file of settings."""
 
 
 def check_task_names(names: Sequence[str], setting: str = "evaluation.tasks") -> None:
@@ -25,11 +23,9 @@ def check_task_names(names: Sequence[str], setting: str = "evaluation.tasks") ->
     if spec is None or not unknown:
         return
     folder = Path(*spec.submodule_search_locations or (), "tasks")
-    files = (file for file in folder.rglob("*") if file.suffix != ".py" and file.is_file())
-    text = b"\n".join(file.read_bytes() for file in files if file.stat().st_size < MOST_BYTES)
+    text = b"\n".join(each.read_bytes() for each in folder.rglob("*") if each.suffix != ".py" and each.is_file())
     for name in unknown:
         if name.encode() not in text:
-            known = {found.decode() for found in _DECLARED.findall(text)}
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name, {found.decode() for found in _DECLARED.findall(text)}, n=1)
             fix = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
             raise UserError(f"{setting}={name}: not a task of lm-eval; {fix}")
