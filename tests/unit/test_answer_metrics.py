@@ -114,7 +114,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},
-        "evaluation.json_schema=gone.json: FileNotFoundError: ",
+        "evaluation.json_schema=gone.json: cannot be used (",
     ),
     "no function": ({"evaluation__metrics": ["mine.py:gone"]}, "evaluation.metrics=mine.py:gone: cannot be loaded ("),
     "exits": (
