@@ -129,6 +129,8 @@ def show_config(
     as_json: Annotated[bool, typer.Option("--json-schema", help="The JSON schema, for completion in editors.")] = False,
 ) -> None:
     """Print the resolved configuration, or the reference of all settings."""
+    if schema and as_json:
+        raise UserError("--schema: not together with --json-schema; leave one of them out")
     if (schema or as_json) and config:
         raise UserError(f"{config}: {'--schema' if schema else '--json-schema'} takes no file; leave one of them out")
     if schema:

@@ -17,6 +17,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest, shown
 from trainer.config.yaml_core import plain
 from trainer.contract.home import HOME
+from trainer.contract.output_files import check_settings_file
 
 CONFIGS = HOME / "configs"
 # Name of a preset -> file in configs/.
@@ -35,6 +36,7 @@ NAME_PREFIXES = {
 }
 # Presets for a model without its own, and for no model: one that runs on a laptop.
 FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
+MODEL_FILES = ("config.json", "model_index.json")
 SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 WIDTH = 110
 
@@ -56,16 +58,18 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both are on this machine."""
+    if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
+        raise UserError(f"{empty}: empty; write a value, or leave it out")
     tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_local(model, data))
     preset = preset or (find_nearest_preset(model) if model else FOR_NO_MODEL)
+    if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
+        raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
     name = _file_name(model) if model else preset
     output = output or Path(f"{name}.yaml")
     text = render_preset(preset, output, model=model, data=data)
     try:
-        if output.exists() and not force:
-            raise UserError(f"--output {output}: already exists; use another file, or add --force")
-        if data and output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
-            raise UserError(f"--output {output}: is the data; use another file")
+        if output.exists():
+            check_settings_file(output, f"--output {output}", force=force)
         if tailored:
             _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -142,7 +142,9 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
     everything = _read_metrics(run / "metrics.jsonl")
     records = [record for record in everything if "train/loss" in record]
     if not records:
-        return [*lines, ("step", "none yet")]
+        file = run / "metrics.jsonl"
+        damaged = not everything and file.is_file() and file.stat().st_size
+        return [*lines, ("step", "unknown, as metrics.jsonl cannot be read" if damaged else "none yet")]
     last, loss = records[-1], records[-1]["train/loss"]
     total, step = _total_steps(run, last), last["step"] or 0
     lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -221,10 +222,13 @@ def _chosen(text: str, known: Sequence[str]) -> list[str]:
 
 
 def _positives(text: str) -> list[float]:
-    values = [float(word) for word in _words(text)]
-    for value in values:
-        if not 0.0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{value:g}: must be a positive number")
+    values = []
+    for word in _words(text):
+        with suppress(ValueError):
+            if 0.0 < float(word) < math.inf:
+                values.append(float(word))
+                continue
+        raise argparse.ArgumentTypeError(f"{word}: must be a positive number, such as 0.1")
     return values
 
 

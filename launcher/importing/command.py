@@ -19,7 +19,7 @@ from trainer.config.load import load_text
 from trainer.config.needs import find_unread_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, dump, parse_yaml, read_yaml
-from trainer.contract.output_files import check_output_file
+from trainer.contract.output_files import check_settings_file
 from trainer.contract.whole_files import write_whole
 
 TRANSLATORS = {"Axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "TRL": "trl"}
@@ -42,18 +42,12 @@ def import_(
         raise UserError("zerolora import: nothing to import; pass a file, or the command line after `--`")
     target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
-        check_output_file(target, f"--output {output}")
-        if target.exists() and not force:
-            raise UserError(f"--output {output}: already exists; use another file, or add --force")
+        check_settings_file(target, f"--output {output}", force=force)
     translation = translate_arguments(arguments, dataset_dir)
     text = format_yaml(translation, str(output or "mine.yaml"))
     if target is None:
         typer.echo(text, nl=False)
         return
-    sources = [{"path": translation.get_setting("dataset.path")}, *(translation.get_setting("dataset.mix") or [])]
-    read = [*translation.foreign.files, *(source["path"] for source in sources if source.get("path"))]
-    if target in (Path(os.path.realpath(file)) for file in read):
-        raise UserError(f"--output {output}: is a file that is imported, or its data; use another file")
     write_whole(target, text)
     kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
     say(f"{output}: {kept} settings; {other} notes at its top. Next: zerolora validate {output}")

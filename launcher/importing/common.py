@@ -97,6 +97,8 @@ def set_warmup(t: Translation, default: int | None = None) -> None:
 def set_precision(t: Translation, default: str = "auto") -> None:
     """Set the precision from bf16 and fp16, which may be on, off or auto."""
     bf16, fp16 = t.first("bf16", "bfloat16"), t.first("fp16", "float16")
+    if bf16 in (True, "full") and fp16:
+        t.refuse("fp16" if t.get("fp16") else "float16", "bf16 is set as well; remove one of them")
     if t.get("pure_bf16") or bf16 in (True, "full"):
         chosen = "bf16"
     elif bf16 == "auto" or (bf16 is None and not fp16):

@@ -65,7 +65,7 @@ def set_adapter(t: Translation) -> None:
     """Set the bits of the base model, and the adapter's scale and initialization."""
     common.set_bits(t, "quantization_bit")
     if "lora.alpha" not in t.settings:
-        t.put("lora.alpha", 2 * t.get("lora_rank", 8))
+        t.put("lora.alpha", 2 * max(1, t.get("lora_rank", 8)))
     common.set_experts(t)
     if t.get("pissa_init"):
         t.put("lora.init", "pissa" if t.get("pissa_iter") == -1 else "pissa_niter_16", "pissa_init", "pissa_iter")

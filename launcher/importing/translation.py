@@ -13,12 +13,13 @@ from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import Mistake, UserErrors, shown
-from trainer.config.messages import describe_problem, setting_type
+from trainer.config.messages import setting_type
+from trainer.config.problems import describe_problem
 from trainer.config.values import kinds, parse_value
 from trainer.config.yaml_core import plain, read_yaml
 
@@ -35,7 +36,7 @@ _Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(al
 Number = _Float | Whole
 """Whole numbers stay as they are written."""
 Steps = Annotated[Whole | _Float, "steps"]
-Minutes = Annotated[Number, AfterValidator(lambda seconds: min(seconds / 60, LONGEST_TIMEOUT_MINUTES))]
+Minutes = Annotated[Number, Gt(0), AfterValidator(lambda seconds: min(seconds / 60, LONGEST_TIMEOUT_MINUTES))]
 """Seconds, converted to minutes."""
 Names = (Text, [Text])
 """One name, several separated by commas, or a list."""
@@ -218,8 +219,11 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove the settings with these prefixes, because nothing would read them."""
-        self.settings = {dotted: value for dotted, value in self.settings.items() if not dotted.startswith(prefixes)}
+        """Remove the settings with these prefixes, because nothing would read them; a negative one is a mistake."""
+        for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
+            value, names = self.settings.pop(dotted)
+            if names and isinstance(value, int | float) and value < 0:
+                self.refuse(names[0], "must not be negative")
 
     def note(self, name: str, text: str) -> None:
         """Add a remark about a difference."""

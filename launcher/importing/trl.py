@@ -60,6 +60,9 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
         script = f"trl {arguments[1]}"
+        others = "|".join(REFUSED_SCRIPTS.values())
+        if not re.fullmatch(rf"sft|{'|'.join(SCRIPTS)}|{others}", arguments[1]):
+            raise UserError(f"{script}: no command of TRL; use trl sft, {', '.join(SCRIPTS)}")
     stem = Path(script).stem.lower()
     for reason, names in REFUSED_SCRIPTS.items():
         if re.search(rf"(?<![a-z])({names})(?![a-z])", stem):

@@ -13,11 +13,11 @@ from trainer.config.evaluation_section import EvaluationSection
 from trainer.data import Sample
 from trainer.monitor.metrics import read_metrics
 from trainer.setup.preflight import prepare
-from trainer.tasks.answer_metrics import AnswerMetrics, _build_metric, _find_questions, find_tool_calls
+from trainer.tasks.answer_metrics import AnswerMetrics, _find_questions, build_metric, find_tool_calls
 
 
 def score(name: str, answer: str, expected: str, **settings: Any) -> float | None:
-    return _build_metric(name, EvaluationSection(metrics=(name,), **settings))("a prompt", answer, expected)
+    return build_metric(name, EvaluationSection(metrics=(name,), **settings))("a prompt", answer, expected)
 
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
@@ -114,7 +114,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},
-        "evaluation.json_schema=gone.json: FileNotFoundError: ",
+        "evaluation.json_schema=gone.json: cannot be used (",
     ),
     "no function": ({"evaluation__metrics": ["mine.py:gone"]}, "evaluation.metrics=mine.py:gone: cannot be loaded ("),
     "exits": (

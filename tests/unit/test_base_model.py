@@ -125,7 +125,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("model-00002-of-", "is cut short"),
     ),
     "index": (sharded(written("model.safetensors.index.json", "{")), ("index.json is not JSON (",)),
-    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json Input should be",)),
+    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json must be a map",)),
     "index lost": (sharded(removed("model.safetensors.index.json")), ("neither model.safetensors nor",)),
     # config.json
     "no config.json": (removed("config.json"), ("the folder has no config.json",)),
@@ -133,11 +133,14 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "config empty": (cut("config.json", 0), ("config.json: is not JSON (line 1",)),
     "config of bytes": (written("config.json", b"\xff\xfe\x00"), ("config.json: line 1: byte 0xff is not UTF-8",)),
     "config nested": (written("config.json", "[" * 100_000), ("config.json: is nested too deeply",)),
-    "config a list": (written("config.json", "[]"), ("config.json: Input should be a dictionary",)),
+    "config a list": (written("config.json", "[]"), ("config.json: must be a map",)),
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
     "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("no model can be built from config.json (",)),
-    "a text for a number": (settings(num_hidden_layers="two"), ("config.json: num_hidden_layers: ", "valid integer")),
+    "a text for a number": (
+        settings(num_hidden_layers="two"),
+        ("config.json: num_hidden_layers: ", "must be a whole number"),
+    ),
     "adapter next to it": (written("adapter_config.json", "{}"), ("also holds an adapter", "move adapter_config.json")),
     # other models
     "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),

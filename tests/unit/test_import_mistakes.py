@@ -208,13 +208,13 @@ def test_what_is_imported_is_never_replaced(
     Path("info.json").symlink_to("data/dataset_info.json")
     for source, output in (("x.yml", "x.yml"), ("x.yml", "link.yml"), ("link.yml", "x.yml"), ("l.yml", "info.json")):
         assert run(monkeypatch, source, "--force", "-o", output) == 2
-        assert f"--output {output}: is a file that is imported" in capsys.readouterr().err
+        assert f"--output {output}: was not written by zerolora" in capsys.readouterr().err
     assert Path("x.yml").read_text() == AXOLOTL and json.loads(Path("info.json").read_text()) == {"talks": TALKS}
     Path("talks.jsonl").write_text("mine")
     Path("d.yml").write_text(AXOLOTL.replace("path: org/tales", "path: talks.jsonl"))
     assert run(monkeypatch, "d.yml", "--force", "-o", "talks.jsonl") == 2
-    assert "or its data; use another file" in capsys.readouterr().err and Path("talks.jsonl").read_text() == "mine"
-    Path("real.yaml").write_text("seed: 1\n")
+    assert "was not written by zerolora" in capsys.readouterr().err and Path("talks.jsonl").read_text() == "mine"
+    Path("real.yaml").write_text("# zerolora train real.yaml\nseed: 1\n")
     Path("mine.yaml").symlink_to("real.yaml")
     assert run(monkeypatch, "x.yml", "--force", "-o", "mine.yaml") == 0
     assert Path("mine.yaml").is_symlink() and load_config("real.yaml").config.base_model == "org/small"

@@ -55,6 +55,7 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
     first, *commands = result.stdout.splitlines()
     assert "./my models/Qwen2.5-3B does not exist; correct base_model" in first
     (tmp_path / "my models" / "Qwen2.5-3B").mkdir(parents=True)
+    (tmp_path / "my models" / "Qwen2.5-3B" / "config.json").touch()
     there = init("--model", "./my models/Qwen2.5-3B", "--data", "my data #1.jsonl", "--output", "b.yaml", cwd=tmp_path)
     assert "my data #1.jsonl does not exist yet" in there.stdout
     assert commands == ["  zerolora validate 'my run.yaml'", "  zerolora train 'my run.yaml'"]
@@ -93,11 +94,11 @@ def test_the_title_stands_apart_from_the_first_setting() -> None:
 
 
 def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("mine")
+    (tmp_path / "a.yaml").write_text("# zerolora train a.yaml")
     refused = init("--preset", "smollm2", "--output", "a.yaml", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr == "error: --output a.yaml: already exists; use another file, or add --force\n"
-    assert (tmp_path / "a.yaml").read_text() == "mine"
+    assert (tmp_path / "a.yaml").read_text() == "# zerolora train a.yaml"
     assert init("--preset", "smollm2", "--output", "a.yaml", "--force", cwd=tmp_path).returncode == 0
     assert load_config(tmp_path / "a.yaml").config.output_dir == "runs/a"
 
@@ -105,7 +106,9 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:
 def test_the_data_is_not_replaced_even_by_force(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     refused = init("--model", "m", "--data", "a.jsonl", "--output", "./a.jsonl", "--force", cwd=tmp_path)
-    assert refused.returncode == 2 and refused.stderr == "error: --output a.jsonl: is the data; use another file\n"
+    assert refused.returncode == 2 and refused.stderr == (
+        "error: --output a.jsonl: was not written by zerolora, and is not replaced; use another file\n"
+    )
     assert (tmp_path / "a.jsonl").read_text() == '{"text": "a"}'
 
 

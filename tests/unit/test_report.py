@@ -377,9 +377,9 @@ def test_the_last_record_of_a_step_counts() -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "words"),
     [
-        ("training_config.json", '"base_model"', '"base_model_"', "base_model: Field required"),
+        ("training_config.json", '"base_model"', '"base_model_"', "base_model: is missing"),
         ("training_config.json", '"val_split":0.1', '"val_split":{}', "dataset.val_split"),
-        ("run.json", '"command"', '"comand"', "command: Field required"),
+        ("run.json", '"command"', '"comand"', "command: is missing"),
         ("run.json", '"world_size": 2', '"world_size": null', "world_size"),
         ("answers.json", '"I am lost"', "7", "who.before"),
         ("time_by_phase.json", "5.0", '"long"', "start"),

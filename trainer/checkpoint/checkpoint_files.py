@@ -59,7 +59,7 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
         return _choose_newest_intact(setting, run_dir, read)
     path, setting_text = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
     if not (path / "state.json").exists() and not (path / MARKER).exists():
-        raise UserError(f"{setting_text}: not the folder of a checkpoint; use latest")
+        raise UserError(f"{setting_text}: not the folder of a checkpoint; use latest, or {run_dir}/checkpoint-N")
     problem = _find_problem(path, read)
     if problem is None:
         return Choice(path)

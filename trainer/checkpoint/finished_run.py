@@ -19,6 +19,7 @@ from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir,
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
 from trainer.config.files import check_shape
+from trainer.config.problems import describe_first
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
@@ -109,9 +110,7 @@ def _read_config(path: Path) -> RunConfig:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); use another run") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{path}: {where}: {first['msg']}; it may be of another version of zerolora") from None
+        raise UserError(f"{path}: {describe_first(error)}; it may be of another version of zerolora") from None
 
 
 def _find_start_folder(run_dir: Path) -> Path | None:

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, get_token, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint.adapter_files import SETTINGS
@@ -77,16 +77,12 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
 
     Raises UserError, without any part of the token, if the hub cannot be reached or refuses.
     """
-    if get_token() is None:
-        raise UserError(f"{repo}: not logged in to the hub; {LOGIN}")
     disable_progress_bars()
     api = HfApi()
     try:
         # None keeps the visibility of an existing repository.
         created = api.create_repo(repo, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload adapter with zerolora")
-    except OfflineModeIsEnabled:
-        raise UserError(f"{repo}: the hub is switched off by HF_HUB_OFFLINE; unset it") from None
     except HfHubHTTPError as error:
         raise UserError(f"{repo}: {_explain_refusal(error.response.status_code)}") from None
     except (HTTPError, OSError) as error:
@@ -128,6 +124,10 @@ def _run(arguments: argparse.Namespace) -> None:
         ) from None
     run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))
+    if not arguments.dry_run and get_token() is None:
+        raise UserError(f"{repo}: not logged in to the hub; {LOGIN}")
+    if not arguments.dry_run and is_offline_mode():
+        raise UserError(f"{repo}: the hub is switched off by HF_HUB_OFFLINE; unset it")
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)
         files = stage(run, repo, folder)

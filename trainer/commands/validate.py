@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.setup.preflight import prepare_to_resume
 
         quiet_libraries()
-        prepared, resumption = prepare_to_resume(loaded.config, report=PROGRESS.show, to_train=False)
+        prepared, resumption = prepare_to_resume(loaded.config, arguments.ranks, report=PROGRESS.show, to_train=False)
         for warning in resumption.warnings:
             print(f"warning: {warning}")
         for line in describe_run(loaded.config, prepared, ranks):

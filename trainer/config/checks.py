@@ -524,4 +524,7 @@ def unusual_settings(config: RunConfig) -> list[str]:
             f"training.adam_epsilon={training.adam_epsilon:g}: larger than most gradients; 1e-8 is usual, and "
             "hardly anything will be learnt"
         )
+    data, held_out = config.dataset, config.dataset.evaluation
+    if held_out and all(getattr(held_out, name) == getattr(data, name) for name in ("path", "name", "split")):
+        lines.append(f"dataset.evaluation.path={held_out.path}: is the training data, and shows no overfitting")
     return lines

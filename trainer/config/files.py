@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.config.errors import UserError
+from trainer.config.problems import describe_first
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -138,9 +139,7 @@ def check_shape(value: Any, path: Path, shape: Any) -> Any:
     try:
         return _adapter(shape).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where, problem = ".".join(map(str, first["loc"])), re.split(" or (an )?instance of ", first["msg"])[0]
-        raise UnreadableFile(path, f"{where}: {problem}" if where else problem) from None
+        raise UnreadableFile(path, describe_first(error)) from None
     except RecursionError:
         raise UnreadableFile(path, "is nested too deeply") from None
 

@@ -1,7 +1,6 @@
 """Convert pydantic's errors to mistakes, with the setting's dotted name, its value and the allowed values."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -9,12 +8,10 @@ from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.errors import DATA_WANTED, Mistake, nearest, shown
+from trainer.config.problems import describe_problem
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
-from trainer.config.yaml_core import read_yaml
 
-WORDS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
-"""Messages for users by pydantic's type of error."""
 _ALL_LISTED = "`zerolora config --schema` lists all of them"
 _NO_NUMBER = ("int_type", "int_parsing", "int_from_float", "float_type", "float_parsing", "finite_number")
 
@@ -156,17 +153,3 @@ def _find_model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _find_model(inner))), None)
-
-
-def describe_problem(found: ErrorDetails) -> str:
-    """Describe the values that a setting accepts, given pydantic's error."""
-    words = WORDS.get(found["type"])
-    if words:
-        bounds = {name: _whole(value) for name, value in found.get("ctx", {}).items()}
-        return words.format(**bounds).replace(f"be {AUTO}, ", "be auto, ")
-    message = found["msg"].removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value

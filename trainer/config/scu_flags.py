@@ -80,7 +80,7 @@ def settings(options: argparse.Namespace, data: str, held_out: str | None) -> di
         if not others and flag not in ("fp16", "bf16"):
             _set(tree, name, limited[flag])
     tree["adapter"] = "qlora" if options.four_bit else "lora"
-    tree["lora"] = {"r": options.lora_r, "alpha": 2.0 * options.lora_r}
+    tree["lora"] = {"r": options.lora_r, "alpha": 2.0 * max(1, options.lora_r)}
     tree["dataset"]["path"] = data
     tree["dataset"] |= {"evaluation": {"path": held_out}} if held_out else {"val_split": 0.05}
     if options.test_run:

@@ -175,6 +175,8 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
 def _hint(problem: str) -> str:
     if problem.startswith("but found another document"):
         return "; one file holds one configuration, remove the ---"
+    if problem.startswith("expected <block end>"):
+        return "; indent the settings of a section equally"
     return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import OTHER_TRAINERS
-from trainer.config.errors import Mistake, shown
+from trainer.config.errors import Mistake, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
 SETTINGS = {key: ours for ours, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
 """Key of DeepSpeed in `zero.extra` -> our setting."""
+KNOWN = str(OTHER_TRAINERS["deepspeed_keys"]).split()
 # Required by our training loop.
 FIXED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 # Parts of DeepSpeed that would replace our step, data or model.
@@ -37,6 +38,9 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
             yield Mistake(name, given, "fixed by our optimizer", "remove it")
         if key in REPLACE:
             yield Mistake(name, given, "this part of DeepSpeed is not supported", "remove it")
+        elif "." not in key and key not in (*KNOWN, *FIXED, *SETTINGS):
+            close = nearest(key, KNOWN)
+            yield Mistake(name, given, "DeepSpeed has no such key", f"did you mean {close}?" if close else "remove it")
     if "data_types" in extra:
         problem = "makes DeepSpeed use an optimizer that checkpoints do not support"
         fix = "remove it, or set training.precision: fp32"

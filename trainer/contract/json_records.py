@@ -15,7 +15,7 @@ MOST_METRICS_BYTES = 1 << 34
 Record = dict[str, int | float | None]
 _Whole = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
 _Number = Annotated[float, Field(strict=True, gt=-1e300, lt=1e300)]
-_Shape = dict[str, _Whole | _Number | None]
+_Shape = dict[str, _Number | _Whole | None]
 
 SWEEP = "sweep.json"
 
@@ -23,8 +23,9 @@ SWEEP = "sweep.json"
 def parse_record(line: bytes, path: Path) -> Record:
     """Return the numbers of a step from a line of metrics.jsonl; raises UnreadableFile for an invalid line."""
     record: Record = parse_json(line, path, _Shape)
-    if record.get("step") is None:
-        raise UnreadableFile(path, "has a record without a step")
+    step = record.get("step")
+    if step is None or step < 0:
+        raise UnreadableFile(path, "has a record without a step, or with a negative one")
     return record
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.files import find_json
+from trainer.config.files import find_json, read_bytes
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the number only in their message
@@ -40,6 +40,15 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
         return
     if not keys <= find_json(path, dict[str, Any], {}).keys():
         raise UserError(f"{named}: exists with other content; use a new file, or remove it")
+
+
+def check_settings_file(path: Path, named: str, *, force: bool) -> None:
+    """Check like `check_output_file`; an existing file is only replaced by `force`, and if zerolora wrote it."""
+    check_output_file(path, named)
+    if path.exists() and not force:
+        raise UserError(f"{named}: already exists; use another file, or add --force")
+    if path.exists() and path.stat().st_size and not read_bytes(path).startswith(b"# zerolora train "):
+        raise UserError(f"{named}: was not written by zerolora, and is not replaced; use another file")
 
 
 def disk_error(error: BaseException) -> str | None:

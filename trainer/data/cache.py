@@ -1,7 +1,7 @@
 """The cache of prepared data: tokenized, masked, split and packed, named by content, tokenizer and settings."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -50,11 +50,12 @@ def prepare_data(
     seed: int,
     cache_dir: Path,
     max_length_of_model: int | None,
+    check: Callable[[DataStats], None] = lambda stats: None,
 ) -> PreparedData:
     """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
 
     Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build is
-    never mistaken for a complete one. Raises UserError for mistakes in the data.
+    never mistaken for a complete one. Raises UserError for mistakes in the data, which `check` may find too.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
@@ -71,12 +72,14 @@ def prepare_data(
     key, origin = _digest(identity), _origin(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
-        loaded, note = load_or_build(
-            cache_dir / key,
-            partial(_build, section, encoder, stored, evaluation, seed),
-            lambda folder: _load(folder, section.packing),
-        )
+
+        def build(folder: Path) -> None:
+            _build(section, encoder, stored, evaluation, seed, folder)
+            check(_load(folder, section.packing)[2])
+
+        loaded, note = load_or_build(cache_dir / key, build, lambda folder: _load(folder, section.packing))
         samples, held_out, stats = loaded
+        check(stats)
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
         reports = [look_ahead(source, label, encoder) for label, source in streamed]

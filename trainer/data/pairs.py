@@ -52,7 +52,7 @@ def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt
         problem = f"is not a number of at most {LARGEST_MARGIN:,.0f}"
         raise UserError(f"{where}: {name}={shown(margin, 30)} {problem}; give one, or remove the field")
     prompt, is_chat = _prompt(fields, shape, where)
-    if prompt is None or _begins_conversation(answers[0]):
+    if prompt in (None, []) or _begins_conversation(answers[0]):
         given, prompt = prompt, _common_start(answers, where)
         _check_prompt(given, prompt, where)
         answers = [answer[len(prompt) :] for answer in answers]
@@ -168,7 +168,7 @@ def _common_start(answers: Sequence[Any], where: str) -> Any:
 
 def _check_prompt(given: Any, found: Any, where: str) -> None:
     """Raise UserError if the prompt differs from that of the answers' conversations, or texts have no prompt."""
-    if found == "" and given is None:
+    if not found and given in (None, []):
         raise UserError(f"{where}: chosen and rejected have no common prompt; begin both with the same prompt")
     texts, asked = (
         [str(turn.get("content", turn.get("value", ""))).strip() for turn in turns if isinstance(turn, Mapping)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.data.formats import find_shape, listed
+from trainer.data.formats import describe_type, find_shape, listed
 from trainer.data.records import Turns, read_record
 from trainer.data.source_files import READERS, build_source, data_suffix
 from trainer.data.sources import read_rows, read_source
@@ -47,7 +47,9 @@ def format_prompt(prompt: Prompt) -> str:
 
 def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     name = next((name for name in FIELDS if record.get(name)), None)
-    if name is None or not isinstance(record[name], str | list):
+    if name is not None and not isinstance(record[name], str | list):
+        raise UserError(f"{where}: {name} is {describe_type(record[name])}; write a text, or a list of turns")
+    if name is None:
         found = listed(field for field, value in record.items() if value)
         raise UserError(f"{where}: has no prompt (found {found}); write a text as `prompt`, or turns as `messages`")
     if isinstance(record[name], str) and not record[name].lstrip().startswith("[{"):

@@ -355,7 +355,8 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
         try:
             value = json.loads(value) if value.strip() else None
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: tools are not JSON ({error.msg}, column {error.colno})") from None
+            problem = f"tools are not JSON ({error.msg}, column {error.colno})"
+            raise UserError(f"{where}: {problem}; write a list of function definitions") from None
     if not value:
         return None
     tools = _list(value, "tools", where)

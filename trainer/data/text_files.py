@@ -257,6 +257,8 @@ def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, spli
         return lists[split]
     if split != "train":
         raise UserError(no_such_split(label, split, file.name))
+    if value and all(map(_is_column, value.values())):
+        raise UserError(f'{where}: {file.name} holds columns; write a list of records such as [{{"prompt": "..."}}]')
     if not lists or any(name in value for name in TURN_LISTS):
         return [value]
     if len(lists) > 1:
@@ -264,6 +266,12 @@ def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, spli
             f"{where}: {file.name} holds several lists of records; choose one with {label}.split: {' or '.join(lists)}"
         )
     return next(iter(lists.values()))
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether a value has the texts of a column, in a list or by their number."""
+    cells = list(value.values()) if isinstance(value, dict) and all(map(str.isdigit, value)) else value
+    return isinstance(cells, list) and bool(cells) and all(isinstance(cell, str) for cell in cells)
 
 
 def _csv_records(file: Path, where: str) -> Iterator[str]:

@@ -314,7 +314,7 @@ def _describe(block: nn.Module) -> Any:
         (name, value)
         for module in block.modules()
         for name, value in vars(module).items()
-        if isinstance(value, int | float | str) and "idx" not in name
+        if isinstance(value, int | float | str) and "idx" not in name and name != "layer_id"
     ]
     weights = [(tuple(each.shape), each.requires_grad) for each in block.parameters()]
     return repr(block), tuple(numbers), tuple(weights)

@@ -26,6 +26,8 @@ LARGEST_BATCH = 256
 """Larger micro-batches are not faster on any GPU."""
 SPARE = 0.05
 """Fraction of the peak that `largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
+TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
+"""Models without attention that run a Python loop over tokens, and the tokens that are observed; memory is linear."""
 STAGES = (0, 1, 2, 3)
 # Without a GPU, memory does not decide: the default.
 CPU_STAGE = 2
@@ -302,6 +304,9 @@ class Planner:
         return add_layers([of_kind[kind] for kind in layers], [of_plain[kind] for kind in layers], larger, work)
 
     def _layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
+        if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
+            once, twice = (self._layers(replace(kernels, length=length), rows) for length in (SHORT, 2 * SHORT))
+            return {kind: layer.extend(twice[kind], kernels.length / SHORT - 1) for kind, layer in once.items()}
         few = rows_to_observe(self.shapes, kernels)
         if rows <= few:
             return self._observed(kernels, rows)

@@ -11,6 +11,7 @@ from trainer.data.source_files import build_source, read_template
 from trainer.data.sources import local_path
 from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
+from trainer.tasks.task_names import check_task_names
 
 OF_CONFIG = ("inspect", "prepare")
 OF_RUN = ("eval", "generate", "chat", "merge", "export", "serve", "push")
@@ -26,6 +27,8 @@ def check_words(command: str, words: Sequence[str]) -> None:
         for option in FILES:
             if path := _find_value(words, option):
                 local_path(build_source(path, option), option)
+        if command == "eval" and (tasks := _find_value(words, "--tasks")):
+            check_task_names([name.strip() for name in tasks.split(",") if name.strip()], "--tasks")
     if command in OF_CONFIG and first.endswith((".yaml", ".yml")):
         overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
         check_early(load_config(Path(first), overrides).config, to_train=command == "prepare")
@@ -48,6 +51,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
         read_template(config.dataset.chat_template)
     if config.scu.reference is not None:
         local_path(SourceSection(path=config.scu.reference), "scu.reference")
+    check_task_names(config.evaluation.tasks)
     data = config.dataset
     sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
     for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:

@@ -7,6 +7,7 @@ ranks reuse. Every failure is a UserError, and nothing is written to the output 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.patches.mamba import check_packable
 from trainer.patches.packed_attention import check_shareable, check_supported
 from trainer.scu.law_settings import build_law
-from trainer.tasks.answer_metrics import AnswerMetrics
+from trainer.tasks.answer_metrics import AnswerMetrics, build_metric
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run, refuse_image_settings
 from trainer.tasks.lm_eval_scores import load_tasks
@@ -92,6 +93,13 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
     config = fit_max_length(given, model_files.longest)
     if config is not given:
         notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context, instead of the default",)
+    # Before the data is tokenized, which takes long and fills the cache.
+    prompts = tuple(sample_prompts(config.logging.sample_prompts))
+    if config.evaluation.tasks:
+        load_tasks(config.evaluation.tasks)
+    for name in config.evaluation.metrics:
+        build_metric(name, config.evaluation)
+    reference = load_reference(config, model_files.tokenizer)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     report(f"tokenizing {', '.join(map(str, paths))}, unless it is cached")
     data = prepare_data(
@@ -100,24 +108,15 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=model_files.longest,
+        check=partial(check_pairs, config),
     )
-    check_pairs(config, data.stats)
     if config.task == "preference" and data.stats.margins:
         notes += (f"warning: dataset: {data.stats.margins:,} pairs have a margin, which only task: reward uses",)
-    if config.evaluation.tasks:
-        load_tasks(config.evaluation.tasks)
     if config.evaluation.metrics:
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, model_files.tokenizer)
-    return Prepared(
-        model_files.tokenizer,
-        model_files.model_config,
-        data,
-        notes,
-        load_reference(config, model_files.tokenizer),
-        tuple(sample_prompts(config.logging.sample_prompts)),
-        model_files.longest,
-    )
+    files = model_files
+    return Prepared(files.tokenizer, files.model_config, data, notes, reference, prompts, files.longest)
 
 
 def check_pairs(config: RunConfig, stats: DataStats) -> None:
@@ -139,9 +138,11 @@ def check_pairs(config: RunConfig, stats: DataStats) -> None:
         if part.pairs and wanted:
             _check_labels(config, part, label)
         if wanted and part.pairs < part.documents:
+            by_label = config.task == "preference" and "kto" in config.preference.loss
+            needed = "answers labelled true or false" if by_label else "pairs of a chosen and a rejected answer"
             raise UserError(
                 f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are no "
-                "pairs of a chosen and a rejected answer; remove them, or use task: language"
+                f"{needed}; correct or remove them, or use task: language"
             )
 
 

@@ -40,7 +40,7 @@ class AnswerMetrics:
     def __init__(self, settings: EvaluationSection, samples: Iterable[Sample], tokenizer: Any) -> None:
         """Choose the records and try each metric on them; raises UserError if one cannot be measured."""
         self._settings, self._tokenizer = settings, tokenizer
-        self._metrics = {name: _build_metric(name, settings) for name in settings.metrics}
+        self._metrics = {name: build_metric(name, settings) for name in settings.metrics}
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
         for name, metric in self._metrics.items():
             if all(_apply(name, metric, each, each.expected) is None for each in self._questions):
@@ -91,7 +91,8 @@ def _apply(name: str, metric: Metric, question: Question, answer: str) -> float 
         raise UserError(f"evaluation.metrics={name}: {problem}; return a number") from None
 
 
-def _build_metric(name: str, settings: EvaluationSection) -> Metric:
+def build_metric(name: str, settings: EvaluationSection) -> Metric:
+    """Return a metric of `evaluation.metrics`. Raises UserError if it cannot be loaded."""
     if (package := PACKAGES.get(name)) and find_spec(package) is None:
         raise UserError(f"evaluation.metrics={name}: needs {package}, which is not installed; pip install {package}")
     if name == "exact_match":
@@ -138,7 +139,7 @@ def _build_schema(path: Path) -> Metric:
         kind = jsonschema.validators.validator_for(schema)
         kind.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
-        problem = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        problem = f"cannot be used ({getattr(error, 'message', error)})"
         raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:

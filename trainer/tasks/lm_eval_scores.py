@@ -12,9 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
 from trainer.parallel.ranks.progress import phase
+from trainer.tasks.task_names import check_task_names
 
 PYTHON_SEED, SEED = 0, 1234
 """The default seeds of `lm_eval run`."""
@@ -46,12 +45,8 @@ class Scores:
 @cache
 def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     """Return lm-eval's tasks and groups with their data; raises UserError if one cannot be loaded."""
-    if find_spec("lm_eval") is None:
-        raise UserError(f"evaluation.tasks={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")
+    check_task_names(names)
     files = [name for name in names if name.endswith(".yaml")]
-    for name in files:
-        if not Path(name).is_file():
-            raise UserError(f"evaluation.tasks={name}: no such file; use a YAML file or the name of a task")
 
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -61,9 +56,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
         if name not in files and not manager.match_tasks([name]):
-            near = get_close_matches(name, manager.all_tasks, n=1)
-            fix = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
-            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; {fix}")
+            raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; `lm-eval ls tasks` lists them")
         try:
             absolute = str(Path(name).absolute())
             with _hide_progress(), _use_lm_eval_seeds():

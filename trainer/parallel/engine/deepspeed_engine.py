@@ -8,6 +8,7 @@ import torch
 
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
+from trainer.config.problems import describe_problem
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
@@ -103,15 +104,15 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
     from pydantic import ValidationError
 
     stage = 2 if zero.stage == AUTO else zero.stage
-    config = deepspeed_config(
-        training.model_copy(update={"batch_size": 1}), zero.model_copy(update={"stage": stage}), "fp32", on_gpu=False
-    )
+    training, zero = training.model_copy(update={"batch_size": 1}), zero.model_copy(update={"stage": stage})
     try:
-        DeepSpeedConfig(config)
+        DeepSpeedConfig(deepspeed_config(training, zero, "fp32", on_gpu=False))
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
-        raise UserError(f"zero.extra: DeepSpeed rejects {where}={found['input']}: {found['msg']}; change it") from None
+        raise UserError(
+            f"zero.extra: DeepSpeed rejects {where}={found['input']}: {describe_problem(found)}; change it"
+        ) from None
     except Exception as error:  # of any type, as its parts parse their keys differently
         raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
 

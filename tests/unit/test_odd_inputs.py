@@ -1,0 +1,303 @@
+"""Odd inputs found from outside: one line with the setting, its value and the fix, and nothing written or lost."""
+
+import json
+from collections.abc import Callable, KeysView
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.compare.__main__ import main as compare
+from launcher.commands import main as zerolora
+from launcher.importing.command import translate_arguments
+from launcher.status import describe_run
+from tests.families import save_family
+from tests.runs_in_process import make_ground
+from tests.unit.test_after_run import make_run
+from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
+from trainer.commands import push
+from trainer.commands.validate import main as validate
+from trainer.config import LoraSection, ModelSection, UserError, load_config
+from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.scu_flags import load_flags, parse, settings
+from trainer.config.yaml_core import dump
+from trainer.config.zero import FIXED, KNOWN, REPLACE, SETTINGS
+from trainer.data.prompt_files import read_prompts
+from trainer.memory.decisions import Machine
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.observed import Kernels, Layer, observe_layers
+from trainer.memory.planner import SHORT, Lengths, Planner
+from trainer.memory.widths import Shapes
+from trainer.model.base import load_model_config
+from trainer.setup.early_checks import check_words
+from trainer.setup.preflight import prepare
+from trainer.tasks.task_names import check_task_names
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """Run a command in a folder, which must end with 2 after one line, and return the line."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["zerolora", *words])
+        assert zerolora() == 2
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"model_type": "llama"}', "was not written by zerolora, and is not replaced; use another file"),
+        ("base_model: m\n", "was not written by zerolora"),
+    ],
+)
+def test_init_and_import_replace_only_what_they_wrote(content: str, line: str, tmp_path: Path, refuse: Command) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    (tmp_path / "axolotl.yaml").write_text("base_model: m\ndatasets: [{path: d, type: alpaca}]\nmicro_batch_size: 1\n")
+    assert line in refuse("init", "--force", "--output", "config.json")
+    assert line in refuse("import", "axolotl.yaml", "--force", "--output", "config.json")
+    assert file.read_text() == content
+
+
+def test_init_writes_its_own_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["zerolora", "init", "--force", "--output", "mine.yaml"])
+    assert (zerolora(), zerolora()) == (0, 0)
+
+
+def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "--model empty: the folder has no config.json; use the folder of a" in refuse("init", "--model", "empty")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ("parallel.sequence=2", "--ranks", "3"),
+            "error: parallel.sequence=2: does not divide the 3 ranks of this run",
+        ),
+        (("dataset.evaluation.path={data}",), "note: dataset.evaluation.path={data}: is the training data, and shows"),
+    ],
+)
+def test_validate_reports_what_training_would_meet(
+    words: tuple[str, ...], line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ground = make_ground(tmp_path)
+    data = str(ground / "train.jsonl")
+    validate([str(ground / "base.yaml"), *(word.format(data=data) for word in words)])
+    said = capfd.readouterr()
+    assert line.format(data=data) in said.out + said.err
+
+
+def test_an_empty_list_is_no_prompt(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "pairs.jsonl").write_text('{"prompt": [], "chosen": "a", "rejected": "b"}\n')
+    words = [f"dataset.path={ground / 'pairs.jsonl'}", "task=preference"]
+    with pytest.raises(UserError, match="record 1: chosen and rejected have no common prompt"):
+        prepare(load_config(ground / "base.yaml", words).config)
+
+
+class RecordedKeys(dict[str, Any]):
+    """A configuration that records the keys that DeepSpeed looks for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.known: set[object] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.known.add(key)
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401: this is that method
+
+    def keys(self) -> Any:
+        return KeysView(self)
+
+
+def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = RecordedKeys({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})
+    DeepSpeedConfig(config)
+    assert config.known - {*SETTINGS, *FIXED, *REPLACE} == set(KNOWN)
+
+
+def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
+    assert refuse("init", "--model", "") == "error: --model: empty; write a value, or leave it out"
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_forms_of_the_reference_are_refused(refuse: Command) -> None:
+    assert "--schema: not together with --json-schema" in refuse("config", "--schema", "--json-schema")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("trl sft --model_name_or_path m --dataset_name d --desirable_weight -1", "--desirable_weight=-1: must not be"),
+        ("trl nosuch --model_name_or_path m --dataset_name d", "trl nosuch: no command of TRL; use trl sft, dpo, kto"),
+        ("trl sft --model_name_or_path m --dataset_name d --bf16 --fp16", "--fp16=true: bf16 is set as well; remove"),
+    ],
+)
+def test_values_that_would_be_dropped_are_checked(words: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        translate_arguments(words.split())
+    assert line in str(caught.value)
+
+
+def test_an_unknown_stage_names_the_known_ones(tmp_path: Path) -> None:
+    file = tmp_path / "llama.yaml"
+    file.write_text("stage: xyz\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\n")
+    with pytest.raises(UserError, match=r"yaml:1: stage=xyz: must be sft, pt, dpo, kto or rm"):
+        translate_arguments([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("token", "offline", "line"), [(None, False, "not logged in to the hub; run"), ("hf_x", True, "HF_HUB_OFFLINE")]
+)
+def test_push_checks_the_login_before_it_writes(
+    token: str | None,
+    offline: bool,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(tmp_path)
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "README.md"}
+    (run / "README.md").unlink(missing_ok=True)
+    monkeypatch.setattr(push, "get_token", lambda: token)
+    monkeypatch.setattr(push, "is_offline_mode", lambda: offline)
+    assert push.main([str(run), "me/tiny"]) == 2
+    assert line in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_unknown_tasks_are_found_without_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", None)
+    check_task_names(["gsm8k", "mmlu_*", "hellaswag"])
+    with pytest.raises(UserError, match=r"^evaluation.tasks=gsm8kk: not a task of lm-eval; did you mean gsm8k\?$"):
+        check_task_names(["gsm8kk"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "training_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"^--tasks=none.yaml: no such file"):
+        check_words("eval", [str(run), "--tasks", "none.yaml"])
+
+
+def test_code_of_another_repository_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cache = tmp_path / "models--me--code"
+    code = cache / "snapshots" / ("a" * 40) / "modeling.py"
+    for folder in (cache / "refs", code.parent, tmp_path / "model"):
+        folder.mkdir(parents=True)
+    (cache / "refs" / "main").write_text("a" * 40)
+    code.write_text("SCALE = 1\n")
+    settings = {"auto_map": {"AutoModel": "me/code--modeling.Mine", "AutoTokenizer": ["me/code--modeling.T", None]}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    trusted = ModelSection(trust_remote_code=True)
+    first = fingerprint_base(str(tmp_path / "model"), trusted)
+    code.write_text("SCALE = 2\n")
+    assert find_changed_part(first, fingerprint_base(str(tmp_path / "model"), trusted)) == "me/code/modeling.py"
+    assert "me/code/modeling.py" not in fingerprint_base(str(tmp_path / "model"), ModelSection())
+
+
+def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(save_family(tmp_path / "model", "rwkv", num_hidden_layers=4))
+    config = load_config(make_ground(tmp_path / "ground") / "base.yaml").config
+    model = load_model_config(folder, ModelSection())
+    planner = Planner(read_shapes(model, ModelSection(), LoraSection()), Lengths(40, 40), Machine.cpu(1, "fp32"))
+    assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
+    work = planner.work(config, planner.decisions(config))
+    lengths = []
+
+    def observe(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
+        lengths.append(kernels.length)
+        return observe_layers(shapes, kernels, rows)
+
+    monkeypatch.setattr("trainer.memory.planner.observe_layers", observe)
+    seen = planner.seen(work)
+    assert set(lengths) == {SHORT, 2 * SHORT}
+    monkeypatch.setattr("trainer.memory.planner.TOKEN_BY_TOKEN", ())
+    assert planner.seen(work) == seen and 40 in lengths
+
+
+def test_data_of_another_task_is_not_cached(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    for words in (["task=preference"], ["logging.sample_prompts=none.jsonl"], ["evaluation.metrics=none.py:f"]):
+        words += ["dataset.evaluation.path=" + str(ground / "held_out.jsonl")] * ("metrics" in words[0])
+        with pytest.raises(UserError):
+            prepare(load_config(ground / "base.yaml", words).config)
+        assert not list((ground / "cache").rglob("*.arrow")), words
+    prepare(load_config(ground / "base.yaml").config)
+    assert list((ground / "cache").rglob("*.arrow"))
+
+
+@pytest.mark.parametrize("line", ["garbage", '{"step": -1, "train/loss": 2.0}'])
+def test_status_reports_unreadable_metrics(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    assert ("step", "unknown, as metrics.jsonl cannot be read") in describe_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert ("step", "none yet") in describe_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("lora_alpha", None, "lora_alpha: must be a whole number"),
+        ("target_modules", 5, "target_modules: must be a list"),
+    ],
+)
+def test_a_key_of_an_adapter_is_named_in_words_for_users(key: str, value: object, line: str, tmp_path: Path) -> None:
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, key: value}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f": {line}; restore or replace the file"):
+        read_adapter_settings(tmp_path)
+
+
+def test_a_prompt_of_another_type_is_named(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": {"text": "x"}}\n')
+    with pytest.raises(UserError, match=r"record 1: prompt is a record; write a text, or a list of turns$"):
+        list(read_prompts(str(tmp_path / "prompts.jsonl"), "--prompts"))
+
+
+@pytest.mark.parametrize("columns", [{"prompt": ["a"], "completion": ["b"]}, {"text": {"0": "a", "1": "b"}}])
+def test_columns_are_not_taken_for_a_record(columns: dict[str, object], tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "train.json").write_text(json.dumps(columns))
+    with pytest.raises(UserError, match=r"train.json holds columns; write a list of records such as"):
+        prepare(load_config(ground / "base.yaml", [f"dataset.path={ground / 'train.json'}"]).config)
+
+
+def test_labels_that_are_numbers_are_named(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": 1}\n' * 2)
+    words = [f"dataset.path={ground / 'kto.jsonl'}", "task=preference", "preference.loss=kto"]
+    with pytest.raises(UserError, match="2 of 2 records of dataset are no answers labelled true or false"):
+        prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_numbers_of_compare_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare(["x.yaml", "--lambdas", "0.1,y"])
+    assert "argument --lambdas: y: must be a positive number, such as 0.1" in capsys.readouterr().err
+
+
+def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
+    options = parse(["--lora-r", "-1", "--output-dir", str(tmp_path / "run")])
+    (tmp_path / "flags.yaml").write_text(dump(settings(options, "train.txt", None)))
+    with pytest.raises(UserError) as caught:
+        load_flags(tmp_path / "flags.yaml", options)
+    assert str(caught.value) == "--lora-r=-1: must be 1 or more"
