@@ -193,15 +193,6 @@ def _measure_from_level(law: Law, level: float) -> float:
     return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
 
 
-def deadband_bounds(form: Form, target: float, deadband: float) -> tuple[float, float]:
-    """Return the interval of M in which lambda does not move."""
-    if form == "published":
-        return target - deadband, target + deadband
-    odds = target if form == "kl" else target / (1.0 - target)
-    low, high = odds * _exp(-deadband), odds * _exp(deadband)
-    return (low, high) if form == "kl" else (low / (1.0 + low), high / (1.0 + high))
-
-
 def _exp(value: float) -> float:
     # exp overflows a double beyond 709; 700 already saturates any lambda.
     return math.exp(_clip(value, -700.0, 700.0))
