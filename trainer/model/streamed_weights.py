@@ -162,8 +162,8 @@ class Filler:
         if to_pack:
             compute_dequantized(module)
         for name, buffer in list(module.named_buffers(recurse=False)):
-            value = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
-            module._buffers[name] = value.to(self.device)
+            kept = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
+            module._buffers[name] = kept.to(self.device)
         if block is not None:
             parts, exact = self._read_fp8(stored["weight"], module, block), self.quantization is None
             return FrozenLinear8bit(module, *parts, block, compute_dtype=self.dtype, exact=exact)
