@@ -1,6 +1,6 @@
 """Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain torch references."""
 
-from ops import groups
+from ops import elementwise, groups
 from ops.backend import Backend, load, loaded, predict_backend, start_build
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
@@ -19,6 +19,7 @@ __all__ = [
     "ScaledWeight",
     "eight_bit_group",
     "eight_bit_linear",
+    "elementwise",
     "experts_mlp",
     "groups",
     "load",

@@ -7,24 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ops import eight_bit, elementwise, experts, experts_kernels, lora, nf4, plain
+from ops import experts_kernels
+from ops.derivative import REFERENCE
 
 TIMED = 9  # Hopper, the only generation on which the kernels were timed
 _logger = logging.getLogger(__name__)
-_REFERENCE: dict[str, Callable[..., Any]] = {
-    "lora_forward": lora.reference_forward,
-    "lora_backward": lora.reference_backward,
-    "nf4_forward": nf4.reference_forward,
-    "nf4_backward": nf4.reference_backward,
-    "dequantize_nf4": nf4.reference_dequantize,
-    "adapter_backward_": plain.reference_adapter_backward_,
-    "rank_pass": plain.reference_rank_pass,
-    "rank_expand": plain.reference_rank_expand,
-    "frozen_product": plain.reference_frozen_product,
-    **eight_bit.REFERENCE,
-    **elementwise.REFERENCE,
-    **experts.REFERENCE,
-}
 
 
 class Backend(NamedTuple):
@@ -108,7 +95,7 @@ def describe_timing(capability: tuple[int, int]) -> str:
 
 
 def _use_reference(reason: str) -> Backend:
-    _implement(_REFERENCE)
+    _implement(REFERENCE)
     return Backend("reference", reason)
 
 

@@ -1,11 +1,11 @@
-"""Autograd formula shared by the LoRA operators, for every storage format of the frozen base.
+"""Definition of operators, and the autograd formula shared by those with LoRA for every storage format of the base.
 
 NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and what its base needs, and returns the outputs and h.
 NAME_backward takes the same arguments without `biases`, and `grads`, `h`, `need_x`, `need_down`, `need_up`.
 """
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,39 @@ from torch import Tensor
 FROZEN = "weight.requires_grad=True: the fused operator has no gradient of the base weight; freeze it"
 
 
+REFERENCE: dict[str, Callable[..., Any]] = {}
+"""The plain-torch code of every operator that also has kernels: for CPUs, and for GPUs without the kernels."""
+
+
+def define(
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    devices: str | tuple[str, ...] = "cpu",
+) -> Any:
+    """Define zerolora::NAME by the schema `NAME(...) -> ...` with its plain-torch code, and return it.
+
+    `fake` computes the shapes of the results. Code for all `devices` is not in REFERENCE.
+    """
+    name, _, signature = schema.partition("(")
+    tags = (torch.Tag.pt2_compliant_tag,) if fake is not None else ()
+    torch.library.define(f"zerolora::{name}", f"({signature}", tags=tags)
+    torch.library.impl(f"zerolora::{name}", devices)(function)
+    if fake is not None:
+        torch.library.register_fake(f"zerolora::{name}")(fake)
+    if devices == "cpu":
+        REFERENCE[name] = function
+    return getattr(torch.ops.zerolora, name).default
+
+
 def build_arguments_type(operator: str) -> Any:
     """Return a named tuple of the arguments of zerolora::`operator`, in the order of its schema."""
     schema = getattr(torch.ops.zerolora, operator).default._schema
     return namedtuple("Arguments", [argument.name for argument in schema.arguments])
 
 
-def register(name: str) -> None:
-    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward.
+def register(name: str) -> tuple[Any, Any]:
+    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return the types of their arguments.
 
     Tensors are saved exactly as they were passed, so that ZeRO-3 may free a Parameter between the passes.
     """
@@ -61,6 +86,7 @@ def register(name: str) -> None:
 
     torch.library.register_autograd(f"zerolora::{name}_forward", derivative, setup_context=keep)
     torch.library.register_autograd(f"zerolora::{name}_backward", refuse_second_derivative)
+    return forward, backward
 
 
 def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:

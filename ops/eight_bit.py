@@ -11,7 +11,7 @@ group share u and one product over all their outputs. h, dh, dA and dB are compu
 x and dY. The same tensors are saved for the backward as in ops/lora.py; x_q is freed when the call returns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,40 +21,8 @@ from torch import Tensor
 from ops import derivative, lora, reference
 from ops.seeds import draw_seed
 
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
 """Storage type of each kind."""
-
-torch.library.define(
-    "zerolora::quantize_rows", "(Tensor[] parts, Tensor[] factors, ScalarType storage) -> (Tensor q, Tensor scale)",
-    tags=_TAGS,
-)  # fmt: skip
-torch.library.define(
-    "zerolora::eight_bit_product",
-    "(Tensor q, Tensor scale, Tensor right, Tensor? column_scale, bool fast=True) -> Tensor",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::eight_bit_linear", "(Tensor x, Tensor weight, Tensor row_scale, Tensor? bias) -> Tensor", tags=_TAGS
-)
-torch.library.define(
-    "zerolora::eight_bit_linear_backward",
-    "(Tensor[] grads, Tensor[] weights, Tensor[] row_scales) -> Tensor",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::eight_bit_forward",
-    "(Tensor x, Tensor[] weights, Tensor[] row_scales, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales,"
-    " float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::eight_bit_backward",
-    "(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] row_scales, Tensor[] downs, Tensor[] ups, Tensor h,"
-    " float[] scales, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
-    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    tags=_TAGS,
-)
 
 
 @dataclass(frozen=True)
@@ -63,10 +31,6 @@ class EightBitWeight:
 
     values: Tensor
     row_scale: Tensor
-
-
-ForwardArguments = derivative.build_arguments_type("eight_bit_forward")
-BackwardArguments = derivative.build_arguments_type("eight_bit_backward")
 
 
 def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> None:
@@ -131,49 +95,23 @@ def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
         lora.check_h(of.x, of.downs, of.h)
     h = lora.reference_project(of.x, of.downs, of.scales, of.p, of.seed) if of.h is None else of.h
     q, scale = reference_quantize_rows([of.x], [], of.weights[0].dtype)
-    ys, begin = [], 0
-    for i, (weight, row_scale, up) in enumerate(zip(of.weights, of.row_scales, of.ups, strict=True)):
-        y_TO = reference.eight_bit_product(q, scale, weight.t(), row_scale)
-        y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(of.x.dtype).to(y_TO.dtype).t()
-        if of.biases:
-            y_TO = y_TO + of.biases[i].to(y_TO.dtype)
-        # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
-        ys.append(torch.ops.aten._unsafe_view(y_TO.to(of.x.dtype), [*of.x.shape[:-1], weight.shape[0]]))
-        begin += lora.padded_rank(up.shape[1])
-    return ys, h if of.h is None else of.x.new_empty((0, 0))
+    pairs = zip(of.weights, of.row_scales, strict=True)
+    products = [reference.eight_bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
+    return lora.add_adapters(of.x, products, of.biases, h, of.ups), h if of.h is None else of.x.new_empty((0, 0))
 
 
 def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Plain-torch `eight_bit_backward`; gradients that are not needed are empty."""
     of = BackwardArguments(*arguments)
-    mask = lora.draw_mask(of.x, of.p, of.seed)
-    x_TI = of.x.reshape(-1, of.x.shape[-1])
-    grad_x = torch.zeros(x_TI.shape, dtype=torch.float32, device=of.x.device)
-    grad_downs, grad_ups, begin = [], [], 0
-    for grad, down, up, scale in zip(of.grads, of.downs, of.ups, of.scales, strict=True):
-        grad_TO, h_TR = grad.reshape(-1, grad.shape[-1]), of.h[:, begin : begin + down.shape[0]]
-        factors = down.to(of.x.dtype), up.to(of.x.dtype)
-        part, grad_down, grad_up = reference.backward(grad_TO, x_TI, None, *factors, h_TR, scale, mask)
-        grad_x += part
-        grad_downs.append(grad_down.to(down.dtype))
-        grad_ups.append(grad_up.to(up.dtype))
-        begin += lora.padded_rank(down.shape[0])
+    grad_x = of.x.new_zeros(of.x.numel() // of.x.shape[-1], of.x.shape[-1], dtype=torch.float32)
+    adapters = of.downs, of.ups, of.h, of.scales, lora.draw_mask(of.x, of.p, of.seed)
+    grad_downs, grad_ups = lora.adapter_gradients(grad_x, of.grads, of.x, [None] * len(of.grads), *adapters)
     if not of.need_x:
         return of.x.new_empty(0), grad_downs if of.need_down else [], grad_ups if of.need_up else []
     q, row_scale = reference_quantize_rows(of.grads, of.row_scales, of.weights[0].dtype)
     grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(of.weights)), None)
     whole = grad_x.to(of.x.dtype).view(of.x.shape)
     return whole, grad_downs if of.need_down else [], grad_ups if of.need_up else []
-
-
-REFERENCE: dict[str, Callable[..., Any]] = {
-    "quantize_rows": reference_quantize_rows,
-    "eight_bit_product": reference_product,
-    "eight_bit_linear": reference_linear,
-    "eight_bit_linear_backward": reference_linear_backward,
-    "eight_bit_forward": reference_forward,
-    "eight_bit_backward": reference_backward,
-}
 
 
 def _fake_quantize_rows(
@@ -219,19 +157,36 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
     return grad_x, None, None, grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None
 
 
-for _name, _function in REFERENCE.items():
-    torch.library.impl(f"zerolora::{_name}", "cpu")(_function)
-torch.library.register_fake("zerolora::quantize_rows")(_fake_quantize_rows)
-torch.library.register_fake("zerolora::eight_bit_product")(_fake_product)
-torch.library.register_fake("zerolora::eight_bit_linear")(_fake_linear)
-torch.library.register_fake("zerolora::eight_bit_linear_backward")(_fake_linear_backward)
-torch.library.register_fake("zerolora::eight_bit_forward")(_fake_forward)
-torch.library.register_fake("zerolora::eight_bit_backward")(_fake_backward)
+derivative.define(
+    "quantize_rows(Tensor[] parts, Tensor[] factors, ScalarType storage) -> (Tensor q, Tensor scale)",
+    reference_quantize_rows, _fake_quantize_rows,
+)  # fmt: skip
+derivative.define(
+    "eight_bit_product(Tensor q, Tensor scale, Tensor right, Tensor? column_scale, bool fast=True) -> Tensor",
+    reference_product, _fake_product,
+)  # fmt: skip
+_LINEAR = derivative.define(
+    "eight_bit_linear(Tensor x, Tensor weight, Tensor row_scale, Tensor? bias) -> Tensor",
+    reference_linear, _fake_linear,
+)  # fmt: skip
+derivative.define(
+    "eight_bit_linear_backward(Tensor[] grads, Tensor[] weights, Tensor[] row_scales) -> Tensor",
+    reference_linear_backward, _fake_linear_backward,
+)  # fmt: skip
+_FORWARD = derivative.define(
+    "eight_bit_forward(Tensor x, Tensor[] weights, Tensor[] row_scales, Tensor[] biases, Tensor[] downs, Tensor[] ups,"
+    " float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
+    reference_forward, _fake_forward,
+)  # fmt: skip
+derivative.define(
+    "eight_bit_backward(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] row_scales, Tensor[] downs, Tensor[] ups,"
+    " Tensor h, float[] scales, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
+    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+    reference_backward, _fake_backward,
+)  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
-derivative.register("eight_bit")
-_FORWARD = torch.ops.zerolora.eight_bit_forward.default
-_LINEAR = torch.ops.zerolora.eight_bit_linear.default
+ForwardArguments, BackwardArguments = derivative.register("eight_bit")
 
 
 def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:

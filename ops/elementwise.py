@@ -10,30 +10,14 @@ Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R ro
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ops.derivative import refuse_second_derivative
-
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-for _schema in (
-    "rms_norm_forward(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
-    "silu_mul(Tensor gate, Tensor up) -> Tensor",
-    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    "gelu_mul(Tensor gate, Tensor up) -> Tensor",
-    "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)",
-    "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin) -> (Tensor out_q, Tensor out_k)",
-):
-    torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2], tags=_TAGS)
-_NORM = torch.ops.zerolora.rms_norm_forward.default
-_SILU_MUL = torch.ops.zerolora.silu_mul.default
-_GELU_MUL = torch.ops.zerolora.gelu_mul.default
-_ROPE = torch.ops.zerolora.rope.default
+from ops.derivative import define, refuse_second_derivative
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -185,16 +169,8 @@ def reference_gelu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple
     return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
 
 
-def reference_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _apply_rope(q, k, cos, sin, transposed=False)
-
-
-def reference_rope_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the transpose of `rope`, which for the usual angles rotates by their negatives."""
-    return _apply_rope(grad_q, grad_k, cos, sin, transposed=True)
-
-
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Apply `rope`, or its transpose, which for the usual angles rotates by their negatives."""
     _check_rope(q, k, cos, sin)
     R, half = cos.shape[-1], cos.shape[-1] // 2
     wide_cos, wide_sin = _wide(cos)[:, None], _wide(sin)[:, None]
@@ -246,18 +222,6 @@ def _check_alike(same_shape: bool = True, **tensors: Tensor) -> None:
             raise ValueError(f"{name} {tuple(first.shape)} and {other} {tuple(tensor.shape)}: expected the same shape")
 
 
-REFERENCE: dict[str, Callable[..., Any]] = {
-    "rms_norm_forward": reference_rms_norm_forward,
-    "rms_norm_backward": reference_rms_norm_backward,
-    "silu_mul": reference_silu_mul,
-    "silu_mul_backward": reference_silu_mul_backward,
-    "gelu_mul": reference_gelu_mul,
-    "gelu_mul_backward": reference_gelu_mul_backward,
-    "rope": reference_rope,
-    "rope_backward": reference_rope_backward,
-}
-
-
 def _fake_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     _check_norm(x, weight)
     rstd_dtype = x.dtype if x.dtype == torch.float64 else torch.float32
@@ -278,19 +242,32 @@ def _fake_gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-_FAKE: dict[str, Callable[..., Any]] = {
-    "rms_norm_forward": _fake_norm,
-    "rms_norm_backward": lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
-    "silu_mul": _fake_gated,
-    "silu_mul_backward": _fake_gated_backward,
-    "gelu_mul": _fake_gated,
-    "gelu_mul_backward": _fake_gated_backward,
-    "rope": _fake_rope,
-    "rope_backward": _fake_rope,
-}
-for _name, _function in REFERENCE.items():
-    torch.library.impl(f"zerolora::{_name}", "cpu")(_function)
-    torch.library.register_fake(f"zerolora::{_name}")(_FAKE[_name])
+_NORM = define(
+    "rms_norm_forward(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
+    reference_rms_norm_forward, _fake_norm,
+)  # fmt: skip
+define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
+    reference_rms_norm_backward, lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
+)  # fmt: skip
+_SILU_MUL = define("silu_mul(Tensor gate, Tensor up) -> Tensor", reference_silu_mul, _fake_gated)
+define(
+    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+    reference_silu_mul_backward, _fake_gated_backward,
+)  # fmt: skip
+_GELU_MUL = define("gelu_mul(Tensor gate, Tensor up) -> Tensor", reference_gelu_mul, _fake_gated)
+define(
+    "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+    reference_gelu_mul_backward, _fake_gated_backward,
+)  # fmt: skip
+_ROPE = define(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)",
+    partial(_apply_rope, transposed=False), _fake_rope,
+)  # fmt: skip
+define(
+    "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin) -> (Tensor out_q, Tensor out_k)",
+    partial(_apply_rope, transposed=True), _fake_rope,
+)  # fmt: skip
 
 
 # Derivatives for devices other than CUDA, where ops/csrc/elementwise/elementwise.cpp registers its own.

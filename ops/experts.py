@@ -16,7 +16,7 @@ The dropout mask of gate_up is that of a matrix [N,H] with row index t K + k, th
 seed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,24 +27,10 @@ from ops import derivative, experts_plain, lora
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit"]
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 # gate_up and down: what `ExpertMatrix.tensors` holds; shape: E, I, H, block, nested block; form: the two storages, the
 # activation, "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
 _WEIGHTS = "Tensor[] gate_up, Tensor[] down, Tensor[] biases, Tensor[] gate_up_factors, Tensor[] down_factors"
 _FORM = "int[] shape, str[] form, float[] numbers, Tensor? seed"
-torch.library.define(
-    "zerolora::experts_forward",
-    f"(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_FORM}, Tensor? gate_up_source, Tensor? down_source)"
-    " -> (Tensor y, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order, Tensor ends)",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::experts_backward",
-    f"(Tensor grad, Tensor x, Tensor weights, {_WEIGHTS}, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order,"
-    f" Tensor ends, {_FORM}, bool need_x, bool need_weights, bool need_factors)"
-    " -> (Tensor grad_x, Tensor grad_weights, Tensor[] grad_gate_up_factors, Tensor[] grad_down_factors)",
-    tags=_TAGS,
-)
 
 
 @dataclass(frozen=True)
@@ -334,14 +320,16 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return *results, *nothing[:3], *grads, *others
 
 
-torch.library.impl("zerolora::experts_forward", "cpu")(_reference_forward)
-torch.library.impl("zerolora::experts_backward", "cpu")(experts_plain.backward)
-torch.library.register_fake("zerolora::experts_forward")(_fake_forward)
-torch.library.register_fake("zerolora::experts_backward")(_fake_backward)
+_FORWARD = derivative.define(
+    f"experts_forward(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_FORM}, Tensor? gate_up_source,"
+    " Tensor? down_source) -> (Tensor y, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order, Tensor ends)",
+    _reference_forward, _fake_forward,
+)  # fmt: skip
+derivative.define(
+    f"experts_backward(Tensor grad, Tensor x, Tensor weights, {_WEIGHTS}, Tensor u0, Tensor h_gu, Tensor h_d,"
+    f" Tensor order, Tensor ends, {_FORM}, bool need_x, bool need_weights, bool need_factors)"
+    " -> (Tensor grad_x, Tensor grad_weights, Tensor[] grad_gate_up_factors, Tensor[] grad_down_factors)",
+    experts_plain.backward, _fake_backward,
+)  # fmt: skip
 torch.library.register_autograd("zerolora::experts_forward", _backward, setup_context=_setup_context)
 torch.library.register_autograd("zerolora::experts_backward", derivative.refuse_second_derivative)
-_FORWARD = torch.ops.zerolora.experts_forward.default
-REFERENCE: dict[str, Callable[..., Any]] = {
-    "experts_forward": _reference_forward,
-    "experts_backward": experts_plain.backward,
-}

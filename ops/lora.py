@@ -15,32 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops import reference
-from ops.derivative import register
+from ops import derivative, reference
 from ops.seeds import draw_seed
 
 MAX_RANK = 256
 MAX_GROUP = 16
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-
-torch.library.define(
-    "zerolora::lora_project",
-    "(Tensor x, Tensor[] downs, float[] scales, float p, Tensor? seed) -> Tensor",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::lora_forward",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed,"
-    " Tensor? h) -> (Tensor[] ys, Tensor h)",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::lora_backward",
-    "(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] downs, Tensor[] ups, Tensor h, float[] scales, float p,"
-    " Tensor? seed, bool need_x, bool need_down, bool need_up)"
-    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    tags=_TAGS,
-)
 
 
 def padded_rank(rank: int) -> int:
@@ -153,14 +132,23 @@ def reference_forward(
         check_h(x, downs, h)
     projected = reference_project(x, downs, scales, p, seed) if h is None else h
     x_TI = x.reshape(-1, x.shape[-1])
+    products = [x_TI @ weight.t() for weight in weights]
+    return add_adapters(x, products, biases, projected, ups), projected if h is None else x.new_empty((0, 0))
+
+
+def add_adapters(
+    x: Tensor, products: Sequence[Tensor], biases: Sequence[Tensor], h: Tensor, ups: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return y_i = product_i + h_i B_i^T + bias_i in the type of x, computed in that of the products [T, O_i]."""
     ys, begin = [], 0
-    for i, (weight, up) in enumerate(zip(weights, ups, strict=True)):
-        bias = biases[i].to(x.dtype) if biases else None
-        y_TO = reference.output(x_TI, weight, bias, projected[:, begin : begin + up.shape[1]], up.to(x.dtype))
+    for i, (y_TO, up) in enumerate(zip(products, ups, strict=True)):
+        y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(x.dtype).to(y_TO.dtype).t()
+        if biases:
+            y_TO = y_TO + biases[i].to(y_TO.dtype)
         # Hide the view from autograd: it forbids in-place changes of views among several outputs, which Falcon does.
-        ys.append(torch.ops.aten._unsafe_view(y_TO, [*x.shape[:-1], weight.shape[0]]))
+        ys.append(torch.ops.aten._unsafe_view(y_TO.to(x.dtype), [*x.shape[:-1], len(up)]))
         begin += padded_rank(up.shape[1])
-    return ys, projected if h is None else x.new_empty((0, 0))
+    return ys
 
 
 def reference_backward(
@@ -178,20 +166,35 @@ def reference_backward(
     need_up: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Plain-torch `lora_backward`; gradients that are not needed are empty."""
-    x_TI = x.reshape(-1, x.shape[-1])
-    mask = draw_mask(x, p, seed)
-    grad_x, grad_downs, grad_ups, begin = torch.zeros_like(x_TI), [], [], 0
-    for i, weight in enumerate(weights):
-        rank = downs[i].shape[0]
-        grad_TO = grads[i].reshape(-1, weight.shape[0])
-        down, up, h_TR = downs[i].to(x.dtype), ups[i].to(x.dtype), h[:, begin : begin + rank]
-        part, grad_down, grad_up = reference.backward(grad_TO, x_TI, weight, down, up, h_TR, scales[i], mask)
-        grad_x += part
-        grad_downs.append(grad_down.to(downs[i].dtype))
-        grad_ups.append(grad_up.to(ups[i].dtype))
-        begin += padded_rank(rank)
+    grad_x = x.new_zeros(x.numel() // x.shape[-1], x.shape[-1])
+    factors = adapter_gradients(grad_x, grads, x, weights, downs, ups, h, scales, draw_mask(x, p, seed))
     grad_x = grad_x.view(x.shape) if need_x else x.new_empty(0)
-    return grad_x, grad_downs if need_down else [], grad_ups if need_up else []
+    return grad_x, factors[0] if need_down else [], factors[1] if need_up else []
+
+
+def adapter_gradients(
+    grad_x: Tensor,
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor | None],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    h: Tensor,
+    scales: Sequence[float],
+    mask: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of all A and of all B, and add that of x to `grad_x` [T, I]; weights of None add nothing."""
+    x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
+    for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
+        grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]
+        part, grad_down, grad_up = reference.backward(
+            grad_TO, x_TI, weight, down.to(x.dtype), up.to(x.dtype), h_TR, scale, mask
+        )
+        grad_x += part
+        grad_downs.append(grad_down.to(down.dtype))
+        grad_ups.append(grad_up.to(up.dtype))
+        begin += padded_rank(len(down))
+    return grad_downs, grad_ups
 
 
 def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None) -> Tensor:
@@ -240,15 +243,23 @@ def _fake_lora_backward(  # type: ignore[no-untyped-def]
     return fake_backward(x, downs, ups, need_x, need_down, need_up)
 
 
-torch.library.impl("zerolora::lora_project", "cpu")(reference_project)
-torch.library.impl("zerolora::lora_forward", "cpu")(reference_forward)
-torch.library.impl("zerolora::lora_backward", "cpu")(reference_backward)
-torch.library.register_fake("zerolora::lora_project")(fake_project)
-torch.library.register_fake("zerolora::lora_forward")(_fake_lora_forward)
-torch.library.register_fake("zerolora::lora_backward")(_fake_lora_backward)
+derivative.define(
+    "lora_project(Tensor x, Tensor[] downs, float[] scales, float p, Tensor? seed) -> Tensor",
+    reference_project, fake_project,
+)  # fmt: skip
+_FORWARD = derivative.define(
+    "lora_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p,"
+    " Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
+    reference_forward, _fake_lora_forward,
+)  # fmt: skip
+derivative.define(
+    "lora_backward(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] downs, Tensor[] ups, Tensor h, float[] scales,"
+    " float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
+    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+    reference_backward, _fake_lora_backward,
+)  # fmt: skip
 torch.library.register_autograd("zerolora::lora_project", refuse_alone)
-register("lora")
-_FORWARD = torch.ops.zerolora.lora_forward.default
+derivative.register("lora")
 
 
 def lora_group(

@@ -18,27 +18,6 @@ from torch import Tensor
 from ops import derivative, lora, reference
 from ops.seeds import draw_seed
 
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-
-torch.library.define(
-    "zerolora::dequantize_nf4",
-    "(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype) -> Tensor",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::nf4_forward",
-    "(Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block, Tensor[] biases,"
-    " Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::nf4_backward",
-    "(Tensor[] grads, Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block,"
-    " Tensor[] downs, Tensor[] ups, Tensor h, float[] scales, float p, Tensor? seed, bool need_x, bool need_down,"
-    " bool need_up) -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    tags=_TAGS,
-)
-
 
 @dataclass(frozen=True)
 class Nf4Weight:
@@ -69,10 +48,6 @@ class Nf4Weight:
         offset = torch.as_tensor(state.offset, dtype=torch.float32, device=state.absmax.device)
         tensors = (state.absmax, state.code, inner.absmax, inner.code, offset)
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
-
-
-ForwardArguments = derivative.build_arguments_type("nf4_forward")
-BackwardArguments = derivative.build_arguments_type("nf4_backward")
 
 
 def _weights(of: Any) -> list[Tensor]:
@@ -123,14 +98,23 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
-torch.library.impl("zerolora::dequantize_nf4", "cpu")(reference_dequantize)
-torch.library.impl("zerolora::nf4_forward", "cpu")(reference_forward)
-torch.library.impl("zerolora::nf4_backward", "cpu")(reference_backward)
-torch.library.register_fake("zerolora::dequantize_nf4")(_fake_dequantize)
-torch.library.register_fake("zerolora::nf4_forward")(_fake_forward)
-torch.library.register_fake("zerolora::nf4_backward")(_fake_backward)
-derivative.register("nf4")
-_FORWARD = torch.ops.zerolora.nf4_forward.default
+derivative.define(
+    "dequantize_nf4(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype)"
+    " -> Tensor",
+    reference_dequantize, _fake_dequantize,
+)  # fmt: skip
+_FORWARD = derivative.define(
+    "nf4_forward(Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block, Tensor[] biases,"
+    " Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
+    reference_forward, _fake_forward,
+)  # fmt: skip
+derivative.define(
+    "nf4_backward(Tensor[] grads, Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block,"
+    " Tensor[] downs, Tensor[] ups, Tensor h, float[] scales, float p, Tensor? seed, bool need_x, bool need_down,"
+    " bool need_up) -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+    reference_backward, _fake_backward,
+)  # fmt: skip
+ForwardArguments, BackwardArguments = derivative.register("nf4")
 
 
 def _check_packed(packed: Tensor, rows: int, cols: int) -> None:

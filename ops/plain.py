@@ -9,21 +9,7 @@ import torch
 from torch import Tensor
 
 from ops import lora, reference
-
-torch.library.define(
-    "zerolora::adapter_backward_",
-    "(Tensor grad, Tensor x, Tensor down, Tensor up, float scale, Tensor(a!) grad_x, Tensor(b!) grad_down,"
-    " Tensor(c!) grad_up, bool accumulate) -> ()",
-)
-torch.library.define(
-    "zerolora::rank_pass",
-    "(Tensor z, Tensor? p, Tensor? v, float dropout, Tensor? seed) -> (Tensor u, Tensor g)",
-)
-torch.library.define("zerolora::rank_expand", "(Tensor h, Tensor q, float dropout, Tensor? seed) -> Tensor")
-torch.library.define(
-    "zerolora::frozen_product",
-    "(Tensor[] x, Tensor[] w, Tensor h, Tensor q, Tensor? bias, Tensor? bits, bool forced=True) -> Tensor",
-)
+from ops.derivative import define
 
 
 def reference_adapter_backward_(
@@ -86,10 +72,21 @@ def reference_frozen_product(
     return y if bias is None else y + bias
 
 
-torch.library.impl("zerolora::rank_expand", "cpu")(reference_rank_expand)
-torch.library.impl("zerolora::frozen_product", "cpu")(reference_frozen_product)
-torch.library.impl("zerolora::adapter_backward_", "cpu")(reference_adapter_backward_)
-torch.library.impl("zerolora::rank_pass", "cpu")(reference_rank_pass)
+define(
+    "adapter_backward_(Tensor grad, Tensor x, Tensor down, Tensor up, float scale, Tensor(a!) grad_x,"
+    " Tensor(b!) grad_down, Tensor(c!) grad_up, bool accumulate) -> ()",
+    reference_adapter_backward_,
+)
+define(
+    "rank_pass(Tensor z, Tensor? p, Tensor? v, float dropout, Tensor? seed) -> (Tensor u, Tensor g)",
+    reference_rank_pass,
+)
+define("rank_expand(Tensor h, Tensor q, float dropout, Tensor? seed) -> Tensor", reference_rank_expand)
+define(
+    "frozen_product(Tensor[] x, Tensor[] w, Tensor h, Tensor q, Tensor? bias, Tensor? bits, bool forced=True)"
+    " -> Tensor",
+    reference_frozen_product,
+)
 
 
 def lora_backward(

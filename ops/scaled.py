@@ -22,22 +22,6 @@ from ops.seeds import draw_seed
 
 DENSE_AT_ONCE = 64 * 2**20
 """Bytes of dequantised weights that share one product."""
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_DEVICES = ("cpu", "cuda")
-
-torch.library.define(
-    "zerolora::scaled_forward",
-    "(Tensor x, Tensor[] values, Tensor[] scales, int[] block, Tensor[] biases, Tensor[] downs, Tensor[] ups,"
-    " float[] factors, float p, Tensor? seed) -> (Tensor[] ys, Tensor h)",
-    tags=_TAGS,
-)
-torch.library.define(
-    "zerolora::scaled_backward",
-    "(Tensor[] grads, Tensor x, Tensor[] values, Tensor[] scales, int[] block, Tensor[] downs, Tensor[] ups, Tensor h,"
-    " float[] factors, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
-    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    tags=_TAGS,
-)
 
 
 @dataclass(frozen=True)
@@ -47,10 +31,6 @@ class ScaledWeight:
     values: Tensor
     scales: Tensor
     block: tuple[int, int]
-
-
-ForwardArguments = derivative.build_arguments_type("scaled_forward")
-BackwardArguments = derivative.build_arguments_type("scaled_backward")
 
 
 def _check(x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int]) -> None:
@@ -138,12 +118,18 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
-torch.library.impl("zerolora::scaled_forward", _DEVICES)(forward)
-torch.library.impl("zerolora::scaled_backward", _DEVICES)(backward)
-torch.library.register_fake("zerolora::scaled_forward")(_fake_forward)
-torch.library.register_fake("zerolora::scaled_backward")(_fake_backward)
-derivative.register("scaled")
-_FORWARD = torch.ops.zerolora.scaled_forward.default
+_FORWARD = derivative.define(
+    "scaled_forward(Tensor x, Tensor[] values, Tensor[] scales, int[] block, Tensor[] biases, Tensor[] downs,"
+    " Tensor[] ups, float[] factors, float p, Tensor? seed) -> (Tensor[] ys, Tensor h)",
+    forward, _fake_forward, ("cpu", "cuda"),
+)  # fmt: skip
+derivative.define(
+    "scaled_backward(Tensor[] grads, Tensor x, Tensor[] values, Tensor[] scales, int[] block, Tensor[] downs,"
+    " Tensor[] ups, Tensor h, float[] factors, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
+    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+    backward, _fake_backward, ("cpu", "cuda"),
+)  # fmt: skip
+ForwardArguments, BackwardArguments = derivative.register("scaled")
 
 
 class _FrozenProduct(torch.autograd.Function):

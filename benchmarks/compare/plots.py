@@ -1,5 +1,6 @@
 """Plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, the task over forgetting."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from benchmarks.compare.results import Comparison, Result, Values
 from benchmarks.compare.trials import Setting
 from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
-from trainer.scu.law import deadband_bounds
+from trainer.scu.law import Form
 
 PURPLE = "#7d5ba6"
 RED = "#b23a48"
@@ -98,7 +99,7 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
         if setting.controller == "pi":
             scu = runs[0].trial.config.scu
             if scu.target != "auto":
-                low, high = deadband_bounds(scu.law if scu.measure != "kl" else "kl", scu.target, float(scu.deadband))
+                low, high = _deadband_bounds(scu.law if scu.measure != "kl" else "kl", scu.target, float(scu.deadband))
                 measured_axes.axhspan(low, high, color=ORANGE, alpha=0.2, linewidth=0)
     measured_axes.set_ylabel(MEASURED[next(iter(comparison.by_setting)).measure])
     measured_axes.set_ylim(bottom=0)
@@ -181,3 +182,12 @@ def _style(comparison: Comparison, setting: Setting) -> dict[str, Any]:
         color = matplotlib.colormaps["Blues"](0.35 + 0.6 * family.index(setting) / max(1, len(family) - 1))
     wide = setting.controller in ("pi", "none")
     return {"color": color, "linewidth": 2.0 if wide else 1.3, "linestyle": LINES[setting.measure]}
+
+
+def _deadband_bounds(form: Form, target: float, deadband: float) -> tuple[float, float]:
+    """Return the interval of M in which lambda does not move."""
+    if form == "published":
+        return target - deadband, target + deadband
+    odds = target if form == "kl" else target / (1.0 - target)
+    low, high = odds * math.exp(-deadband), odds * math.exp(deadband)
+    return (low, high) if form == "kl" else (low / (1.0 + low), high / (1.0 + high))

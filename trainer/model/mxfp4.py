@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops import reference
 from trainer.config import UserError
 from trainer.model.stored_layout import BLOCKS, SCALES
 
@@ -30,10 +31,7 @@ def dequantized(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
     codes and exponents are uint8, of any shape with 16 bytes of codes per exponent.
     """
-    values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
-    pairs = codes.reshape(-1)
-    found = values[torch.stack((pairs & 15, pairs >> 4), dim=1).int()].view(-1, BLOCK)
-    return torch.ldexp(found, exponents.reshape(-1, 1).int() - _BIAS).to(dtype)
+    return reference.dequantize_mxfp4(codes.reshape(-1, BLOCK // 2), exponents.reshape(-1), dtype)
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:

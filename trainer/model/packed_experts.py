@@ -18,6 +18,7 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 
+from ops import reference
 from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import QuantizationSection
@@ -195,10 +196,8 @@ def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayo
     if count % layout.block == 0 or scales.device.type != "cpu":
         out = torch.empty((1, count), dtype=layout.dtype, device=scales.device)
         return _read_codes(own["codes"], scales, sections["book"], layout, out).view(layout.rows, layout.cols)
-    packed = own["codes"].view(-1)
-    codes = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count].int()
-    scale_per_row = scales.repeat_interleave(layout.block)[:count]
-    return (sections["book"][codes] * scale_per_row).to(layout.dtype).view(layout.rows, layout.cols)
+    state = scales, sections["book"]
+    return reference.dequantize_nf4(own["codes"], state, layout.rows, layout.cols, layout.block, 1, layout.dtype)
 
 
 def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:

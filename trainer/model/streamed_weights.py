@@ -7,12 +7,15 @@ Peak memory of a rank: its shard of the model and one module in full precision.
 """
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ops
@@ -72,19 +75,7 @@ def load_streamed(
         files = stored if form is None else Fp8Files(stored, form)
         files = WithScore(files, config) if has_score(config) else files
     layout = stored_layout(model, files, base_model)
-    if shards is not None:
-        shards.plan(model)
-    fill(
-        model,
-        files,
-        layout,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        deepspeed_config=deepspeed_config,
-        shards=shards,
-        unpack=unpack,
-    )
+    Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
     # PEFT reads it.
     model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
     if quantization is not None and not quantization.eight_bit:
@@ -113,61 +104,140 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     return model
 
 
-def fill(
-    model: Any,
-    files: StoredTensors,
-    layout: dict[str, Stored],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: QuantizationSection | None,
-    deepspeed_config: dict[str, Any] | None,
-    shards: LayerShards | None = None,
-    unpack: bool = False,
-) -> None:
-    """Fill an empty model one module at a time: weights are read by one rank, then quantised, partitioned or sharded.
+@dataclass
+class Filler:
+    """Fills an empty model one module at a time: one rank reads the weights, all quantise, partition or shard them.
 
     Models of transformers keep the dtype of each parameter; others get all weights in `dtype`.
     """
-    is_typed = isinstance(model, PreTrainedModel)
-    output_head = output_layer(model)
-    filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
-    fp8 = files if isinstance(files, Fp8Files) and not unpack else None
-    to_quantize = quantization if fp8 is None else None
-    quantised: dict[int, nn.Module] = {}
-    for path, module in list(model.named_modules()):
-        weight = id(getattr(module, "weight", None))
-        is_layer = should_quantize(path, module) and module is not output_head
-        is_layer = is_layer and (module.weight.dtype == dtype or not is_typed)  # not layers kept in 32 bits
-        kept = fp8.block(layout[_join(path, "weight")], 2) if fp8 is not None and is_layer else None
-        to_pack = _layouts_to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
+
+    model: Any
+    files: StoredTensors
+    layout: dict[str, Stored]
+    dtype: torch.dtype
+    device: torch.device
+    quantization: QuantizationSection | None
+    unpack: bool = False
+
+    def __post_init__(self) -> None:
+        self._is_typed = isinstance(self.model, PreTrainedModel)
+        self._head = output_layer(self.model)
+        self._fp8 = self.files if isinstance(self.files, Fp8Files) and not self.unpack else None
+        self._to_quantize = self.quantization if self._fp8 is None else None
+        self._filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
+        self._quantised: dict[int, nn.Module] = {}
+
+    def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
+        """Fill every module, and let DeepSpeed or `shards` partition it."""
+        if shards is not None:
+            shards.plan(self.model)
+        for path, module in list(self.model.named_modules()):
+            filled = self._fill_module(path, module)
+            if filled is not module:
+                parent, _, name = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), name, filled)
+            if deepspeed_config is not None:
+                _partition(filled, deepspeed_config)
+            if shards is not None:
+                shards.cut_if_whole(self.model, path)
+        self.model.eval()
+
+    def _fill_module(self, path: str, module: Any) -> nn.Module:
+        """Fill a module's own parameters and buffers; return it, or the layer in 4 or 8 bits that takes its place."""
+        stored = {
+            name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
+            if _join(path, name) in self.layout
+        }  # fmt: skip
+        is_layer = should_quantize(path, module) and module is not self._head
+        is_layer = is_layer and (module.weight.dtype == self.dtype or not self._is_typed)  # not layers kept in 32 bits
+        block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
+        weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if kept is not None and name == "weight":
+            if block is not None and name == "weight":
                 continue
-            if id(parameter) not in filled:
-                stored = layout[_join(path, name)]
-                if name in to_pack:
-                    filled[id(parameter)] = _broadcast_packed(files, stored, to_pack[name], device)
-                else:
-                    value = _broadcast(files, stored, parameter, device)
-                    own = parameter.dtype if is_typed else dtype
-                    filled[id(parameter)] = nn.Parameter(value.to(own), requires_grad=parameter.requires_grad)
-            setattr(module, name, filled[id(parameter)])
+            if id(parameter) not in self._filled:
+                value = self._read_packed(stored[name], to_pack[name]) if name in to_pack else None
+                self._filled[id(parameter)] = self._read_plain(stored[name], parameter) if value is None else value
+            setattr(module, name, self._filled[id(parameter)])
         if to_pack:
             compute_dequantized(module)
-        _load_buffers(module, path, layout, files, device)
-        if fp8 is not None and kept is not None:
-            parts = _broadcast_fp8(fp8, layout[_join(path, "weight")], module, kept, device)
-            module = FrozenLinear8bit(module, *parts, kept, compute_dtype=dtype, exact=quantization is None)
-            _replace(model, path, module)
-        elif to_quantize is not None and is_layer:
-            module = quantised[weight] = _quantise(module, to_quantize, dtype, quantised.get(weight))
-            _replace(model, path, module)
-        if deepspeed_config is not None:
-            _partition(module, deepspeed_config)
-        if shards is not None:
-            shards.cut_if_whole(model, path)
-    model.eval()
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            kept = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
+            module._buffers[name] = kept.to(self.device)
+        if block is not None:
+            parts, exact = self._read_fp8(stored["weight"], module, block), self.quantization is None
+            return FrozenLinear8bit(module, *parts, block, compute_dtype=self.dtype, exact=exact)
+        if self._to_quantize is None or not is_layer:
+            return module
+        tied = self._quantised.get(weight)
+        self._quantised[weight] = made = _quantise(module, self._to_quantize, self.dtype, tied)
+        return made
+
+    def _layouts_to_pack(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
+        """Return the layouts of a module's expert tensors that will be packed, by name."""
+        experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
+        turned = is_transposed(module)
+        if any(stored[name].is_mxfp4 for name in experts):
+            return {} if self.unpack else {name: mxfp4_layout(each.shape, self.dtype) for name, each in experts.items()}
+        if fp8 is None and kind is None:
+            return {}
+        if kind is not None and not kind.eight_bit:
+            return {name: nf4_layout(each.shape, kind, self.dtype, transposed=turned) for name, each in experts.items()}
+        cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, turned)
+        quant_type = "fp8" if kind is None else kind.quant_type
+        return {
+            name: eight_bit_layout(experts[name].shape, quant_type, self.dtype, transposed=turned, cell=cell)
+            for name, cell in cells.items()
+        }
+
+    def _read_plain(self, stored: Stored, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter in 16 or 32 bits, read one expert at a time if possible."""
+        own, files = parameter.dtype if self._is_typed else self.dtype, self.files
+
+        def read() -> Tensor:
+            if stored.is_mxfp4:
+                return _pack(files, stored, mxfp4_layout(parameter.shape, own), self.device).dequantized()
+            if parameter.dim() < 3 or not stored.by_expert:
+                return stored.read(files).to(self.device).to(own).contiguous()
+            value = torch.empty(parameter.shape, dtype=own, device=self.device)
+            for index in range(len(parameter)):
+                value[index] = stored.read(files, index)[0]
+            return value
+
+        value = _on_all_ranks(read, lambda: torch.empty(parameter.shape, dtype=own, device=self.device))
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    def _read_packed(self, stored: Stored, layout: ExpertsLayout) -> PackedExperts:
+        """Return packed experts; only rank 0 reads and packs them."""
+        empty = partial(PackedExperts.empty, layout, self.device)
+        return _on_all_ranks(partial(_pack, self.files, stored, layout, self.device), empty)
+
+    def _read_fp8(self, stored: Stored, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
+        """Return values and scales of a linear layer that is stored in FP8."""
+        fp8, shape = self._fp8, linear.weight.shape
+        assert fp8 is not None
+        grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+
+        def share(read: Callable[[], Tensor], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            empty = partial(torch.empty, size, dtype=dtype, device=self.device)
+            return _on_all_ranks(lambda: read().to(self.device).contiguous(), empty)
+
+        codes = share(lambda: fp8.codes(stored), shape, torch.uint8)
+        scales = share(lambda: fp8.scales(stored, block), grid, torch.float32)
+        assert (codes.shape, tuple(scales.shape)) == (shape, grid), f"{stored.target}: {codes.shape}, {scales.shape}"
+        return codes, scales
+
+
+Read = TypeVar("Read", bound=Tensor)
+
+
+def _on_all_ranks(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
+    """Return on every rank the tensor that rank 0 reads from disk; `empty` allocates it on the others."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read()
+    value = read() if dist.get_rank() == 0 else empty()
+    dist.broadcast(value.data, src=0)
+    return value
 
 
 def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
@@ -181,43 +251,18 @@ def _quantise(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
     return quantized_linear(linear, quantization, compute_dtype=dtype)
 
 
-def _layouts_to_pack(
-    module: nn.Module,
-    path: str,
-    layout: dict[str, Stored],
-    quantization: QuantizationSection | None,
-    dtype: torch.dtype,
-    unpack: bool,
-    fp8: Fp8Files | None,
-) -> dict[str, ExpertsLayout]:
-    """Return the layouts of a module's expert tensors that will be packed, by name."""
-    found, transposed = {}, is_transposed(module)
-    for name, experts in find_expert_weights(module).items():
-        if layout[_join(path, name)].is_mxfp4:
-            if not unpack:
-                found[name] = mxfp4_layout(experts.shape, dtype)
-        elif fp8 is not None:
-            if (cell := _common_block(fp8, module, path, layout)) is not None:
-                own = (1, experts.shape[1 if transposed else 2]) if cell[1] == 0 else cell
-                found[name] = eight_bit_layout(experts.shape, "fp8", dtype, transposed=transposed, cell=own)
-        elif quantization is not None and quantization.eight_bit:
-            found[name] = eight_bit_layout(experts.shape, quantization.quant_type, dtype, transposed=transposed)
-        elif quantization is not None:
-            found[name] = nf4_layout(experts.shape, quantization, dtype, transposed=transposed)
-    return found
-
-
-def _common_block(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
-    """Return the block per scale common to all tensors of these experts, (1, 0) for rows; None to dequantise them."""
-    shapes = {name: experts.shape for name, experts in find_expert_weights(module).items()}
-    found = {name: fp8.block(layout[_join(path, name)], 3) for name in shapes}
+def _common_cells(
+    fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
+) -> dict[str, Block | None]:
+    """Return the block per scale common to all tensors of these experts, None for rows; empty to dequantise them."""
+    found = {name: fp8.block(stored[name], 3) for name in experts}
     cells = [cell for cell in found.values() if cell is not None]
-    if len(cells) < len(found):
-        return None
-    if all(cell == (1, shapes[name][2]) for name, cell in found.items()):
-        return None if is_transposed(module) else (1, 0)
+    if len(cells) < len(found) or not found:
+        return {}
+    if all(cell == (1, experts[name].shape[2]) for name, cell in found.items()):
+        return {} if transposed else dict.fromkeys(found)
     rows, cols = (gcd(*sizes) for sizes in zip(*cells, strict=True))
-    return (rows, cols) if rows == cols or not is_transposed(module) else None
+    return dict.fromkeys(found, (rows, cols)) if rows == cols or not transposed else {}
 
 
 def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
@@ -230,50 +275,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
 
 
-def _broadcast(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Return the tensor on every rank; only rank 0 reads it from disk."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _read(files, stored, parameter, device)
-    if dist.get_rank() == 0:
-        value = _read(files, stored, parameter, device).to(parameter.dtype).contiguous()
-    else:
-        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    dist.broadcast(value, src=0)
-    return value
-
-
-def _read(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    if stored.is_mxfp4:
-        return _packed(files, stored, mxfp4_layout(parameter.shape, parameter.dtype), device).dequantized()
-    if parameter.dim() < 3 or not stored.by_expert:
-        return stored.read(files).to(device)
-    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    for index in range(parameter.shape[0]):
-        value[index] = stored.read(files, index)[0]
-    return value
-
-
-def _broadcast_fp8(
-    files: Fp8Files, stored: Stored, linear: nn.Module, block: Block, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of a linear layer on every rank; only rank 0 reads them from disk."""
-    assert isinstance(linear, nn.Linear)
-    shape = linear.weight.shape
-    grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() > 0:
-        codes = torch.empty(shape, dtype=torch.uint8, device=device)
-        scales = torch.empty(grid, dtype=torch.float32, device=device)
-    else:
-        codes = files.codes(stored).to(device).contiguous()
-        scales = files.scales(stored, block).to(device).contiguous()
-        assert (codes.shape, tuple(scales.shape)) == (shape, grid), f"{stored.target}: {codes.shape}, {scales.shape}"
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(codes, src=0)
-        dist.broadcast(scales, src=0)
-    return codes, scales
-
-
-def _packed(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
+def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
     """Pack experts one at a time: quantised, or MXFP4 or FP8 as stored."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
@@ -302,27 +304,6 @@ def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
             packed.put_expert((index or 0) + offset, *parts)
 
 
-def _broadcast_packed(
-    files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device
-) -> PackedExperts:
-    """Return the packed experts on every rank; only rank 0 reads and packs them."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _packed(files, stored, layout, device)
-    first = dist.get_rank() == 0
-    packed = _packed(files, stored, layout, device) if first else PackedExperts.empty(layout, device)
-    dist.broadcast(packed.data, src=0)
-    return packed
-
-
-def _load_buffers(
-    module: nn.Module, path: str, layout: dict[str, Stored], files: StoredTensors, device: torch.device
-) -> None:
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        stored = layout.get(_join(path, name))
-        value = buffer if stored is None else stored.read(files).to(buffer.dtype)
-        module._buffers[name] = value.to(device)
-
-
 def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
@@ -332,11 +313,6 @@ def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) 
         bnb_4bit_use_double_quant=quantization.double_quant,
         bnb_4bit_compute_dtype=dtype,
     )
-
-
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent) if parent else model, name, module)
 
 
 def _join(path: str, name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ops
-from ops.groups import find_groups
+from ops.groups import Reason, find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
@@ -30,7 +30,6 @@ from trainer.patches.replace import replace
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
 """From this number on the operators use other kernels (kFewTokens of ops/csrc/operator/passes.h)."""
-Reason = tuple[str, str]  # name of a layer, why it is not fused or not grouped
 
 
 @dataclass
@@ -108,14 +107,13 @@ def group_layers(
         report.alone = [(name, no_groups or "no forward to watch") for name in members]
     else:
         found, alone = find_groups(model, {name: layers[name] for name in members}, forward)
-        report.alone = [(single.name, single.reason) for single in alone]
-        report.groups = [(single.name,) for single in alone]
-        for group in found:
-            if len({members[name].kind for name in group.names}) == 1:
-                report.groups.append(group.names)
+        report.alone, report.groups = alone, [(name,) for name, _ in alone]
+        for names in found:
+            if len({members[name].kind for name in names}) == 1:
+                report.groups.append(names)
             else:
-                report.groups += [(name,) for name in group.names]
-                report.alone += [(name, "layers with this input differ in base or dropout") for name in group.names]
+                report.groups += [(name,) for name in names]
+                report.alone += [(name, "layers with this input differ in base or dropout") for name in names]
     return report, [_Group([members[name] for name in names]) for names in report.groups]
 
 

@@ -144,7 +144,7 @@ def load_image_model(
     shards: LayerShards | None = None,
 ) -> ImageModel:
     """Load the denoiser module by module in `dtype` or quantized, partitioned as in trainer/model/base.py."""
-    from trainer.model.streamed_weights import fill  # brings bitsandbytes
+    from trainer.model.streamed_weights import Filler  # brings bitsandbytes
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
@@ -153,18 +153,7 @@ def load_image_model(
         files = RandomTensors(pipeline.base_model, model, device)
     else:
         files = DenoiserFiles(pipeline, section, EncoderFiles(pipeline, model.text_encoders))
-    if shards is not None:
-        shards.plan(model)
-    fill(
-        model,
-        files,
-        _layout(model, files, pipeline),
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        deepspeed_config=deepspeed_config,
-        shards=shards,
-    )
+    Filler(model, files, _layout(model, files, pipeline), dtype, device, quantization).fill(deepspeed_config, shards)
     vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.eight_bit
     return model
 
