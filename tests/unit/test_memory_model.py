@@ -105,7 +105,7 @@ def placement(**changes: object) -> Placement:
         "flat": True,
         "element": 2,
         "master": True,
-        "eight_bit_moments": False,
+        "optimizer": "adamw",
         "packed": False,
         "eight_bit": False,
         "block_size": 64,

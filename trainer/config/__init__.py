@@ -8,6 +8,7 @@ from trainer.config.errors import UserError
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.optimizers import OPTIMIZERS, SCHEDULE_FREE, OptimizerKind
 from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection, TierSection
 from trainer.config.training_sections import (
     FIRST_STEP_FACTOR,
@@ -22,6 +23,8 @@ from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why
 __all__ = [
     "AUTO",
     "FIRST_STEP_FACTOR",
+    "OPTIMIZERS",
+    "SCHEDULE_FREE",
     "CommandParser",
     "DatasetSection",
     "ImageSection",
@@ -30,6 +33,7 @@ __all__ = [
     "LoraSection",
     "ModelSection",
     "OpsSection",
+    "OptimizerKind",
     "OutputSection",
     "QuantizationSection",
     "RunConfig",
