@@ -1,5 +1,7 @@
 """`zerolora estimate CONFIG [--gpus N] [--gpu-memory 80GiB] [--json] [key=value ...]`: estimate a run's memory.
 
+With `--network 50GB/s`, `--price 2.5` or `--card H100`, also its speed, time and cost.
+
 Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
 be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
 """
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.commands import speed
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
@@ -197,6 +200,8 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     if any(traffic.values()):
         received = ", ".join(f"{size:.2f} GB of {name}" for name, size in traffic.items())
         console.print(f"each GPU receives per step: {received}", highlight=False)
+    for line in speed.describe(found["speed"], found["gpus"]) if found["speed"] else ():
+        console.print(line, highlight=False)
     console.print(f"host memory per rank {gib(estimate.host)} plus the process itself, disk {gib(estimate.disk)}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in found["stages"]:
@@ -229,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="number of GPUs, one rank each (default: those of this machine, or 1)")
     parser.add_argument("--gpus-per-host", type=int, help="GPUs of each host (default: all are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
+    speed.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     quiet_libraries()
@@ -246,8 +252,9 @@ def main(argv: list[str] | None = None) -> int:
         PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
             config = fit_max_length(config, context_length(read_model_config(config)[0]))
-        planner, notes = build_planner(config, gpus, arguments.gpus_per_host)
+        planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
+        found["speed"] = speed.predict(planner, resolved, arguments)
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
             print(json.dumps(found, indent=1))
