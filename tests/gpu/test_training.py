@@ -31,8 +31,17 @@ OPTIMIZERS = {
     name: {"training__optimizer": name}
     for name in ("paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit")
 }
-PAGED = {"training__optimizer": "paged_adamw_8bit", "lora__r": 64}
-FREE = {"training__optimizer": "schedule_free_adamw", "training__lr_scheduler": "constant_with_warmup"}
+RESUMED: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "qlora": {"adapter": "qlora", "zero__stage": 3},
+    "paged": {"training__optimizer": "paged_adamw_8bit", "lora__r": 64},
+    "free": {"training__optimizer": "schedule_free_adamw", "training__lr_scheduler": "constant_with_warmup"},
+    "free-0": {
+        "training__optimizer": "schedule_free_adamw", "training__lr_scheduler": "constant", "zero__stage": 0,
+    },
+    "muon": {"training__optimizer": "muon", "zero__stage": 0},
+    "adafactor": {"training__optimizer": "adafactor", "zero__stage": 0},
+}  # fmt: skip
 
 
 def plan() -> list[dict[str, Any]]:
@@ -58,7 +67,12 @@ def plan() -> list[dict[str, Any]]:
         learns("untrained", training__learning_rate=UNTRAINED),
         learns("packed-untrained", dataset__packing=True, training__learning_rate=UNTRAINED),
     ]
-    resumed = {"bf16": {}, "qlora": {"adapter": "qlora", "zero__stage": 3}, "paged": PAGED, "free": FREE}
+    resumed: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "qlora": {"adapter": "qlora", "zero__stage": 3},
+        "paged": PAGED,
+        "free": FREE,
+    }
     for name, settings in resumed.items():
         common = {**BF16, "training__max_steps": 6, "training__save_steps": 3, **settings}
         cases.append(case(f"whole-{name}", **common))
@@ -138,7 +152,7 @@ def test_fp16_trains_as_fp32_does_and_its_loss_scale_is_in_no_number(runs: Matri
     assert ours.records("train/grad_norm") == pytest.approx(exact.records("train/grad_norm"), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["bf16", "qlora", "paged", "free"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_continues(runs: Matrix, name: str) -> None:
     assert len(runs[f"whole-{name}"].losses) == 6
     assert runs[f"again-{name}"].losses == pytest.approx(runs[f"whole-{name}"].losses[3:], abs=1e-6)

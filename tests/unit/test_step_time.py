@@ -97,7 +97,7 @@ def test_flops_are_those_of_the_recorded_mfu() -> None:
 def test_a_base_within_hosts_does_not_wait_for_the_network() -> None:
     """The 8B shape in bf16 on 128 hosts of 8: 32 GB a step at 50 GB/s last longer than the computation."""
     of_hosts = planner(LLAMA, 1024, 8)
-    times = {}
+    times: dict[tuple[str, float], StepTime] = {}
     for within in ("host", "all"):
         sharded = configuration(LLAMA, "bf16", 3, **{"zero.shard_within": within})
         times |= {(within, speed): predict_step(of_hosts, sharded, "H100", speed)[0] for speed in (50e9, 400e9)}

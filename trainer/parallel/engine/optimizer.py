@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,10 +42,10 @@ def build_optimizer(
     if training.optimizer == "adamw":
         options["fused"] = fused
     module, _, name = kind.path.rpartition(".")
-    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(param_groups, **options)
+    optimizer: Any = getattr(import_module(module), name)(param_groups, **options)
     if AVERAGES in optimizer.defaults:
         optimizer.train()
-    return optimizer
+    return cast(torch.optim.Optimizer, optimizer)
 
 
 @replaces("`lr_lambdas` of the learning rate schedule")
