@@ -67,13 +67,7 @@ def plan() -> list[dict[str, Any]]:
         learns("untrained", training__learning_rate=UNTRAINED),
         learns("packed-untrained", dataset__packing=True, training__learning_rate=UNTRAINED),
     ]
-    resumed: dict[str, dict[str, Any]] = {
-        "bf16": {},
-        "qlora": {"adapter": "qlora", "zero__stage": 3},
-        "paged": PAGED,
-        "free": FREE,
-    }
-    for name, settings in resumed.items():
+    for name, settings in RESUMED.items():
         common = {**BF16, "training__max_steps": 6, "training__save_steps": 3, **settings}
         cases.append(case(f"whole-{name}", **common))
         resume = {"training__resume_from_checkpoint": f"whole-{name}/checkpoint-3", "output_dir": f"again-{name}"}
