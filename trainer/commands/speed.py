@@ -37,8 +37,8 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None and len(set(planner.machine.hosts)) > 1:
         raise UserError("--network: not given, and GPUs are on several hosts; write --network 50GB/s")
-    if is_pipeline(config):
-        raise UserError("--network: only language models are predicted; estimate without --network, --price and --card")
+    if is_pipeline(config) or config.task in ("preference", "reward"):
+        raise UserError("--network: only task: language is predicted; estimate without --network, --price and --card")
     card = arguments.card or MEASURED
     step, note = predict_step(planner, config, card, network or float("inf"))
     gpus, training = planner.machine.world_size, config.training

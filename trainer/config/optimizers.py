@@ -1,6 +1,6 @@
 """The optimizers that `training.optimizer` names: their classes, their state, and the settings they need."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +21,10 @@ class OptimizerKind:
     """One row of optimizers.yaml."""
 
     path: str
-    state: tuple[str, ...]
+    state: Sequence[str]
     bits: int = 32
     whole: bool = False
-    takes: tuple[str, ...] = ()
+    takes: Sequence[str] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -33,24 +33,19 @@ class OptimizerKind:
         return self.path.partition(".")[0]
 
 
-def _load() -> dict[str, OptimizerKind]:
-    rows = yaml.safe_load(Path(__file__).with_name("optimizers.yaml").read_text(encoding="utf-8"))
-    return {name: OptimizerKind(row.pop("class"), **row) for name, row in rows.items()}
-
-
-OPTIMIZERS = _load()
+_ROWS = yaml.safe_load(Path(__file__).with_name("optimizers.yaml").read_text(encoding="utf-8"))
+OPTIMIZERS = {name: OptimizerKind(row.pop("class"), **row) for name, row in _ROWS.items()}
 
 
 def check_optimizer(config: RunConfig) -> Iterator[Mistake]:
     """Yield a mistake for each setting that the optimizer cannot be combined with."""
     zero, training = config.zero, config.training
     name, kind, setting = training.optimizer, OPTIMIZERS[training.optimizer], "training.optimizer"
-    partitioned = "use zero.stage: 1, 2 or 3"
     if kind.library == "bitsandbytes" and zero.offload_optimizer:
         fix = "turn zero.offload_optimizer off"
         yield Mistake(setting, name, "its state must stay on the GPU", fix, "zero.offload_optimizer")
     if kind.library == "bitsandbytes" and zero.stage == 0 and training.precision in ("bf16", "fp16"):
-        yield Mistake(setting, name, "not with zero.stage=0 in 16 bits", partitioned, "zero.stage")
+        yield Mistake(setting, name, "not with zero.stage=0 in 16 bits", "use zero.stage: 1, 2 or 3", "zero.stage")
     if kind.whole and zero.stage != 0:
         stage = "auto" if zero.stage == AUTO else zero.stage
         problem = f"computes with whole matrices, and zero.stage={stage} partitions them"

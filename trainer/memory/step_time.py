@@ -57,7 +57,9 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     if by_module or config.zero.offload_optimizer or config.zero.offload_parameters or config.parallel.sequence > 1:
         reason = "by module, offloading and parallel.sequence are not predicted"
         raise UserError(f"--network: the speed of gathers {reason}; estimate without --network, --price and --card")
-    measured, note = find_card(card)
+    measured, note = CARDS.get(card), ""
+    if measured is None:
+        measured, note = CARDS[MEASURED], f"{card} was never measured: assumes the utilization and links of {MEASURED}"
     work, accumulation = planner.work(config, decided), training.gradient_accumulation_steps
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
@@ -81,13 +83,6 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     slowest = SKEW * math.sqrt(2 * math.log(ranks)) * compute * accumulation
     tokens = work.rows * work.kernels.length * accumulation
     return StepTime(compute * accumulation, longer * accumulation, gradients, slowest, tokens), note
-
-
-def find_card(card: str) -> tuple[dict[str, Any], str]:
-    """Return the measurements of a card; of another one's, with a note, if it was never measured."""
-    if card in CARDS:
-        return CARDS[card], ""
-    return CARDS[MEASURED], f"{card} was never measured: assumes the utilization and links of {MEASURED}"
 
 
 def peak(card: str) -> float:

@@ -78,18 +78,14 @@ class EngineState:
         if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
             return Pieces(tensors, shards, shapes)
         for number, entry in enumerate(entries):
-            tensors |= {
-                f"scales/{quantity}/{number}": entry[scale] for quantity, (_, scale, _) in self._eight_bit.items()
-            }
+            tensors |= {f"scales/{name}/{number}": entry[scale] for name, (_, scale, _) in self._eight_bit.items()}
         return Pieces(tensors, shards, shapes, offsets, self._layout())
 
     def sizes(self) -> list[tuple[int, torch.device]]:
         """Return bytes and device of the tensors of `pieces` once moments exist, without the scales of 8-bit ones."""
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return []
-        return [
-            (4 * holder.numel(), holder.device) for holder in self._holders for _ in range(1 + len(self._kind.state))
-        ]
+        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in ("master", *self._kind.state)]
 
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
