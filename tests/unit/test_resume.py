@@ -321,7 +321,7 @@ def test_another_optimizer_needs_state_that_the_checkpoint_has(ground: Path, tmp
         "training__resume_changes": ["optimizer"],
         "zero__stage": 0,
     }
-    with pytest.raises(UserError, match="its optimizer kept no momentum_buffer, which training.optimizer needs"):
+    with pytest.raises(UserError, match="its optimizer kept no momentum_buffer, which"):
         train(ground, **start, training__optimizer="muon", output_dir=str(tmp_path / "muon"))
     train(ground, **start, training__optimizer="lion", output_dir=str(tmp_path / "lion"))
     assert (tmp_path / "lion" / "checkpoint-4").is_dir()
