@@ -1,14 +1,14 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one error message per mistake."""
 
 from trainer.config.adapter_settings import trained_in_full
-from trainer.config.checks import find_graph_obstacle
+from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_tile_obstacle
 from trainer.config.command_line import CommandParser
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
-from trainer.config.optimizers import OPTIMIZERS, SCHEDULE_FREE, OptimizerKind
+from trainer.config.optimizers import OPTIMIZERS, OptimizerKind
 from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection, TierSection
 from trainer.config.training_sections import (
     FIRST_STEP_FACTOR,
@@ -24,7 +24,7 @@ __all__ = [
     "AUTO",
     "FIRST_STEP_FACTOR",
     "OPTIMIZERS",
-    "SCHEDULE_FREE",
+    "TILES_NO_GRAPHS",
     "CommandParser",
     "DatasetSection",
     "ImageSection",
@@ -48,6 +48,7 @@ __all__ = [
     "engine_stage",
     "engine_zero",
     "find_graph_obstacle",
+    "find_tile_obstacle",
     "gathers_by_layer",
     "load_config",
     "trained_in_full",
