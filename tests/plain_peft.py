@@ -20,6 +20,7 @@ from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 NLL: TokenLosses = partial(F.cross_entropy, reduction="none")
 
@@ -32,13 +33,16 @@ def plain_losses(
     device: torch.device,
     excluded: str | None = None,
     token_losses: TokenLosses = NLL,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    at_the_end: Callable[[Any], None] | None = None,
 ) -> list[float]:
     """Loss per target, by its weight, at each step of `config`, trained as PEFT's documentation does it.
 
     The global batches are those that `ranks` ranks of zerolora train on, document by document: packs are taken apart,
     so that each document is a row of its own behind a mask. The adapter stays in 32 bits, as PEFT makes it; in bf16 the
     base is in 16 bits and the products are autocast, as transformers' Trainer does it. `excluded` is PEFT's
-    `exclude_modules`; `token_losses` takes all logits [K, V] and targets [K].
+    `exclude_modules`; `token_losses` takes all logits [K, V] and targets [K];
+    `at_the_end` the trained model.
     """
     training = config.training
     dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
@@ -53,16 +57,25 @@ def plain_losses(
         _round_by_torchao(model, training.qat)
     model.train()
     pad_token_id, losses = prepared.tokenizer.pad_token_id, []
-    for samples in train_steps(_groups(model, config), config, prepared, ranks=ranks):
+    for samples in train_steps(_groups(model, config), config, prepared, ranks=ranks, make=optimizer):
         documents = [document for sample in samples for document in split_documents(sample)]
         losses.append(_step(model, documents, training.batch_size, pad_token_id, device, token_losses))
+    if at_the_end is not None:
+        at_the_end(model)
     return losses
 
 
-def train_steps(groups: list[Any], config: RunConfig, prepared: Prepared, *, ranks: int = 1) -> Iterator[list[Sample]]:
+def train_steps(
+    groups: list[Any],
+    config: RunConfig,
+    prepared: Prepared,
+    *,
+    ranks: int = 1,
+    make: MakeOptimizer = torch.optim.AdamW,
+) -> Iterator[list[Sample]]:
     """Yield the samples of each step's global batch, and update the parameters by the gradients computed meanwhile."""
     training = config.training
-    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, weight_decay=training.weight_decay)
+    optimizer = make(groups, lr=training.learning_rate, weight_decay=training.weight_decay)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)

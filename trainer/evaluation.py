@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import LOSSES
+from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
@@ -56,6 +57,10 @@ class Evaluation:
 
         The `first` evaluation also has the scores of the base.
         """
+        with averaged_weights(self._engine):
+            return self._measure(first=first)
+
+    def _measure(self, *, first: bool) -> tuple[float, dict[str, float]]:
         values: dict[str, float] = {}
         if self.has_data:
             values["eval/loss"], measured = self.loss()
@@ -95,7 +100,8 @@ class Evaluation:
 
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""
-        self._task.sample(self._engine, when, step, folder)
+        with averaged_weights(self._engine):
+            self._task.sample(self._engine, when, step, folder)
 
 
 def _release_if_fragmented() -> bool:

@@ -217,9 +217,11 @@ def set_thinking(t: Translation) -> None:
 
 
 def set_distribution(t: Translation) -> None:
-    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP."""
+    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for an optimizer of whole matrices."""
     set_fsdp(t)
     set_deepspeed(t)
+    if t.get_setting("training.optimizer") in ("adafactor", "muon") and "zero.stage" not in t.settings:
+        t.put("zero.stage", 0)
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
@@ -282,9 +284,9 @@ def set_stage(t: Translation, name: str, stage: int, *, optimizer: bool, paramet
     t.put("zero.stage", stage, name)
     if optimizer and stage:
         t.put("zero.offload_optimizer", True, name)
-        if t.get_setting("training.optimizer") == "adamw_8bit":
+        if t.get_setting("training.optimizer") in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
             t.put("training.optimizer", "adamw", name)
-            t.note(name, "an optimizer in host memory has 32-bit state")
+            t.note(name, "the optimizer in host memory is torch's AdamW, with 32-bit state")
     if stage == 3 and "training.torch_compile" in t.settings:
         t.drop("training.torch_compile")
         t.leave_out("torch_compile", "stage 3's gathers break the graph at every layer")

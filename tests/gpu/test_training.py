@@ -27,6 +27,23 @@ LEARNED = 20 * ROUNDING
 """What training must have changed for ROUNDING to say anything: one update left out of eight is then seen."""
 
 
+OPTIMIZERS = {
+    name: {"training__optimizer": name}
+    for name in ("paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit")
+}
+RESUMED: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "qlora": {"adapter": "qlora", "zero__stage": 3},
+    "paged": {"training__optimizer": "paged_adamw_8bit", "lora__r": 64},
+    "free": {"training__optimizer": "schedule_free_adamw", "training__lr_scheduler": "constant_with_warmup"},
+    "free-0": {
+        "training__optimizer": "schedule_free_adamw", "training__lr_scheduler": "constant", "zero__stage": 0,
+    },
+    "muon": {"training__optimizer": "muon", "zero__stage": 0},
+    "adafactor": {"training__optimizer": "adafactor", "zero__stage": 0},
+}  # fmt: skip
+
+
 def plan() -> list[dict[str, Any]]:
     cases = [learns(f"fp32-{stage}", zero__stage=stage) for stage in STAGES]
     cases.append(learns("qlora-fp32", adapter="qlora", zero__stage=0))
@@ -40,6 +57,8 @@ def plan() -> list[dict[str, Any]]:
         learns("packed-fp32", dataset__packing=True),
         learns("adam8", training__optimizer="adamw_8bit", lora__r=64, **BF16),
         learns("adam8-fp32", lora__r=64),
+        *(learns(name, **OPTIMIZERS[name], lora__r=64, **BF16) for name in OPTIMIZERS),
+        learns("lion-fp32", training__optimizer="lion", lora__r=64),
         learns("offload", zero__offload_optimizer=True, **BF16),
         learns("recompute", training__gradient_checkpointing="non_reentrant", **BF16),
         learns("scu", scu__enabled=True, scu__target=0.01, **BF16),
@@ -48,7 +67,7 @@ def plan() -> list[dict[str, Any]]:
         learns("untrained", training__learning_rate=UNTRAINED),
         learns("packed-untrained", dataset__packing=True, training__learning_rate=UNTRAINED),
     ]
-    for name, settings in {"bf16": {}, "qlora": {"adapter": "qlora", "zero__stage": 3}}.items():
+    for name, settings in RESUMED.items():
         common = {**BF16, "training__max_steps": 6, "training__save_steps": 3, **settings}
         cases.append(case(f"whole-{name}", **common))
         resume = {"training__resume_from_checkpoint": f"whole-{name}/checkpoint-3", "output_dir": f"again-{name}"}
@@ -70,6 +89,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 REFERENCES = {
+    "paged_adamw_8bit": "adam8-fp32",
+    "paged_adamw_32bit": "adam8-fp32",
+    "lion": "lion-fp32",
+    "lion_8bit": "lion-fp32",
+    "paged_lion_8bit": "lion-fp32",
     **{f"lora-bf16-{stage}": "fp32-0" for stage in STAGES},
     **{f"qlora-bf16-{stage}": "qlora-fp32" for stage in STAGES},
     "auto": "fp32-0",
@@ -122,7 +146,7 @@ def test_fp16_trains_as_fp32_does_and_its_loss_scale_is_in_no_number(runs: Matri
     assert ours.records("train/grad_norm") == pytest.approx(exact.records("train/grad_norm"), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["bf16", "qlora"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_continues(runs: Matrix, name: str) -> None:
     assert len(runs[f"whole-{name}"].losses) == 6
     assert runs[f"again-{name}"].losses == pytest.approx(runs[f"whole-{name}"].losses[3:], abs=1e-6)

@@ -133,7 +133,7 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert (lora.r, lora.alpha, lora.dropout) == (24, 12.0, 0.0)
     assert lora.target_modules == ("up_proj", "down_proj", "q_proj")
     assert (training.batch_size, training.gradient_accumulation_steps, training.epochs) == (5, 3, 2.0)
-    assert (training.optimizer, training.lr_scheduler, training.learning_rate) == ("adamw", "cosine", 3e-5)
+    assert (training.optimizer, training.lr_scheduler, training.learning_rate) == ("paged_adamw_32bit", "cosine", 3e-5)
     assert (training.precision, training.gradient_checkpointing) == ("auto", "non_reentrant")
     assert training.offload_activations and training.warmup_ratio == 0.2 and config.model.pad_token == "<pad>"
     assert (training.evals_per_epoch, training.saves_per_epoch, training.neftune_noise_alpha) == (3, 2, 5.0)
@@ -259,9 +259,26 @@ def test_unsupported_keys_have_one_reason(change: str, line: str) -> None:
 
 
 def test_unsupported_values_are_refused() -> None:
-    assert "optimizer=lion: only AdamW" in refused(AXOLOTL.replace("paged_adamw_32bit", "lion"))
+    assert "optimizer=sgd: optimizers here are" in refused(AXOLOTL.replace("paged_adamw_32bit", "sgd"))
+    assert "optimizer=schedule_free_adamw: replaces the schedule" in refused(
+        AXOLOTL.replace("paged_adamw_32bit", "schedule_free_adamw")
+    )
     assert "type=context_qa: this prompt" in refused(AXOLOTL.replace("type: chat_template", "type: context_qa"))
     assert "weights are in AWQ" in refused(AXOLOTL.replace("small-llama", "small-AWQ"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "stage"),
+    [("paged_adamw_8bit", "paged_adamw_8bit", 2), ("lion_32bit", "lion", 2), ("adafactor", "adafactor", 0)],
+)
+def test_optimizers_have_the_same_names_here(theirs: str, ours: str, stage: int) -> None:
+    config, _ = imported(AXOLOTL.replace("paged_adamw_32bit", theirs))
+    assert (config.training.optimizer, config.zero.stage) == (ours, stage)
+
+
+def test_llama_factorys_muon() -> None:
+    muon, _ = imported(FACTORY.replace("deepspeed: ds_z3_offload.json\n", "use_muon: true\n"))
+    assert (muon.training.optimizer, muon.zero.stage) == ("muon", 0)
 
 
 def test_a_llama_factory_file_says_the_same_here(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
-from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection
+from trainer.config import OPTIMIZERS, LoraSection, ModelSection, QuantizationSection, TrainingSection
 from trainer.data import MicroBatch
 from trainer.memory.activations import Seen, Work, add_layers, loss_head
 from trainer.memory.bytes import (
@@ -30,6 +30,7 @@ from trainer.memory.widths import Shapes, Weight
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.four_bit import quantized_linear
+from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
@@ -106,7 +107,7 @@ def placement(**changes: object) -> Placement:
         "flat": True,
         "element": 2,
         "master": True,
-        "eight_bit_moments": False,
+        "optimizer": "adamw",
         "packed": False,
         "eight_bit": False,
         "block_size": 64,
@@ -346,6 +347,24 @@ def test_stages_partition_what_they_are_for(stage: int) -> None:
     assert base_weight_bytes(shapes, four) == pytest.approx(
         base_weight_bytes(shapes, alone) / (4 if stage == 3 else 1), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_is_counted(name: str) -> None:
+    """As many bytes as it keeps after a step on factors of rank 8, without code books and steps."""
+    model = nn.Module()
+    for side, shape in {"A": (8, 1024), "B": (1024, 8)}.items():
+        model.register_parameter(f"lora_{side}", nn.Parameter(torch.randn(shape)))
+    for factor in model.parameters():
+        factor.grad = torch.randn_like(factor)
+    training = TrainingSection.model_validate({"optimizer": name})
+    optimizer = build_optimizer(model, training, LoraSection(), fused=False)
+    optimizer.step()
+    entries = [pair for entry in optimizer.state.values() for pair in entry.items()]
+    kept = sum(value.nbytes for key, value in entries if key not in ("step", "qmap1", "qmap2"))
+    weights = tuple(Weight(8192, packable=False, trained=True, layer=0, factor=True) for _ in range(2))
+    shapes = replace(shapes_of("random:smollm2-135m"), weights=weights)
+    assert optimizer_state(shapes, placement(optimizer=name, stage=0, master=False)) == pytest.approx(kept, rel=0.02)
 
 
 def test_the_terms_add_up_and_nothing_is_negative() -> None:

@@ -314,6 +314,19 @@ def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(grou
     assert 0 < max(float((moved[name] - value).abs().max()) for name, value in whole.items()) < 1e-3
 
 
+def test_another_optimizer_needs_state_that_the_checkpoint_has(ground: Path, tmp_path: Path) -> None:
+    """Lion continues with a moment of AdamW; Muon's was never kept."""
+    start = {
+        "training__resume_from_checkpoint": str(ground / "run" / "checkpoint-2"),
+        "training__resume_changes": ["optimizer"],
+        "zero__stage": 0,
+    }
+    with pytest.raises(UserError, match="its optimizer kept no momentum_buffer, which"):
+        train(ground, **start, training__optimizer="muon", output_dir=str(tmp_path / "muon"))
+    train(ground, **start, training__optimizer="lion", output_dir=str(tmp_path / "lion"))
+    assert (tmp_path / "lion" / "checkpoint-4").is_dir()
+
+
 def test_bytes_of_moments_are_found_again_by_their_scales() -> None:
     """What bitsandbytes makes of its own values otherwise: other bytes, where the largest of a block is negative."""
     from bitsandbytes.functional import create_dynamic_map, quantize_blockwise

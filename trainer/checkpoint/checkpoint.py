@@ -2,7 +2,7 @@
 
 checkpoint-N/
   adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (or the whole model for adapter: none)
-  training_state-00000.safetensors ...             each rank's shard of master weights and AdamW moments, fp32
+  training_state-00000.safetensors ...             each rank's shard of master weights and moments, fp32
   rank-00000.safetensors ...                       RNG states of each rank, and its 8-bit moments
   state.json                                       step, position in the data, loss scale, best loss, SCU, identity of
                                                    the run (trainer/checkpoint/identity.py)
@@ -67,6 +67,7 @@ class RankState:
             "format": FORMAT,
             **position,
             "optimizer_steps": EngineState(engine).steps_taken(),
+            "averages": EngineState(engine).averages(),
             "world_size": ranks.world_size,
             "zero_stage": engine.zero_optimization_stage(),
             "loss_scale": _loss_scale(engine),
@@ -114,6 +115,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
             f"start a new run with lora.adapter_path: {checkpoint}"
         )
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
+    engine_state.restore_averages(state.get("averages", []))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
     own = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
     if same_layout and own.exists():

@@ -40,6 +40,7 @@ from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import archive_previous_attempt
+from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.optimizer import has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -144,7 +145,7 @@ class CheckpointManager:
         if self._preparing is not None:
             self._has_memory.wait()
         state = RankState.capture(engine, self._ranks, self._copies)
-        with phase("gather"):
+        with phase("gather"), averaged_weights(engine):
             only_trained = self._config.adapter != "none"
             weights = gather_weights(engine.module, only_trained=only_trained, copy=self._copies.copy)
         self._copies.mark_queued()

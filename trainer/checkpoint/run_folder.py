@@ -47,6 +47,7 @@ from trainer.monitor.report.recorded import EXAMPLES, TIMES, record_examples, re
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, record_answer, write_report
 from trainer.monitor.summary import end_summary
+from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -181,7 +182,8 @@ class RunFolder:
                 self.restore_record()
                 shutil.rmtree(result, ignore_errors=True)
                 result.mkdir()
-            weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
+            with averaged_weights(engine):
+                weights = gather_weights(engine.module, only_trained=self._config.adapter != "none")
             if factor != 1.0:
                 weights |= {name: value * factor for name, value in weights.items() if "lora_B" in name}
             if self._ranks.is_main:

@@ -1,5 +1,7 @@
 """`zerolora estimate CONFIG [--gpus N] [--gpu-memory 80GiB] [--json] [key=value ...]`: estimate a run's memory.
 
+With `--network 50GB/s`, `--price 2.5` or `--card H100`, also its speed, time and cost.
+
 Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
 be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
 """
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.commands import speed
 from trainer.commands.longest_sequence import find_longest, longest_lines
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
@@ -198,6 +201,8 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     if any(traffic.values()):
         received = ", ".join(f"{size:.2f} GB of {name}" for name, size in traffic.items())
         console.print(f"each GPU receives per step: {received}", highlight=False)
+    for line in speed.describe(found["speed"], found["gpus"]) if found["speed"] else ():
+        console.print(line, highlight=False)
     console.print(f"host memory per rank {gib(estimate.host)} plus the process itself, disk {gib(estimate.disk)}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in found["stages"]:
@@ -231,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--host-memory", help="memory of each host, such as 256GiB (default: unlimited)")
     parser.add_argument("--max-length", choices=["auto"], help="print only the longest sequence that fits")
+    speed.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     quiet_libraries()
@@ -252,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
             config = fit_max_length(config, context_length(read_model_config(config)[0]))
-        planner, notes = build_planner(config, gpus, arguments.gpus_per_host)
+        planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
         if arguments.max_length and is_pipeline(config):
             raise UserError("--max-length auto: an image model has no sequences; remove it")
         if arguments.max_length:
@@ -263,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(longest) if arguments.json else "\n".join(longest_lines(longest, of_model)))
             return 0
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
+        found["speed"] = speed.predict(planner, resolved, arguments)
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
             print(json.dumps(found, indent=1))

@@ -8,6 +8,7 @@ from trainer.config.errors import UserError
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.optimizers import OPTIMIZERS, OptimizerKind
 from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection, TierSection
 from trainer.config.training_sections import (
     FIRST_STEP_FACTOR,
@@ -22,6 +23,7 @@ from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why
 __all__ = [
     "AUTO",
     "FIRST_STEP_FACTOR",
+    "OPTIMIZERS",
     "TILES_NO_GRAPHS",
     "CommandParser",
     "DatasetSection",
@@ -31,6 +33,7 @@ __all__ = [
     "LoraSection",
     "ModelSection",
     "OpsSection",
+    "OptimizerKind",
     "OutputSection",
     "QuantizationSection",
     "RunConfig",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
+from trainer.config.optimizers import check_optimizer
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection, RewardSection
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.training_sections import TrainingSection
@@ -115,18 +116,14 @@ def _check_qat(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_zero(config: RunConfig) -> Iterator[Mistake]:
-    zero, adam = config.zero, config.training.optimizer
+    zero = config.zero
     stage, partitioned = "auto" if zero.stage == AUTO else zero.stage, "use zero.stage: 1, 2 or 3"
     if zero.offload_optimizer and zero.stage == 0:
         yield Mistake("zero.offload_optimizer", True, "not possible at stage 0", partitioned, "zero.stage")
     if zero.offload_parameters and zero.stage != 3:
         problem = f"only stage 3 partitions parameters, and zero.stage={stage}"
         yield Mistake("zero.offload_parameters", True, problem, "use 3", "zero.stage")
-    if adam == "adamw_8bit" and zero.offload_optimizer:
-        fix = "turn zero.offload_optimizer off"
-        yield Mistake("training.optimizer", adam, "its state must stay on the GPU", fix, "zero.offload_optimizer")
-    if adam == "adamw_8bit" and zero.stage == 0 and config.training.precision in ("bf16", "fp16"):
-        yield Mistake("training.optimizer", adam, "not with zero.stage=0 in 16 bits", partitioned, "zero.stage")
+    yield from check_optimizer(config)
     yield from check_extra(zero.extra)
     why_not = why_not_by_layer(config)
     if zero.gather == "layer" and zero.stage in (0, 1, 2):

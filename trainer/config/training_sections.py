@@ -49,6 +49,9 @@ _WARMUP = Needs(
         "polynomial", "inverse_sqrt",
     ),
 )  # fmt: skip
+_ADAMS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "schedule_free_adamw")
+_EPSILON = Needs(".optimizer", _ADAMS)
+_BETAS = Needs(".optimizer", (*_ADAMS, "lion", "lion_8bit", "paged_lion_8bit"))
 _PARTITIONED, _STAGE_3, _BY_MODULE = (Needs(".stage", (1, 2, 3)), Needs(".stage", (3,)), Needs(".gather", ("module",)))
 # The first step also compiles, tunes and allocates.
 FIRST_STEP_FACTOR = 3.0
@@ -89,7 +92,7 @@ class TrainingSection(Section):
     warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
     """Number of steps for warm-up, instead of `warmup_ratio`."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """AdamW's decoupled weight decay; not applied to biases and norms."""
+    """Decoupled weight decay; not applied to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
     router_aux_loss: Annotated[NonNegative, LANGUAGE] = 0.0
@@ -110,13 +113,19 @@ class TrainingSection(Section):
     neftune_noise_alpha: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
     """Add uniform noise of up to this, over the square root of row length x hidden size, to the input embeddings in
     training (NEFTune; 5 is usual); 0: none."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW of torch, or of bitsandbytes with 8-bit state."""
-    adam_beta1: Fraction = 0.9
-    """AdamW's decay of the first moment."""
-    adam_beta2: Fraction = 0.999
-    """AdamW's decay of the second moment."""
-    adam_epsilon: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
+    optimizer: Literal[
+        "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit",
+        "adafactor", "muon", "schedule_free_adamw",
+    ] = "adamw"  # fmt: skip
+    """AdamW of torch, or an optimizer of bitsandbytes (`_8bit`: with 8-bit state; `paged_`: with state that moves to
+    host memory when a GPU is full; `lion`), of torch at zero.stage 0 (`adafactor`; `muon`, whose updates are scaled for
+    learning rates of AdamW), or of schedulefree (`schedule_free_adamw`: evaluates and saves averaged weights; needs a
+    constant lr_scheduler and `pip install schedulefree`)."""
+    adam_beta1: Annotated[Fraction, _BETAS] = 0.9
+    """Decay of the first moment of AdamW and Lion."""
+    adam_beta2: Annotated[Fraction, _BETAS] = 0.999
+    """Decay of the second moment of AdamW; of Lion's moment."""
+    adam_epsilon: Annotated[float, Field(gt=0.0, le=1.0), _EPSILON] = 1e-8
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations. `auto`: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""

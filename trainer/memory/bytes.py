@@ -7,6 +7,7 @@ that torch's allocator has reserved without using it.
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config import OPTIMIZERS
 from trainer.memory.activations import FP32, Seen, Work, loss_head
 from trainer.memory.process import process_peak
 from trainer.memory.stored_weights import (
@@ -120,10 +121,11 @@ def waiting_gradients(shapes: Shapes, placement: Placement) -> int:
 
 
 def bytes_per_moment(shapes: Shapes, placement: Placement) -> float:
-    """Return the bytes per trained element of both AdamW moments: 8, or 2 plus a scale per 256 elements each."""
-    if not placement.eight_bit_moments or shapes.trained < EIGHT_BIT_FLOOR:
-        return 2.0 * FP32
-    return 2.0 + 2.0 * FP32 / 256
+    """Return the bytes per trained element of the optimizer's moments; 8-bit ones have a scale per 256 elements."""
+    kind = OPTIMIZERS[placement.optimizer]
+    if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
+        return len(kind.state) * (1.0 + FP32 / 256)
+    return len(kind.state) * (FP32 if kind.bits == 8 else kind.bits / 8)
 
 
 def optimizer_state(shapes: Shapes, placement: Placement) -> int:

@@ -328,7 +328,7 @@ class Planner:
             flat=decided.flat.value,
             element=self._element,
             master=self._element < 4,
-            eight_bit_moments=training.optimizer == "adamw_8bit",
+            optimizer=training.optimizer,
             packed=config.adapter == "qlora",
             eight_bit=config.quantization.eight_bit,
             block_size=config.quantization.block_size,

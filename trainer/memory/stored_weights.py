@@ -28,7 +28,7 @@ class Placement:
     element: int
     master: bool
     """Whether training is in 16 bits with 32-bit master weights."""
-    eight_bit_moments: bool
+    optimizer: str
     packed: bool
     eight_bit: bool
     """Whether quantized weights have 8 bits and a scale per row, rather than 4 bits and a scale per block."""

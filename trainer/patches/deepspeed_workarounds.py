@@ -10,6 +10,7 @@ import torch
 
 from trainer.contract.known_versions import changed, require
 from trainer.contract.replacements import replaces
+from trainer.parallel.engine.averaged_weights import COUNTED
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
 
@@ -33,6 +34,8 @@ def undo_zero_step(optimizer: Any) -> None:
     first update would have Adam's bias correction of the second (0.74 of the correct update).
     """
     optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
+        group.update({name: optimizer.optimizer.defaults[name] for name in COUNTED if name in group})
     working, masters = (require(optimizer, name, "deepspeed") for name in ("fp16_groups", "fp32_groups"))
     for weights, copies in zip(working, masters, strict=True):
         for weight, master in zip(weights, copies, strict=True):

@@ -1,4 +1,4 @@
-"""The moments of bitsandbytes' AdamW: bytes, and a scale for each block of 256 elements of a partition.
+"""The 8-bit moments of bitsandbytes: bytes, and a scale for each block of 256 elements of a partition.
 
 Quantising them again changes them: the signed code book has 1 but no -1, so a block with a negative largest element
 gets a different scale. The blocks of a flat adapter, cut at multiples of 256, are the same on any number of ranks, and
@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from trainer.config import OPTIMIZERS
+
 # bitsandbytes' names of the two 8-bit moments, their scales and code books; a scale covers 256 elements.
-EIGHT_BIT = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
 EIGHT_BIT_BLOCK = 256
 ELEMENTS_AT_ONCE = 64_000_000
 
 
 def elements_per_buffer(optimizer: str, world_size: int) -> int:
     """Return the multiple to round a flat buffer up to, so that no block of 8-bit moments spans two ranks."""
-    return EIGHT_BIT_BLOCK * world_size if optimizer == "adamw_8bit" else 1
+    return EIGHT_BIT_BLOCK * world_size if OPTIMIZERS[optimizer].bits == 8 else 1
 
 
 def dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

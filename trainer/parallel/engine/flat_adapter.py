@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import engine_zero
+from trainer.config import OPTIMIZERS, engine_zero
 from trainer.contract.replacements import replaces
 
 ALIGNMENT_BYTES = 16
@@ -263,6 +263,8 @@ def why_not_flat(config: Any) -> str | None:
         return "no adapter"
     if not config.ops.flat:
         return "ops.flat: false"
+    if OPTIMIZERS[config.training.optimizer].whole:
+        return f"training.optimizer={config.training.optimizer} computes with whole matrices"
     if engine_zero(config).stage == 3:
         return "DeepSpeed's stage 3 partitions every parameter separately"
     if config.training.gradient_checkpointing == "reentrant":

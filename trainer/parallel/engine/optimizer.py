@@ -1,13 +1,15 @@
-"""The optimizer and its schedule: 32-bit or 8-bit AdamW, LoRA+ groups, transformers' learning rate schedules."""
+"""The optimizer and its schedule: trainer/config/optimizers.yaml, LoRA+ groups, transformers' schedules."""
 
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 
-from trainer.config import LoraSection, ScuSection, TrainingSection
+from trainer.config import OPTIMIZERS, LoraSection, ScuSection, TrainingSection, UserError
 from trainer.contract.replacements import replaces
 from trainer.data.step_count import warmup_steps
+from trainer.parallel.engine.averaged_weights import AVERAGES
 from trainer.parallel.engine.flat_adapter import FLAT, UP
 from trainer.parallel.engine.partitioned import whole_shape
 
@@ -15,28 +17,35 @@ from trainer.parallel.engine.partitioned import whole_shape
 def build_optimizer(
     model: torch.nn.Module, training: TrainingSection, lora: LoraSection, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """Build AdamW over the trainable parameters, in groups of equal learning rate and weight decay.
+    """Build the optimizer of the trainable parameters, in groups of equal learning rate and weight decay.
 
     LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times that of A. Vectors (norms, biases,
-    DoRA magnitudes) have no weight decay.
+    DoRA magnitudes) have no weight decay. Raises UserError for a vector if the optimizer trains only matrices.
     """
+    kind = OPTIMIZERS[training.optimizer]
     ratio = lora.loraplus_lr_ratio or 1.0
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its shape. A flat adapter holds matrices.
             dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
+            if kind.whole and dimensions != 2:
+                problem = f"trains only matrices, and {name} has {dimensions} dimensions"
+                raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
             rate = training.learning_rate * (ratio if is_up else 1.0)
             decay = training.weight_decay if dimensions > 1 else 0.0
             groups.setdefault((rate, decay), []).append(parameter)
     param_groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
-    betas = (training.adam_beta1, training.adam_beta2)
-    if training.optimizer == "adamw_8bit":
-        import bitsandbytes
-
-        return bitsandbytes.optim.AdamW8bit(param_groups, betas=betas, eps=training.adam_epsilon)
-    return torch.optim.AdamW(param_groups, betas=betas, eps=training.adam_epsilon, fused=fused)
+    given = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
+    options = {name: given[name] for name in kind.takes} | kind.options
+    if training.optimizer == "adamw":
+        options["fused"] = fused
+    module, _, name = kind.path.rpartition(".")
+    optimizer: Any = getattr(import_module(module), name)(param_groups, **options)
+    if AVERAGES in optimizer.defaults:
+        optimizer.train()
+    return cast(torch.optim.Optimizer, optimizer)
 
 
 @replaces("`lr_lambdas` of the learning rate schedule")

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import xxhash
 
+from trainer.config import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
+from trainer.parallel.engine.averaged_weights import AVERAGES, COUNTED
 from trainer.parallel.engine.eight_bit_moments import (
     EIGHT_BIT,
     EIGHT_BIT_BLOCK,
@@ -25,7 +27,7 @@ from trainer.parallel.engine.eight_bit_moments import (
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.engine.state_pieces import LAYOUT, QUANTITIES, Pieces
+from trainer.parallel.engine.state_pieces import LAYOUT, Pieces
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
@@ -43,11 +45,13 @@ class Shard:
 
 
 class EngineState:
-    """Master weights and AdamW moments by parameter name. Every rank must make each call."""
+    """Master weights and the optimizer's moments by parameter name. Every rank must make each call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._optimizer = engine.basic_optimizer
+        self._kind = _find_kind(self._optimizer)
+        self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT, strict=False))
         self._trained: list[Named] = trained_parameters(engine.module)
         self._shards = list(_shards(engine, self._trained))
         self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
@@ -74,14 +78,14 @@ class EngineState:
         if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
             return Pieces(tensors, shards, shapes)
         for number, entry in enumerate(entries):
-            tensors |= {f"scales/{quantity}/{number}": entry[scale] for quantity, (_, scale, _) in EIGHT_BIT.items()}
+            tensors |= {f"scales/{name}/{number}": entry[scale] for name, (_, scale, _) in self._eight_bit.items()}
         return Pieces(tensors, shards, shapes, offsets, self._layout())
 
     def sizes(self) -> list[tuple[int, torch.device]]:
         """Return bytes and device of the tensors of `pieces` once moments exist, without the scales of 8-bit ones."""
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return []
-        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in QUANTITIES]
+        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in ("master", *self._kind.state)]
 
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
@@ -91,6 +95,8 @@ class EngineState:
                 return f"it has no {name}"
             if found.shape != whole_shape(parameter):
                 return f"{name} is {list(found.shape)} there and {list(whole_shape(parameter))} here"
+            if missing := [key for key in self._kind.state if f"{key}/{name}" not in state]:
+                return f"its optimizer kept no {missing[0]}, which training.optimizer needs"
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
         return f"it has {more} trained tensors more than this run" if more else None
 
@@ -103,13 +109,18 @@ class EngineState:
             self._create_moments(steps)
         dense = {id(holder): self._dense(holder) for holder in self._holders}
         for shard in self._shards:
-            for quantity in QUANTITIES if steps else ("master",):
-                piece = state[f"{quantity}/{shard.name}"].reshape(-1).narrow(0, shard.param_start, shard.length)
-                dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
+            own = dense[id(shard.holder)]
+            for quantity in own if steps else ("master",):
+                saved = state[f"{quantity}/{shard.name}"].reshape(-1)
+                if len(own[quantity]) != len(own["master"]):  # of a whole tensor
+                    own[quantity].copy_(saved)
+                    continue
+                piece = saved.narrow(0, shard.param_start, shard.length)
+                own[quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
         exact = True
         for index, holder in enumerate(self._holders):
             entry = self._optimizer.state.get(holder, {})
-            for quantity, names in EIGHT_BIT.items():
+            for quantity, names in self._eight_bit.items():
                 if names[0] in entry and entry[names[0]].dtype == torch.uint8:
                     scales = self._saved_scales(state, quantity, index, entry[names[1]])
                     exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
@@ -121,8 +132,10 @@ class EngineState:
         return {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
-            for key, value in self._optimizer.state.get(holder, {}).items()
+            for entry in [self._optimizer.state.get(holder, {})]
+            for key, value in entry.items()
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
+            if entry["state1"].dtype == torch.uint8
         }
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
@@ -165,22 +178,34 @@ class EngineState:
         assert flat is not None, "a layout without a flat adapter"
         return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
 
+    def averages(self) -> list[dict[str, float]]:
+        """Return what Schedule-Free counts in each group for its average; nothing for other optimizers."""
+        groups = [group for group in self._optimizer.param_groups if AVERAGES in group]
+        return [{name: group[name] for name in COUNTED} for group in groups]
+
+    def restore_averages(self, averages: list[dict[str, float]]) -> None:
+        """Restore the result of `averages`."""
+        for group, counted in zip(self._optimizer.param_groups, averages, strict=False):
+            group.update(counted)
+
     def steps_taken(self) -> int:
-        """Return the number of optimizer steps in the moments."""
-        steps = [entry["step"] for holder in self._holders if (entry := self._optimizer.state.get(holder))]
+        """Return the number of optimizer steps in the moments; 1 for moments that do not depend on it."""
+        counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
+        entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
+        steps = [entry.get("step", counted) for entry in entries]
         return max((int(float(step)) for step in steps), default=0)
 
     def _dense(self, holder: torch.Tensor) -> Dense:
         """Return the holder's values and moments, flat, fp32: views, or copies of 8-bit ones."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
-        for quantity, (values, scales, codes) in EIGHT_BIT.items():
+        for quantity, (values, scales, codes) in self._eight_bit.items():
             if quantity in entry:
                 dense[quantity] = entry[quantity].reshape(-1)
             elif values not in entry:
                 dense[quantity] = torch.zeros_like(dense["master"])
             elif entry[values].dtype == torch.uint8:
-                dense[quantity] = dequantised(entry[values], entry[scales], entry[codes])
+                dense[quantity] = dequantised(entry[values].to(holder.device), entry[scales], entry[codes])
             else:  # bitsandbytes keeps small tensors in 32 bits
                 dense[quantity] = entry[values].reshape(-1)
         return dense
@@ -189,7 +214,7 @@ class EngineState:
         """Create the zero moments that a new engine lacks, on every flat partition."""
         for group_index, group in enumerate(self._optimizer.param_groups):
             for holder in self._group_holders(group_index, group):
-                if not isinstance(self._optimizer, torch.optim.AdamW):
+                if self._kind.library == "bitsandbytes":
                     init_state = require(self._optimizer, "init_state", "bitsandbytes")
                     members, group["params"] = group["params"], [holder]  # init_state looks its parameter up here
                     init_state(group, holder, group_index, 0)
@@ -197,11 +222,10 @@ class EngineState:
                     self._optimizer.state[holder]["step"] = steps
                 else:
                     on_device = group.get("fused") or group.get("capturable")
-                    self._optimizer.state[holder] = {
-                        "step": torch.tensor(float(steps), device=holder.device if on_device else "cpu"),
-                        "exp_avg": torch.zeros_like(holder),
-                        "exp_avg_sq": torch.zeros_like(holder),
-                    }
+                    step = torch.tensor(float(steps), device=holder.device if on_device else "cpu")
+                    sizes = {"row_var": (*holder.shape[:1], 1), "col_var": (1, *holder.shape[1:])}
+                    moments = {name: holder.new_zeros(sizes.get(name, holder.shape)) for name in self._kind.state}
+                    self._optimizer.state[holder] = moments | ({} if "k" in group else {"step": step})
 
     def _group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
         """Return the flat partitions of a group, which stage 3 puts into the group only during a step."""
@@ -223,6 +247,12 @@ class EngineState:
                     parameter.data.copy_(value.view_as(parameter.data))
             else:
                 parameter.data.copy_(value.view_as(parameter.data))
+
+
+def _find_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
+    """Return the row of optimizers.yaml for the optimizer's class."""
+    name = type(optimizer).__name__
+    return next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
 
 
 def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:

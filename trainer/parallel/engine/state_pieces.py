@@ -14,12 +14,15 @@ import torch
 from trainer.parallel.engine.eight_bit_moments import EIGHT_BIT_BLOCK
 
 LAYOUT = "scales/layout"
-QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
+MASTER, SCALES = "master/", "scales/"
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """One rank's state: flat tensors "master/0", "exp_avg/0", "scales/exp_avg/0", ... by partition number."""
+    """One rank's state: flat tensors "master/0", "exp_avg/0", "scales/exp_avg/0", ... by partition number.
+
+    A moment with fewer elements than its master weights belongs to a whole tensor.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     shards: list[list[Any]]
@@ -43,15 +46,20 @@ class Pieces:
 
 
 def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
-    """Return all trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on the CPU.
+    """Return all trained tensors as {"master/NAME", "exp_avg/NAME", ...}: whole, fp32, on the CPU.
 
     Includes the scales of 8-bit moments over the flat buffers, and the LAYOUT of these, if no block spans two ranks.
     """
     state: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, holder, holder_start, start, length in part.shards:
-            for quantity in QUANTITIES:
-                piece = part.tensors[f"{quantity}/{holder}"].narrow(0, holder_start, length)
+            size = len(part.tensors[f"{MASTER}{holder}"])
+            for quantity in {key.partition("/")[0] for key in part.tensors if not key.startswith(SCALES)}:
+                piece = part.tensors[f"{quantity}/{holder}"]
+                if len(piece) != size:
+                    state[f"{quantity}/{name}"] = piece
+                    continue
+                piece = piece.narrow(0, holder_start, length)
                 whole = _zeros(state, f"{quantity}/{name}", torch.Size(part.shapes[name]), piece)
                 whole.view(-1).narrow(0, start, length).copy_(piece)
         if part.offsets is not None and part.layout:
@@ -68,7 +76,7 @@ def _zeros(state: dict[str, torch.Tensor], name: str, shape: torch.Size, like: t
 
 def _add_scales(state: dict[str, torch.Tensor], part: Pieces, offsets: list[int]) -> None:
     for name, own in part.tensors.items():
-        if not name.startswith("scales/"):
+        if not name.startswith(SCALES):
             continue
         start = offsets[int(name.rpartition("/")[2])] // EIGHT_BIT_BLOCK
         before = state.get(name, own.new_zeros(0))

@@ -1,0 +1,158 @@
+"""The predicted time of a step: what was measured on 1, 2 and 4 GPUs, and what must hold of thousands."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_model, write_chats
+from trainer.commands.estimate import main
+from trainer.config import RunConfig, load_config
+from trainer.memory.decisions import Machine
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import Lengths, Planner
+from trainer.memory.step_time import StepTime, count_flops, peak, predict_step
+from trainer.model.base import load_model_config
+
+ROOT = Path(__file__).parent.parent.parent
+LLAMA = "random:llama3.1-8b"
+LLAMA_70B = f"{LLAMA},hidden_size=8192,intermediate_size=28672,num_hidden_layers=80,num_attention_heads=64"
+NF4, FP8 = {"adapter": "qlora"}, {"adapter": "qlora", "quantization.quant_type": "fp8"}
+RECOMPUTED = {"training.gradient_checkpointing": "non_reentrant", "training.offload_activations": True}
+CASES: dict[str, dict[str, Any]] = {"bf16": {}, "nf4": NF4, "fp8": FP8, "nf4-recompute-offload": {**NF4, **RECOMPUTED}}
+# docs/lab/performance.md, tokens/s/GPU: shape, case, GPUs, stage, card.
+TABLES = [
+    (LLAMA, "bf16", 2, 2, "H200", 17_281),
+    (LLAMA, "bf16", 4, 2, "H200", 17_203),
+    (LLAMA, "bf16", 4, 3, "H200", 16_096),
+    (LLAMA, "nf4", 2, 2, "H200", 16_855),
+    (LLAMA, "nf4", 4, 2, "H200", 16_847),
+    (LLAMA, "nf4", 4, 3, "H200", 16_212),
+    (LLAMA, "nf4-recompute-offload", 1, 2, "H200", 12_750),
+    (LLAMA, "fp8", 2, 2, "H100", 23_120),
+    (LLAMA, "fp8", 2, 3, "H100", 22_336),
+    ("random:qwen3-30b-a3b,num_hidden_layers=12", "bf16", 2, 2, "H100", 52_253),
+    ("random:qwen3-30b-a3b,num_hidden_layers=12", "bf16", 2, 3, "H100", 42_544),
+]
+
+
+def configuration(shape: str, case: str, stage: int, **settings: Any) -> RunConfig:
+    given = {
+        "base_model": shape, "zero.stage": stage, "dataset.max_length": 2048, "training.batch_size": 4,
+        "training.precision": "bf16", "lora.r": 16, **CASES[case], **settings,
+    }  # fmt: skip
+    path = ROOT / "configs" / "smollm2-135m.yaml"
+    return load_config(path, [f"{name}={json.dumps(value)}" for name, value in given.items()]).config
+
+
+@cache
+def planner(shape: str, gpus: int, per_host: int | None = None) -> Planner:
+    config = configuration(shape, "bf16", 2)
+    shapes = read_shapes(load_model_config(shape, config.model), config.model, config.lora)
+    return Planner(shapes, Lengths(2048, 2048), Machine.assumed(gpus, "bf16", per_host))
+
+
+def predicted(shape: str, case: str, gpus: int, stage: int, card: str) -> StepTime:
+    step, note = predict_step(planner(shape, gpus), configuration(shape, case, stage), card, float("inf"))
+    assert not note
+    return step
+
+
+def recorded() -> list[tuple[str, str, int, int, float]]:
+    """Every measurement of docs/lab/data/four_h100.json: shape, case, GPUs, stage, milliseconds."""
+    found = []
+    for name, call in json.loads((ROOT / "docs/lab/data/four_h100.json").read_text()).items():
+        command, gpus = call["header"]["command"], int(call["header"]["card"].partition(" ")[0])
+        shape = LLAMA_70B if name.startswith("70b") else call["header"]["shape"]
+        stage = 3 if "zero.stage=3" in command else 2
+        found += [(shape, result["case"], gpus, stage, result["median_ms"]) for result in call["results"]]
+    return found
+
+
+@pytest.mark.parametrize(("shape", "case", "gpus", "stage", "milliseconds"), recorded())
+def test_the_records_are_predicted_within_5_percent(
+    shape: str, case: str, gpus: int, stage: int, milliseconds: float
+) -> None:
+    assert 1e3 * predicted(shape, case, gpus, stage, "H100").total == pytest.approx(milliseconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("shape", "case", "gpus", "stage", "card", "speed"), TABLES)
+def test_the_tables_are_predicted_within_5_percent(
+    shape: str, case: str, gpus: int, stage: int, card: str, speed: float
+) -> None:
+    step = predicted(shape, case, gpus, stage, card)
+    assert step.tokens / step.total == pytest.approx(speed, rel=0.05)
+
+
+def test_flops_are_those_of_the_recorded_mfu() -> None:
+    found = json.loads((ROOT / "docs/lab/data/four_h100.json").read_text())
+    for name, shape in {"8b-1": LLAMA, "30b-nf4-1": "random:qwen3-30b-a3b"}.items():
+        result = found[name]["results"][0]
+        mfu = count_flops(planner(shape, 1).shapes, 4, 2048, 2048) / (result["median_ms"] / 1e3) / peak("H100")
+        assert mfu == pytest.approx(result["mfu"], rel=2e-3)
+
+
+def test_a_base_within_hosts_does_not_wait_for_the_network() -> None:
+    """The 8B shape in bf16 on 128 hosts of 8: 32 GB a step at 50 GB/s last longer than the computation."""
+    of_hosts = planner(LLAMA, 1024, 8)
+    times: dict[tuple[str, float], StepTime] = {}
+    for within in ("host", "all"):
+        sharded = configuration(LLAMA, "bf16", 3, **{"zero.shard_within": within})
+        times |= {(within, speed): predict_step(of_hosts, sharded, "H100", speed)[0] for speed in (50e9, 400e9)}
+    assert times["all", 50e9].total == pytest.approx(32e9 / 50e9, rel=0.1)
+    assert times["host", 50e9].gathers == times["host", 400e9].gathers < times["all", 50e9].gathers / 2
+    assert times["host", 50e9].gradients > times["host", 400e9].gradients
+    totals = [
+        predict_step(planner(LLAMA, gpus, 8), configuration(LLAMA, "bf16", 2), "H100", 50e9)[0].total
+        for gpus in (64, 512, 4096)
+    ]
+    assert totals == sorted(totals) and totals[-1] < 1.05 * totals[0]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model")
+    write_chats(tmp_path / "train.jsonl", 40)
+    values = {
+        "base_model": str(tmp_path / "model"), "output_dir": str(tmp_path / "out"),
+        "dataset": {"path": str(tmp_path / "train.jsonl"), "max_length": 64, "cache_dir": str(tmp_path / "cache")},
+        "training": {"batch_size": 1, "max_steps": 3600},
+    }  # fmt: skip
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_the_command_prints_speed_hours_and_cost(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(config), "--gpus", "16", "--network", "400Gbit/s", "--price", "2.5"]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["speed"]
+    assert found["hours"] == pytest.approx(found["step_s"]) and not found["note"]
+    assert found["cost"] == pytest.approx(found["hours"] * 16 * 2.5)
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"])
+    assert main([*given, "--card", "A100"]) == 0
+    shown = capsys.readouterr().out
+    assert "predicted on 16 x A100: " in shown and "note: A100 was never measured" in shown and "cost " in shown
+    assert main([str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["speed"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--network", "fast"], "--network fast: not a speed; write 50GB/s or 400Gbit/s"),
+        (["--price", "-1"], "--price -1: must be above 0"),
+        (["--card", "K80"], "--card K80: unknown; use one of"),
+        (["--card", "H100", "--gpus-per-host", "2"], "--network: not given, and GPUs are on several hosts"),
+        (["--card", "H100", "task=reward"], "--network: only task: language is predicted"),
+        (["--card", "H100", "zero.offload_optimizer=true"], "offloading and parallel.sequence are not predicted"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_line(
+    config: Path, given: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(config), "--gpus", "4", *given]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1

@@ -1,0 +1,77 @@
+"""What `zerolora estimate` predicts of time and cost with --network, --price or --card."""
+
+import argparse
+import re
+from dataclasses import asdict
+from typing import Any
+
+from trainer.config import RunConfig, UserError
+from trainer.data.step_count import count_steps
+from trainer.memory.planner import Planner
+from trainer.memory.step_time import MEASURED, predict_step
+from trainer.tasks.images.pipeline import is_pipeline
+
+GPUS_PER_HOST = 8
+BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ask for a prediction."""
+    parser.add_argument("--network", help="also predict the speed; bytes a GPU receives from other hosts: 50GB/s")
+    parser.add_argument("--price", type=float, help="price of a GPU for an hour: also predict the cost of the run")
+    parser.add_argument("--card", help=f"predict the speed on this card (default: {MEASURED})")
+
+
+def find_ranks_per_host(arguments: argparse.Namespace, gpus: int) -> int | None:
+    """Return the GPUs of each host, 8 by default if a network between hosts is given."""
+    given: int | None = arguments.gpus_per_host
+    return given or (min(GPUS_PER_HOST, gpus) if arguments.network else None)
+
+
+def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the predicted speed, time and cost of a resolved configuration; None if no option asks for it."""
+    if arguments.network is None and arguments.price is None and arguments.card is None:
+        return None
+    network = None if arguments.network is None else parse_speed(arguments.network)
+    if arguments.price is not None and not 0 < arguments.price < float("inf"):
+        raise UserError(f"--price {arguments.price:g}: must be above 0")
+    if network is None and len(set(planner.machine.hosts)) > 1:
+        raise UserError("--network: not given, and GPUs are on several hosts; write --network 50GB/s")
+    if is_pipeline(config) or config.task in ("preference", "reward"):
+        raise UserError("--network: only task: language is predicted; estimate without --network, --price and --card")
+    card = arguments.card or MEASURED
+    step, note = predict_step(planner, config, card, network or float("inf"))
+    gpus, training = planner.machine.world_size, config.training
+    steps = count_steps(training, planner.lengths.samples, config.data_ranks(gpus))
+    hours = None if steps is None else steps * step.total / 3600
+    return {
+        "card": card,
+        "note": note,
+        "step_s": step.total,
+        "parts_s": {name: value for name, value in asdict(step).items() if name != "tokens"},
+        "tokens_per_s": step.tokens * gpus / step.total,
+        "hours": hours,
+        "cost": None if hours is None or arguments.price is None else hours * gpus * arguments.price,
+    }
+
+
+def parse_speed(text: str) -> float:
+    """Parse `50GB/s` or `400Gbit/s` to bytes per second; raises UserError if invalid."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
+    unit = BYTES_PER_S.get(match.group(2).upper()) if match else None
+    if match is None or unit is None or not float(match.group(1)):
+        raise UserError(f"--network {text}: not a speed; write 50GB/s or 400Gbit/s, for each GPU")
+    return float(match.group(1)) * unit
+
+
+def describe(found: dict[str, Any], gpus: int) -> list[str]:
+    """Return the lines that show a prediction."""
+    parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in found["parts_s"].items() if seconds)
+    speed = f"{found['tokens_per_s']:,.0f} tokens/s, {found['tokens_per_s'] / gpus:,.0f} per GPU"
+    lines = [f"predicted on {gpus} x {found['card']}: {speed}; a step {found['step_s'] * 1e3:.1f} ms ({parts})"]
+    if found["note"]:
+        lines.append(f"note: {found['note']}")
+    if found["hours"] is not None:
+        cost = "" if found["cost"] is None else f", cost {found['cost']:,.2f}"
+        lines.append(f"the run, without its start, evaluations and saves: {found['hours']:,.2f} hours{cost}")
+    return lines
