@@ -2,7 +2,7 @@
 
 from trainer.config.adapter_settings import trained_in_full
 from trainer.config.checks import find_graph_obstacle
-from trainer.config.command_line import CommandParser
+from trainer.config.command_line import CommandParser, reports_errors
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
 from trainer.config.image_section import ImageSection
@@ -46,6 +46,7 @@ __all__ = [
     "find_graph_obstacle",
     "gathers_by_layer",
     "load_config",
+    "reports_errors",
     "trained_in_full",
     "why_not_by_layer",
 ]
