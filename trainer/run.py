@@ -23,10 +23,14 @@ from trainer.loop import Loop
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
+from trainer.model.adapter import GradientCheck
 from trainer.model.base import check_base_is_finite
 from trainer.monitor.console import Output
 from trainer.monitor.expert_load import ExpertLoad
+from trainer.monitor.hooks import Hook
 from trainer.monitor.metrics import Metrics
+from trainer.monitor.profiler import StepProfiler
+from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.eight_bit_moments import elements_per_buffer
@@ -52,7 +56,7 @@ from trainer.scu.controller import Steering
 from trainer.scu.steering import fit_to_target, start_steering
 from trainer.setup.build import build_model, select_patches
 from trainer.setup.joining import join
-from trainer.setup.step_hooks import build_hooks
+from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.step import StepContext, evaluate_loss
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import BatchSource, StepLoss, Task
@@ -280,21 +284,25 @@ class Run:
         common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
         self.recovery = Recovery(*common, release=release)
         extend_timeouts(collective_timeout(self.config.training))
-        hooks = build_hooks(
-            self.config, self.prepared, self.task, self.ranks, engine, self.batches, position, total_steps, self.say,
-            precision=self.precision,
-            steering=self.steering,
-            experts=experts,
-            report_start=self._report_start,
-            sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
-        )  # fmt: skip
+        hooks: list[Hook | None] = [
+            FirstGradients(GradientCheck(engine.module, finite=self.precision != "fp16")),
+            StartReport(self._report_start),
+            StepProfiler.for_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
+            experts,
+        ]
+        if self.ranks.is_main:
+            warns = self.config.training.on_spike == "warn"
+            hooks += [SkippedRecords(self.config, self.prepared, self.batches), self.task.meter(engine.module)]
+            hooks += [SpikeWatch(self.say, position)] if warns else []
+        if self.task.counted == "images" and (every := self.config.image.sample_every):
+            hooks.append(Samples(self._sample, every, total_steps))
         stragglers = watch_stragglers(engine, self.ranks, self.say)
         loss = graphs or self.loss
         return Loop(
             StepContext(
                 engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering, stragglers
             ),
-            hooks,
+            [hook for hook in hooks if hook is not None],
             self.config.training,
             position,
             total_steps,
@@ -304,6 +312,9 @@ class Run:
             checkpoints=self.checkpoints if self.measurement is None else None,
             counted=self.task.counted,
         )
+
+    def _sample(self, step: int) -> None:
+        self.evaluation.sample(f"step-{step}", step, self.folder)
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
         """Return the held-out loss, and generate samples."""

@@ -1,20 +1,14 @@
-"""The hooks of a run (trainer/monitor/hooks.py): first gradients, times of the start, samples, and what is measured."""
+"""Hooks of a run (trainer/monitor/hooks.py): first gradients, times of the start, samples, skipped records."""
 
 from collections.abc import Callable
 
 from trainer.config import RunConfig
 from trainer.data.prepared import Prepared, skipped_records
 from trainer.model.adapter import GradientCheck
-from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.hooks import FinishedStep, Hook
-from trainer.monitor.profiler import StepProfiler
-from trainer.monitor.spikes import History, SpikeWatch
-from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS
 from trainer.parallel.ranks.start_times import StartTimes
-from trainer.scu.controller import Steering
-from trainer.tasks.task import BatchSource, Task
+from trainer.tasks.task import BatchSource
 
 
 class FirstGradients(Hook):
@@ -64,36 +58,3 @@ class SkippedRecords(Hook):
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
         return {f"data/skipped/{source}": float(count) for source, count in skipped_records(*self._given).items()}
-
-
-def build_hooks(
-    config: RunConfig,
-    prepared: Prepared,
-    task: Task,
-    ranks: Ranks,
-    engine: Engine,
-    batches: BatchSource,
-    history: History,
-    total_steps: int,
-    say: Callable[[str], None],
-    *,
-    precision: str,
-    steering: Steering | None,
-    experts: ExpertLoad | None,
-    report_start: Callable[[StartTimes], None],
-    sample: Callable[[int], None],
-) -> list[Hook]:
-    """Return the hooks of this rank; those that communicate exist on every rank."""
-    every = config.image.sample_every if task.counted == "images" else 0
-    found: list[Hook | None] = [
-        FirstGradients(GradientCheck(engine.module, finite=precision != "fp16")),
-        StartReport(report_start),
-        StepProfiler.for_run(config, ranks.rank, total_steps, engine, steering),
-        experts,
-        Samples(sample, every, total_steps) if every else None,
-    ]
-    if ranks.is_main:
-        warns = config.training.on_spike == "warn"
-        found += [SkippedRecords(config, prepared, batches), task.meter(engine.module)]
-        found += [SpikeWatch(say, history)] if warns else []
-    return [hook for hook in found if hook is not None]
