@@ -2,7 +2,10 @@
 
 python -m tests.gpu.several_gpus_speed sequences [--lengths 65536,131072] [key=value ...]     1 GPU, then all
 python -m tests.gpu.several_gpus_speed hosts [key=value ...]     1 GPU, then all, each as a host of its own
-A line for each case. The model has Llama-3.1-8B's shape and random weights, with r = 16 on all layers.
+python -m tests.gpu.several_gpus_speed halves [key=value ...]     each half of the GPUs as a host (4 GPUs or more)
+python -m tests.gpu.several_gpus_speed pairs [key=value ...]     DPO on 1 GPU, then on all
+python -m tests.gpu.several_gpus_speed large [--shape llama3.1-70b] [key=value ...]     NF4 at ZeRO-3 on all GPUs
+A line for each case. Models have random weights, and Llama-3.1-8B's shape but for `large`, with r = 16 on all layers.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 
 from tests.gpu.memory_table import write_text
+from tests.gpu.preference_speed import write_data
 
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 """Traffic between ranks goes through sockets, as between hosts."""
@@ -47,7 +51,8 @@ def measure(
     with log.open("w") as file:
         done = subprocess.run(command, stdout=file, stderr=file, env={**os.environ, **(variables or {})}, check=False)
     if done.returncode:
-        print(f"{name:40} exit code {done.returncode}\n{log.read_text()[-1500:]}", flush=True)
+        said = log.read_text().partition("Traceback")[0]
+        print(f"{name:40} exit code {done.returncode}\n{said[-1500:]}", flush=True)
         return
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "perf/step_ms" in line][warm_up:]
@@ -81,17 +86,52 @@ def hosts(folder: Path, more: list[str]) -> None:
     measure(folder, "all, by NVLink", cards, settings, more, warm_up=4)
 
 
+def halves(folder: Path, more: list[str]) -> None:
+    """Compare a base sharded within each half, and over all GPUs, with one half alone."""
+    cards = torch.cuda.device_count()
+    write_text(folder / "text.jsonl", 2048)
+    data = {**SHARDED, "dataset.path": str(folder / "text.jsonl"), "training.max_steps": 12}
+    measure(folder, "one half", cards // 2, data, more, warm_up=4)
+    apart = {**APART, "ZEROLORA_TEST_HOSTS": "2"}
+    for within in ("host", "all"):
+        settings, program = {**data, "zero.shard_within": within}, "tests.gpu.named_host_rank"
+        measure(folder, f"{within}, by sockets", cards, settings, more, program=program, variables=apart, warm_up=4)
+
+
+def pairs(folder: Path, more: list[str]) -> None:
+    write_data(folder, 200)
+    settings = {
+        "task": "preference", "dataset.path": str(folder / "pairs.jsonl"), "dataset.packing": True,
+        "dataset.max_length": 2048, "training.batch_size": 1, "training.max_steps": 14, "zero.stage": 2,
+    }  # fmt: skip
+    for count in (1, torch.cuda.device_count()):
+        measure(folder, f"DPO, {count} GPUs", count, settings, more, warm_up=5)
+
+
+def large(folder: Path, shape: str, more: list[str]) -> None:
+    write_text(folder / "text.jsonl", 2048)
+    settings = {
+        **SHARDED, "base_model": f"random:{shape}", "adapter": "qlora", "dataset.path": str(folder / "text.jsonl"),
+        "training.gradient_checkpointing": "non_reentrant", "training.max_steps": 6,
+    }  # fmt: skip
+    measure(folder, shape, torch.cuda.device_count(), settings, more, warm_up=2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("sequences", "hosts"))
+    parser.add_argument("what", choices=("sequences", "hosts", "halves", "pairs", "large"))
     parser.add_argument("--lengths", default="65536,131072")
+    parser.add_argument("--shape", default="llama3.1-70b")
     arguments, more = parser.parse_known_args()
     print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        if arguments.what == "hosts":
-            hosts(Path(place), more)
+        folder = Path(place)
+        if arguments.what == "sequences":
+            sequences(folder, [int(length) for length in arguments.lengths.split(",")], more)
+        elif arguments.what == "large":
+            large(folder, arguments.shape, more)
         else:
-            sequences(Path(place), [int(length) for length in arguments.lengths.split(",")], more)
+            {"hosts": hosts, "halves": halves, "pairs": pairs}[arguments.what](folder, more)
 
 
 if __name__ == "__main__":
