@@ -76,7 +76,6 @@ def hub_command(model: str, revision: str | None, folder: Path) -> str:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(
         prog="zerolora download", description="Download a model's safetensors, configuration and tokenizer."
     )

@@ -388,7 +388,6 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     _check_task_options(arguments)

@@ -231,7 +231,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]

@@ -168,7 +168,6 @@ def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

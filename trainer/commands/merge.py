@@ -272,7 +272,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 1 or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)

@@ -13,7 +13,6 @@ from trainer.setup.preflight import build_operators, prepare_to_resume, start_bu
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenize its data.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")

@@ -119,7 +119,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
     repo = arguments.repo

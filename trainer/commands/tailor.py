@@ -342,7 +342,6 @@ def render_yaml(lines: list[Line], output: Path, warnings: Sequence[str] = ()) -
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora init", description="Write a configuration for this model, data and GPUs.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)

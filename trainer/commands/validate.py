@@ -21,7 +21,6 @@ from trainer.setup.early_checks import check_early
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(
         prog="zerolora validate", description="Check a configuration, its model and its data without training."
     )

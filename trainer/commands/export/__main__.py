@@ -157,7 +157,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @reports_errors(RuntimeError)
 def main(argv: list[str] | None = None) -> None:
-    """Return exit code 0, or 1 or 2 after one line on stderr."""
     options = _parse(argv)
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}

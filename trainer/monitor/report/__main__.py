@@ -11,7 +11,6 @@ from trainer.monitor.report.write import write_report
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    """Run the command; return 0, or 2 after an error message on stderr."""
     parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run, or one of several.")
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several: over each other"
