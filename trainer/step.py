@@ -123,16 +123,6 @@ class StepInFlight:
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
 
 
-def count_targets(batches: Sequence[Batch]) -> int:
-    """Return the number of tokens with a loss in this rank's micro-batches."""
-    return sum(batch.target_count for batch in batches)
-
-
-def count_tokens(batches: Sequence[Batch]) -> int:
-    """Return the number of tokens except padding in this rank's micro-batches."""
-    return sum(batch.tokens for batch in batches)
-
-
 def train_step(
     context: StepContext,
     batches: Sequence[Batch],
@@ -212,9 +202,9 @@ def _global_counts(
 ) -> torch.Tensor:
     """Return weight of the targets, targets, tokens, stops, saves summed over all ranks, in fp64 [5] on the device."""
     weight = sum(batch.target_weight for batch in batches)
-    numbers = [weight, count_targets(batches), count_tokens(batches), stop, save]
-    counts = torch.tensor(numbers, dtype=torch.float64)
-    counts = to_device(counts, device)
+    targets = sum(batch.target_count for batch in batches)
+    tokens = sum(batch.tokens for batch in batches)
+    counts = to_device(torch.tensor([weight, targets, tokens, stop, save], dtype=torch.float64), device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
