@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from launcher.doctor.requirements import check_requirements
+from launcher.doctor.command import show as show_checks
+from launcher.doctor.this_host import check_driver, check_packages, check_space
 from launcher.supervision.terminal import show
 from trainer.config import UserError
 from trainer.config.scu_flags import (
@@ -31,9 +32,10 @@ from trainer.config.scu_flags import (
     settings,
 )
 from trainer.config.yaml_core import dump
-from trainer.contract.exit_codes import EXIT_OK, PASSED_ON
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, PASSED_ON
 from trainer.contract.launcher_process import tie_children_to_this_process
 
+FREE_GIB = 10.0
 # Demo data from the standard library's sources, made in a child process: the launcher imports no trainer.
 DEMO_DATA = (
     "import os; from pathlib import Path; from trainer.data.demo_data import demo_data; "
@@ -45,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code of `zerolora train` or of the check."""
     options = parse(arguments)
     if options.check_requirements:
-        return check_requirements(options.output_dir, options.model)
+        return check_requirements(Path(options.output_dir))
     overrides = list(options.overrides)
     tree = resumed_settings(options)
     text = dump(settings(options, *_find_data(options)) if tree is None else tree)
@@ -65,6 +67,13 @@ def run(arguments: Sequence[str]) -> int:
     config.write_text(header + text, encoding="utf-8")
     show(f"the same as: zerolora {shlex.join(train)}")
     return _run_logged([sys.executable, "-m", "launcher.cli", *train], output / LOG_FILE)
+
+
+def check_requirements(output: Path) -> int:
+    """Print what `zerolora doctor` finds on this machine without importing torch; return 1 if something fails."""
+    checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, FREE_GIB)]
+    show_checks(checks, as_json=False)
+    return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK
 
 
 def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:

@@ -4,7 +4,6 @@ import math
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from trainer.contract.rank_arguments import resume_command
 from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
 from trainer.data.step_count import count_steps
 from trainer.evaluation import Evaluation, Measurement
-from trainer.loop import Loop, Parts
+from trainer.loop import Loop
 from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
@@ -28,6 +27,7 @@ from trainer.model.adapter import GradientCheck
 from trainer.model.base import check_base_is_finite
 from trainer.monitor.console import Output
 from trainer.monitor.expert_load import ExpertLoad
+from trainer.monitor.hooks import Hook
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
@@ -56,7 +56,8 @@ from trainer.scu.controller import Steering
 from trainer.scu.steering import fit_to_target, start_steering
 from trainer.setup.build import build_model, select_patches
 from trainer.setup.joining import join
-from trainer.step import evaluate_loss
+from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
+from trainer.step import StepContext, evaluate_loss
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import BatchSource, StepLoss, Task
 
@@ -152,7 +153,7 @@ class Run:
         best = self.config.training.compared_metric
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, best=best, **measured)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
-        loop = Loop(self._build_parts(engine, total_steps), self.config.training, position, total_steps)
+        loop = self._build_loop(engine, position, total_steps)
         try:
             loop.run()
         except FloatingPointError:
@@ -276,37 +277,44 @@ class Run:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
-    def _build_parts(self, engine: Engine, total_steps: int) -> Parts:
+    def _build_loop(self, engine: Engine, position: Position, total_steps: int) -> Loop:
         experts = ExpertLoad.for_model(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
         release = graphs.drop if graphs is not None else None
         common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
         self.recovery = Recovery(*common, release=release)
         extend_timeouts(collective_timeout(self.config.training))
-        return Parts(
-            engine=engine,
-            schedule=self.schedule,
-            loss=graphs or self.loss,
-            batches=self.batches,
-            ranks=self.ranks,
-            reporter=self.metrics,
+        hooks: list[Hook | None] = [
+            FirstGradients(GradientCheck(engine.module, finite=self.precision != "fp16")),
+            StartReport(self._report_start),
+            StepProfiler.for_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
+            experts,
+        ]
+        if self.ranks.is_main:
+            warns = self.config.training.on_spike == "warn"
+            hooks += [SkippedRecords(self.config, self.prepared, self.batches), self.task.meter(engine.module)]
+            hooks += [SpikeWatch(self.say, position)] if warns else []
+        if self.task.counted == "images" and (every := self.config.image.sample_every):
+            hooks.append(Samples(self._sample, every, total_steps))
+        stragglers = watch_stragglers(engine, self.ranks, self.say)
+        loss = graphs or self.loss
+        return Loop(
+            StepContext(
+                engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering, stragglers
+            ),
+            [hook for hook in hooks if hook is not None],
+            self.config.training,
+            position,
+            total_steps,
             stop=self.stop,
+            reporter=self.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.measurement is None else None,
-            recovery=self.recovery,
-            steering=self.steering,
-            gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
-            mfu=self.task.meter(engine.module) if self.ranks.is_main else None,
-            experts=experts,
             counted=self.task.counted,
-            sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
-            sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
-            skipped=partial(skipped_records, self.config, self.prepared, self.batches),
-            report_start=self._report_start,
-            profiler=StepProfiler.for_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
-            spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
-            stragglers=watch_stragglers(engine, self.ranks, self.say),
         )
+
+    def _sample(self, step: int) -> None:
+        self.evaluation.sample(f"step-{step}", step, self.folder)
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
         """Return the held-out loss, and generate samples."""

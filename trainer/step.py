@@ -9,8 +9,9 @@ micro-step therefore passes sum_local * world * accumulation / N to it.
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.loss_head import to_device
 from trainer.scu.controller import Steering
-from trainer.tasks.task import Batch, StepLoss
+from trainer.tasks.task import Batch, BatchSource, StepLoss
 
 _NONFINITE = 2**20  # more than any number of ranks, so that one sum encodes their count and the rank if it is only one
 
@@ -53,6 +54,32 @@ class StepResult:
     """The rank with a non-finite local loss, if there is only one."""
     own_is_nonfinite: bool = False
     """Whether the local loss of this rank was not finite."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of a target in nats."""
+        return self.loss_sum / (self.target_weight or 1.0)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every step of a run works with."""
+
+    engine: Engine
+    loss: StepLoss
+    batches: BatchSource
+    ranks: Ranks
+    schedule: Any
+    recovery: Recovery
+    """Lets the ranks agree, before gradients are reduced, that none ran out of memory."""
+    steering: Steering | None = None
+    """Adds its penalty, in nats per token, once per step."""
+    stragglers: StragglerWatch | None = None
+    """Measures this rank's own time; None on a single rank."""
+
+    def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
+        """Count the block as this rank's own time."""
+        return nullcontext() if self.stragglers is None else self.stragglers.own_time(on_device=on_device)
 
 
 class StepInFlight:
@@ -96,59 +123,38 @@ class StepInFlight:
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
 
 
-def count_targets(batches: Sequence[Batch]) -> int:
-    """Return the number of tokens with a loss in this rank's micro-batches."""
-    return sum(batch.target_count for batch in batches)
-
-
-def count_tokens(batches: Sequence[Batch]) -> int:
-    """Return the number of tokens except padding in this rank's micro-batches."""
-    return sum(batch.tokens for batch in batches)
-
-
 def train_step(
-    engine: Engine,
-    loss: StepLoss,
+    context: StepContext,
     batches: Sequence[Batch],
-    ranks: Ranks,
     *,
     step: int,
     max_grad_norm: float,
-    steering: Steering | None = None,
-    stop: bool = False,
-    save: bool = False,
-    before_update: Callable[[], None] | None = None,
-    recovery: Recovery | None = None,
-    stragglers: StragglerWatch | None = None,
+    stop: bool,
+    save: bool,
+    before_update: Callable[[], None],
 ) -> StepInFlight:
     """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `steering` adds its penalty, in nats per token, once per step. `stop` and `save` ask for a stop or a checkpoint
-    after the step; the result has whether any rank does. `before_update` runs between the last backward pass and the
-    optimizer, and can still prevent the update. `recovery` lets the ranks agree, before gradients are reduced, that
-    none ran out of memory; `stragglers` measures this rank's forward passes.
+    `stop` and `save` ask for a stop or a checkpoint after the step; the result has whether any rank does.
+    `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
     """
-    device = engine.device
+    engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device
     counts = _global_counts(batches, stop, save, ranks, device)
     # Undoes the engine's division by accumulation steps and ranks; on the device if there are several ranks.
     scale = (ranks.world_size * len(batches) / (counts[0] + (counts[0] == 0))).float()
     sums = torch.zeros(3, device=device, dtype=torch.float64)
     plain_norm = None
     skipped_before = engine.skipped_steps
-    if recovery is not None:
-        recovery.hold_reduction()
+    context.recovery.hold_reduction()
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        last_steering = steering if is_last else None
-        _micro_step(engine, loss, batch, sums, scale, len(batches), step, last_steering, stragglers)
+        _micro_step(context, batch, sums, scale, steering_at=step if is_last else None, accumulation=len(batches))
         if is_last:
-            if recovery is not None:
-                recovery.agree_and_reduce()
+            context.recovery.agree_and_reduce()
             own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(_NONFINITE + ranks.rank))
             sums[2] = own_nonfinite
             sum_over_ranks(sums)
-            if before_update is not None:
-                before_update()
+            before_update()
             plain_norm = _guard_plain_optimizer(engine, max_grad_norm)
         with phase("optimizer step"):
             engine.step()
@@ -167,30 +173,28 @@ def train_step(
 
 
 def _micro_step(
-    engine: Engine,
-    loss: StepLoss,
+    context: StepContext,
     batch: Batch,
     sums: torch.Tensor,
     scale: torch.Tensor,
+    *,
+    steering_at: int | None,
     accumulation: int,
-    step: int,
-    steering: Steering | None,
-    stragglers: StragglerWatch | None,
 ) -> None:
     """Run forward and backward pass of a micro-batch, and add its loss to `sums`.
 
-    `steering` is given for the last micro-batch of a step.
+    `steering_at` is the step in its last micro-batch, to which the penalty is added.
     """
-    with stragglers.own_time() if stragglers is not None else nullcontext():
-        loss_local = loss(engine, batch, engine.device)
+    with context.own_time():
+        loss_local = context.loss(context.engine, batch, context.engine.device)
     sums[0] += loss_local.detach()
-    total = (loss_local + loss.balancing) * scale
-    if steering is not None:
+    total = (loss_local + context.loss.balancing) * scale
+    if steering_at is not None and context.steering is not None:
         # Every rank adds the whole penalty and the engine averages over ranks, so only the accumulation is undone.
-        total = total + steering.penalty(step) * accumulation
-        sums[1] = steering.measured_local()
+        total = total + context.steering.penalty(steering_at) * accumulation
+        sums[1] = context.steering.measured_local()
     with phase("backward"):
-        engine.backward(total)
+        context.engine.backward(total)
 
 
 def _global_counts(
@@ -198,9 +202,9 @@ def _global_counts(
 ) -> torch.Tensor:
     """Return weight of the targets, targets, tokens, stops, saves summed over all ranks, in fp64 [5] on the device."""
     weight = sum(batch.target_weight for batch in batches)
-    numbers = [weight, count_targets(batches), count_tokens(batches), stop, save]
-    counts = torch.tensor(numbers, dtype=torch.float64)
-    counts = to_device(counts, device)
+    targets = sum(batch.target_count for batch in batches)
+    tokens = sum(batch.tokens for batch in batches)
+    counts = to_device(torch.tensor([weight, targets, tokens, stop, save], dtype=torch.float64), device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.doctor.other_hosts import MARK, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh, format_answers
+from launcher.doctor.other_hosts import ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh, format_answers
 from launcher.doctor.this_host import (
-    Check,
     Need,
     check_driver,
     check_folders,
@@ -39,6 +38,7 @@ from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
+from trainer.contract.doctor_check import MARK, Check
 from trainer.contract.rendezvous import host_name
 from trainer.contract.standard_streams import PROGRESS
 

@@ -15,15 +15,14 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from launcher.doctor.this_host import Check
 from launcher.targets.environment import exported_variables
 from launcher.targets.hostfile import SSH, check_reachable
 from launcher.targets.slurm import Allocation
 from trainer.config import UserError
 from trainer.config.files import UnreadableFile, parse_json
+from trainer.contract.doctor_check import MARK, Check
 from trainer.contract.rendezvous import host_name
 
-MARK = "zerolora-doctor: "
 # srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.
 PIECE = 400
 _PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)

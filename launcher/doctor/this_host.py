@@ -3,24 +3,36 @@
 import errno
 import importlib.util
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
-from launcher.doctor.requirements import GIB, MAMBA, find_cuda, find_gpus, find_packages
 from launcher.supervision.build_locks import extensions_folder, find_locks
 from trainer.config import RunConfig, collective_timeout
+from trainer.contract.doctor_check import Check, State
+from trainer.contract.home import HOME
 from trainer.contract.known_versions import describe_untested
 from trainer.contract.rendezvous import host_name
 
-State = Literal["OK", "WARN", "FAIL"]
+PROJECT = HOME / "pyproject.toml"
+GIB = 2**30
+SMI_TIMEOUT_S = 60.0
+# The oldest GPUs that torch's builds and the operators support, and the memory for a 1B model in 4 bits (decimal GB, as
+# GPUs are sold).
+LEAST_CAPABILITY = (7, 0)
+LEAST_GPU_MIB = 8e9 / 2**20
+# For Granite 4.0 H and Falcon H1; without both transformers computes these layers in plain torch.
+MAMBA = ("mamba-ssm", "causal-conv1d")
 LEAST_FREE_GIB = 1.0
 """Minimum free disk space, below which `zerolora train` refuses to start."""
 RECOMMENDED_GIB = 10.0
@@ -29,17 +41,6 @@ NCCL_SHM_GIB = 1.0
 PROCESS_GIB = 2.0
 """Host memory of a rank with torch, CUDA and DeepSpeed loaded, before any model."""
 TRIAL_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row of the doctor's table."""
-
-    name: str
-    state: State
-    found: str
-    fix: str = ""
-    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,8 @@ def check_packages() -> Iterator[Check]:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
     yield Check("python", "OK" if good else "FAIL", f"{version} at {sys.executable}", "" if good else "install 3.11")
-    wrong = 0
-    for needed, name, found in find_packages():
-        if found.startswith("missing"):
-            wrong += needed
-            what, _, fix = found.removeprefix("missing").lstrip(": ").rpartition("pip install")
-            if needed:
-                yield Check(name, "FAIL", what.rstrip("; ") or "not installed", f"pip install{fix}")
-    if not wrong:
-        yield Check("packages", "OK", "every dependency has a version known to work")
+    wrong = list(_check_dependencies())
+    yield from wrong or [Check("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
     state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
     yield Check("kernels for Mamba layers", "OK", state)
@@ -75,26 +69,78 @@ def check_packages() -> Iterator[Check]:
         yield Check("known versions", "WARN", found, fix)
 
 
+def _check_dependencies() -> Iterator[Check]:
+    """Yield a check for each dependency in pyproject.toml that is missing or has another version."""
+    from packaging.requirements import Requirement
+
+    for text in tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]:
+        requirement = Requirement(text)
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield Check(requirement.name, "FAIL", "not installed", f"pip install '{text}'")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield Check(requirement.name, "FAIL", f"{version} is installed", f"pip install '{text}'")
+
+
 def check_driver() -> Iterator[Check]:
-    """Check the NVIDIA driver and the GPUs it shows."""
+    """Check the NVIDIA driver, the GPUs it shows, and the CUDA version that torch was built with."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
-    for _, name, found in find_gpus():
-        reason = found.removeprefix("missing: ")
-        if reason == found:
-            yield Check(name, "OK", found)
-        elif shutil.which("nvidia-smi") is None:
-            yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "for a GPU: install its driver")
-        elif name.startswith("GPU "):
-            yield Check(name, "WARN", reason, "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU")
+    if shutil.which("nvidia-smi") is None:
+        yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "for a GPU: install its driver")
+        return
+    fields = "name,memory.total,memory.free,driver_version,compute_cap"
+    fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
+    try:
+        listing = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
+        shown = re.search(r"CUDA Version: *(\d+)\.(\d+)", _nvidia_smi().stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Check("driver", "FAIL", f"nvidia-smi does not answer ({error})", fix)
+        return
+    if listing.returncode or not listing.stdout.strip():
+        words = (listing.stdout + listing.stderr).strip().splitlines() or ["no GPU"]
+        yield Check("driver", "FAIL", f"nvidia-smi: {words[0]}", fix)
+    for number, line in enumerate(listing.stdout.strip().splitlines() if not listing.returncode else ()):
+        name, total, free, driver, capability = (word.strip() for word in line.split(","))
+        found = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
+        if reason := _why_too_small(total, capability):
+            fix = "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU"
+            yield Check(f"GPU {number}", "WARN", f"{reason}: {found}", fix)
         else:
-            fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
-            yield Check("driver", "FAIL", reason, fix)
-    _, name, found = find_cuda()
-    if shutil.which("nvidia-smi") is not None and found.startswith("missing"):
-        what, _, fix = found.removeprefix("missing: ").rpartition("; ")
-        yield Check(name, "FAIL", what, fix)
+            yield Check(f"GPU {number}", "OK", found)
+    if (built := _torch_cuda_version()) is None:
+        fix = "install one for CUDA (pytorch.org/get-started)"
+        yield Check("CUDA", "FAIL", "this torch is built without it", fix)
+    elif shown is not None and int(shown.group(1)) < int(built.partition(".")[0]):
+        known = f"{shown.group(1)}.{shown.group(2)}"
+        yield Check("CUDA", "FAIL", f"torch has {built} and the driver knows {known} at most", "update the driver")
+
+
+def _why_too_small(total: str, capability: str) -> str:
+    """Return what a GPU lacks; empty if it suffices or its numbers are unknown."""
+    numbers = re.findall(r"\d+", capability)
+    if len(numbers) == len(LEAST_CAPABILITY) and tuple(map(int, numbers)) < LEAST_CAPABILITY:
+        return "compute capability 7.0 or newer is needed"
+    if (size := re.match(r"(\d+) MiB", total)) and int(size.group(1)) < LEAST_GPU_MIB:
+        return "8 GB of memory are needed"
+    return ""
+
+
+def _torch_cuda_version() -> str | None:
+    """Return the CUDA version in torch/version.py, read as text because importing torch takes seconds."""
+    found = importlib.util.find_spec("torch")
+    folders = found.submodule_search_locations if found else None
+    path = Path(folders[0], "version.py") if folders else None
+    text = path.read_text(encoding="utf-8") if path and path.is_file() else ""
+    built = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
+    return built.group(1) if built else None
+
+
+def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
 
 
 def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
@@ -107,10 +153,11 @@ def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
         } | folders
     for name, folder in folders.items():
         needed = (need.disk or 0) / GIB if name == "output_dir" else 0.0
-        yield _check_space(f"disk: {name}", folder, needed)
+        yield check_space(f"disk: {name}", folder, needed)
 
 
-def _check_space(name: str, folder: Path, needed_gib: float) -> Check:
+def check_space(name: str, folder: Path, needed_gib: float) -> Check:
+    """Check the free space at a folder, by writing."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.prompts import CHAT_TEMPLATES, STYLES, alpaca
 from launcher.importing.translation import UNSET, Names, Text, Translation, split_names
 from trainer.config import UserError
 from trainer.config.data_sections import SourceSection
@@ -118,8 +117,8 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
         return {"format": "messages"}
     if base in ("sharegpt", "completion", "pretrain"):
         return {"format": "sharegpt" if base == "sharegpt" else "completion"}
-    if word == "alpaca" and (style or "instruct") in STYLES:
-        with_input, without = alpaca(style or "instruct")
+    if word == "alpaca" and (style or "instruct") in common.STYLES:
+        with_input, without = common.alpaca(style or "instruct")
         fields = {"completion": "output"}
         return {"format": "custom", "template": with_input, "template_without_input": without, "fields": fields}
     if kind is None:
@@ -195,8 +194,8 @@ def set_chat_template(t: Translation) -> None:
     if jinja:
         t.put("dataset.chat_template", jinja, "chat_template_jinja" if t.get("chat_template_jinja") else "datasets")
     elif any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t)) and name != "tokenizer_default":
-        if name in CHAT_TEMPLATES:
-            t.put("dataset.chat_template", CHAT_TEMPLATES[name], at)
+        if name in common.CHAT_TEMPLATES:
+            t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
         else:
             t.note(at, f"{name}: {common.OWN_TEMPLATE}")
 

@@ -16,7 +16,7 @@ from launcher.importing.translation import (
     read_tables,
     split_names,
 )
-from trainer.config import UserError
+from trainer.config import UserError, aliases
 from trainer.config.errors import shown
 from trainer.config.files import read_json
 from trainer.config.sections import TRACKERS
@@ -32,6 +32,11 @@ INT8 = (
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
+ALPACA_HEAD = "Below is an instruction that describes a task"
+ALPACA_PAIRED = ", paired with an input that provides further context"
+ALPACA_TAIL = ". Write a response that appropriately completes the request."
+STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
+CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
 DEEPSPEED = {
     "zero_optimization": {"stage": Whole, "offload_optimizer": {"device": Text}, "offload_param": {"device": Text}}
@@ -55,6 +60,15 @@ SHARED_ROWS = {
     "fsdp": Key((Text, [Text])),
     "fsdp_config": Key((Text, FSDP)),
 }
+
+
+def alpaca(style: str) -> tuple[str, str]:
+    """Return the prompt of Stanford Alpaca for records with an input, and for those without."""
+    system, with_input, without = STYLES[style]
+    return (
+        system.replace("{system}", ALPACA_HEAD + ALPACA_PAIRED + ALPACA_TAIL) + with_input,
+        system.replace("{system}", ALPACA_HEAD + ALPACA_TAIL) + without,
+    )
 
 
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common, llamafactory_v1
-from launcher.importing.prompts import CHAT_TEMPLATES
 from launcher.importing.translation import Foreign, Text, Translation, Whole, load_table, split_names
 
 KEYS = load_table("llamafactory", common.SHARED_ROWS)
@@ -82,8 +81,8 @@ def set_data(t: Translation) -> None:
         if not t.get("neat_packing"):
             t.note("packing" if is_packed else "stage", "documents of a pack do not see each other here")
     template = t.get("template", "")
-    if template in CHAT_TEMPLATES:
-        t.put("dataset.chat_template", CHAT_TEMPLATES[template], "template")
+    if template in common.CHAT_TEMPLATES:
+        t.put("dataset.chat_template", common.CHAT_TEMPLATES[template], "template")
     elif template and not is_pretraining:
         reasoning_note = ", and reasoning in the records is trained on as it is" * template.endswith("_nothink")
         t.note("template", f"{template}: {common.OWN_TEMPLATE}{reasoning_note}")

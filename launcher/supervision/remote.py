@@ -206,13 +206,19 @@ def _matches_host(label: str, host: str) -> bool:
 
 
 class LauncherLog:
-    """The part of the log written after this object was created."""
+    """The part of the log written after `begin`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin = self._read = path.stat().st_size
+        self._begin = self._read = 0
         self._unfinished = b""
         self._text = ""
+        self.text_before_end = ""
+        """The text at the first failure or stop, before this launcher ended any rank."""
+
+    def begin(self) -> None:
+        """Skip what an earlier run or attempt has written."""
+        self._begin = self._read = self._path.stat().st_size
 
     def has_new_failure(self) -> bool:
         """Return whether a line written since the last call reports a failed rank or host."""

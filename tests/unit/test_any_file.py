@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from launcher.attempts import Attempts
 from launcher.commands import main as zerolora
-from launcher.doctor.other_hosts import MARK, format_answers, parse_answers
-from launcher.doctor.this_host import Check
+from launcher.doctor.other_hosts import format_answers, parse_answers
 from launcher.job_starts import build_resume_settings
 from launcher.status import describe_run
 from launcher.supervision.remote import SrunReach, SshReach
@@ -33,6 +32,7 @@ from tests.any_input import assert_a_line, or_refused, tries
 from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
+from trainer.contract.doctor_check import MARK, Check
 from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.json_records import read_sweep

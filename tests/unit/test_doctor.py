@@ -17,7 +17,6 @@ import torch.distributed as dist
 from launcher.doctor.command import _run, show
 from launcher.doctor.other_hosts import check_mpi, check_srun, format_answers, parse_answers
 from launcher.doctor.this_host import (
-    Check,
     Need,
     check_folders,
     check_locks,
@@ -31,6 +30,7 @@ from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_data, check_model, missing_shards
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection
+from trainer.contract.doctor_check import Check
 from trainer.contract.heartbeat import BUILD_LOCK, Heartbeat, read_heartbeats
 from trainer.parallel.ranks.agreement import Report, differences
 

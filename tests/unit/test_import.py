@@ -10,7 +10,7 @@ import yaml
 
 from launcher.commands import main as zerolora
 from launcher.importing.command import format_yaml, translate_arguments
-from launcher.importing.prompts import CHAT_TEMPLATES, alpaca
+from launcher.importing.common import CHAT_TEMPLATES, alpaca
 from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config

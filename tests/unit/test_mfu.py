@@ -7,6 +7,7 @@ from trainer.config import LoraSection, ModelSection
 from trainer.data import MicroBatch
 from trainer.model.adapter import apply_adapter, lora_config
 from trainer.model.base import empty_model, load_model_config
+from trainer.monitor.hooks import FinishedStep
 from trainer.monitor.mfu import MfuMeter, StepFlops, peak_flops
 
 HIDDEN, INNER, LAYERS, KV, VOCABULARY, R = 64, 128, 2, 32, 384, 4
@@ -106,10 +107,11 @@ def test_peaks(card: str, precision: str, peak: float | None) -> None:
 
 def test_steps_may_overlap() -> None:
     meter = MfuMeter(StepFlops(adapted()), peak=1e12)
-    meter.count(1, [packed(10)])
-    meter.count(2, [packed(20)])
-    assert meter.values(1, 0.5) == {"perf/mfu": by_hand(10, 10, 100) / 0.5e12}
-    assert meter.values(2, 1.0) == {"perf/mfu": by_hand(20, 20, 400) / 1e12}
+    meter.with_batches(1, [packed(10)])
+    meter.with_batches(2, [packed(20)])
+    first, second = (FinishedStep(number, 2.0, 1.0, seconds, is_logged=False) for number, seconds in ((1, 0.5), (2, 1)))
+    assert meter.after_step(first) == {"perf/mfu": by_hand(10, 10, 100) / 0.5e12}
+    assert meter.after_step(second) == {"perf/mfu": by_hand(20, 20, 400) / 1e12}
 
 
 def test_no_meter_without_a_known_card() -> None:

@@ -23,7 +23,6 @@ from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.setup.build import build_model
 from trainer.setup.preflight import prepare
-from trainer.step import count_targets
 from trainer.tasks.language import LanguageTask
 
 CPU = torch.device("cpu")
@@ -88,7 +87,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     epoch = offset = 0
     for _ in range(training.max_steps):
         parts, taken = batches.step_batches(epoch, offset)
-        targets, total = count_targets(parts), 0.0
+        targets, total = sum(part.target_count for part in parts), 0.0
         for part in parts:
             loss = token_loss(model, part, CPU)
             (loss / targets).backward()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision import remote, supervisor
+from launcher.supervision import observer, remote, supervisor
 from launcher.supervision.remote import LauncherLog, LauncherReach, Reach, SrunReach, SshReach
 from launcher.targets.local import Command
 from launcher.targets.slurm import Allocation
@@ -141,6 +141,7 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
     assert run.run() == 1
     assert run.processes[0].poll() == -9
+    assert (run.state, run.end) == (supervisor.State.FAILING, supervisor.End.UNREACHABLE)
 
 
 def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
@@ -176,7 +177,7 @@ def test_what_started_the_ranks_is_ended_long_after_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, signalled: bool
 ) -> None:
     """They have said how they ended, which counts, whatever its own code is; srun waits for a node without a daemon."""
-    monkeypatch.setattr(supervisor, "OUTLIVED_S", 1.5)
+    monkeypatch.setattr(observer, "OUTLIVED_S", 1.5)
     for rank, beat in beats(r0=0, r1=code).items():
         if rank < 2:
             (tmp_path / f"line-{rank}").write_bytes(beat.line())
@@ -186,6 +187,8 @@ def test_what_started_the_ranks_is_ended_long_after_all_of_them(
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == code
     assert run.processes[0].poll() == -9 and bool(run.signals) == signalled
+    assert run.end is supervisor.End.OUTLIVED
+    assert run.state is (supervisor.State.STOPPING if signalled else supervisor.State.RUNNING)
     assert "their launcher still waits; ending it" in capfd.readouterr().err
 
 

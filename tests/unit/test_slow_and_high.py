@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainer.checkpoint.checkpoint import Position
+from trainer.monitor.hooks import FinishedStep
 from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
@@ -19,12 +20,13 @@ def noisy(count: int) -> list[float]:
 
 def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
     said: list[str] = []
-    spikes, position = SpikeWatch(said.append), Position()
+    position = Position()
+    spikes = SpikeWatch(said.append, position)
     losses = noisy(60)
     losses[40:43] = [5.0, 6.0, 4.5]
     for step, loss in enumerate(losses, start=1):
-        position.spikes += spikes.check(position.latest_losses, step, loss, 3.25)
-    assert position.spikes == 3
+        counted = spikes.after_step(FinishedStep(step, loss, 3.25, seconds=1.0, is_logged=False))
+    assert position.spikes == 3 and counted == {"train/spikes": 3.0}
     assert len(said) == 1
     assert "step 41: loss 5.000, where the last 40 had a median of 2.0" in said[0] and "norm 3.25" in said[0]
 
@@ -33,10 +35,10 @@ def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> Non
     said: list[str] = []
     position = Position()
     for step, loss in enumerate([*noisy(BEFORE), 9.0, float("nan")], start=1):
-        position.spikes += SpikeWatch(said.append).check(position.latest_losses, step, loss, 1.0)
+        position.spikes += SpikeWatch(said.append, position).check(step, loss, 1.0)
     assert position.spikes == 1 and len(position.latest_losses) == BEFORE
     again = Position.from_dict(json.loads(json.dumps(position.to_dict(), allow_nan=False)))
-    assert SpikeWatch(said.append).check(again.latest_losses, BEFORE + 3, 8.0, 1.0)
+    assert SpikeWatch(said.append, again).check(BEFORE + 3, 8.0, 1.0)
     assert again.spikes == 1 and f"step {BEFORE + 3}: loss 8.000, where the last {BEFORE}" in said[1]
 
 
@@ -46,9 +48,9 @@ def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> Non
     ids=["noise", "the first steps", "falling", "flat"],
 )
 def test_what_is_no_spike(losses: list[float]) -> None:
-    spikes, position = SpikeWatch(pytest.fail), Position()
+    spikes = SpikeWatch(pytest.fail, Position())
     for step, loss in enumerate(losses, start=1):
-        assert not spikes.check(position.latest_losses, step, loss, 1.0)
+        assert not spikes.check(step, loss, 1.0)
 
 
 def watch(said: list[str], ranks: int = 4) -> StragglerWatch:

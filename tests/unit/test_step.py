@@ -16,7 +16,6 @@ from trainer.data.samples import Sample
 from trainer.loop import exclude_from_garbage_collection
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.patches.loss_head import TokenLoss
-from trainer.step import count_targets, count_tokens
 
 DOCUMENTS = [[5, 9, 31, 77, 12], [200, 41, 6, 7, 8, 9, 10], [99, 3, 120]]
 
@@ -72,8 +71,8 @@ def test_padding_carries_no_loss_and_no_token(folder: Path) -> None:
     assert float(loss(model, batch, device)) == pytest.approx(
         sum(float(loss(model, b, device)) for b in alone), rel=1e-5
     )
-    assert count_targets([batch]) == 4 + 6
-    assert count_tokens([batch]) == 5 + 7
+    assert batch.target_count == 4 + 6
+    assert batch.tokens == 5 + 7
 
 
 def test_logits_are_computed_only_where_there_are_targets(folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 import argparse
 import logging
-import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +15,6 @@ from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_loaded
 from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import one_line
 from trainer.config.files import check_shape
 from trainer.config.problems import describe_first
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
@@ -192,22 +189,6 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: b
     match_vocabulary(base, tokenizer)
     misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
-
-
-def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
-    """Run a command and return its exit code: 0, 2 for a user error, 1 for an `expected` failure.
-
-    Errors are printed to stderr in one line.
-    """
-    try:
-        command()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except expected as error:
-        print(f"failed: {one_line(str(error))}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def quiet_libraries() -> None:

@@ -16,7 +16,6 @@ from trainer.checkpoint.finished_run import (
     find_run,
     quiet_libraries,
     refuse_reward_model,
-    run_command,
     saved_tokenizer,
 )
 from trainer.commands.generate import (
@@ -31,7 +30,7 @@ from trainer.commands.generate import (
     replace_invalid,
 )
 from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
-from trainer.config import CommandParser, DatasetSection, UserError
+from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
 
@@ -114,7 +113,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _run(arguments: argparse.Namespace) -> None:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parse(argv)
+    quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     sampling.check()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
@@ -129,13 +131,6 @@ def _run(arguments: argparse.Namespace) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     converse(Conversation(model, tokenizer, sampling, section, text))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
-    quiet_libraries()
-    arguments = _parse(argv)
-    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, UserError, reports_errors
 
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 # Subfolders hold the same weights for other programs.
@@ -74,8 +74,8 @@ def hub_command(model: str, revision: str | None, folder: Path) -> str:
     return shlex.join(words)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora download", description="Download a model's safetensors, configuration and tokenizer."
     )
@@ -83,14 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="branch, tag or commit")
     parser.add_argument("--output", type=Path, metavar="DIR", help="target folder (default: the hub's cache)")
     arguments = parser.parse_args(argv)
-    try:
-        folder = download(arguments.model, revision=arguments.revision, folder=arguments.output)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    folder = download(arguments.model, revision=arguments.revision, folder=arguments.output)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder} ({size / 2**30:.2f} GiB); train with base_model={arguments.output or arguments.model}")
-    return 0
 
 
 if __name__ == "__main__":

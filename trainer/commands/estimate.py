@@ -20,7 +20,7 @@ from rich.table import Table
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands import speed
 from trainer.commands.longest_sequence import find_longest, longest_lines
-from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import prepare_data
@@ -227,7 +227,8 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
         console.print(line if found["fits"] else f"too large as configured; {line}", highlight=False)
 
 
-def main(argv: list[str] | None = None) -> int:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     """Return exit code 0, or 2 after one line on stderr if nothing fits or an argument is wrong."""
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_config()
@@ -240,47 +241,40 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     quiet_libraries()
-    try:
-        gpus = len(visible_gpus()) or 1 if arguments.gpus is None else arguments.gpus
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-        if gpus < 1:
-            raise UserError(f"--gpus {gpus}: must be 1 or more")
-        if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
-            raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
-        if arguments.host_memory and not arguments.max_length:
-            raise UserError(
-                f"--host-memory {arguments.host_memory}: has no effect without --max-length auto; remove it"
-            )
-        memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
-        loaded = load_config(arguments.config, arguments.overrides)
-        config = loaded.config
-        check_ranks(config.parallel.sequence, gpus)
-        PROGRESS.show(f"reading {config.base_model} and the data")
-        if not is_pipeline(config):
-            config = fit_max_length(config, context_length(read_model_config(config)[0]))
-        planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
-        if arguments.max_length and is_pipeline(config):
-            raise UserError("--max-length auto: an image model has no sequences; remove it")
-        if arguments.max_length:
-            per_host = arguments.gpus_per_host or gpus
-            host = parse_memory(arguments.host_memory, "--host-memory") // per_host if arguments.host_memory else None
-            longest = find_longest(planner, config, memory, host)
-            of_model = context_length(planner.shapes.model.config)
-            print(json.dumps(longest) if arguments.json else "\n".join(longest_lines(longest, of_model)))
-            return 0
-        found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
-        found["speed"] = speed.predict(planner, resolved, arguments)
-        found["gpu_is_assumed"] = arguments.gpu_memory is None
-        if arguments.json:
-            print(json.dumps(found, indent=1))
-        else:
-            show(Console(soft_wrap=True), found, planner.estimate(resolved))
-        if found["recommended"] is None:
-            raise UserError(describe_misfit(planner, resolved, memory, "has"))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    gpus = len(visible_gpus()) or 1 if arguments.gpus is None else arguments.gpus
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus}: must be 1 or more")
+    if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
+        raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
+    if arguments.host_memory and not arguments.max_length:
+        raise UserError(f"--host-memory {arguments.host_memory}: has no effect without --max-length auto; remove it")
+    memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
+    loaded = load_config(arguments.config, arguments.overrides)
+    config = loaded.config
+    check_ranks(config.parallel.sequence, gpus)
+    PROGRESS.show(f"reading {config.base_model} and the data")
+    if not is_pipeline(config):
+        config = fit_max_length(config, context_length(read_model_config(config)[0]))
+    planner, notes = build_planner(config, gpus, speed.find_ranks_per_host(arguments, gpus))
+    if arguments.max_length and is_pipeline(config):
+        raise UserError("--max-length auto: an image model has no sequences; remove it")
+    if arguments.max_length:
+        per_host = arguments.gpus_per_host or gpus
+        host = parse_memory(arguments.host_memory, "--host-memory") // per_host if arguments.host_memory else None
+        longest = find_longest(planner, config, memory, host)
+        of_model = context_length(planner.shapes.model.config)
+        print(json.dumps(longest) if arguments.json else "\n".join(longest_lines(longest, of_model)))
+        return
+    found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
+    found["speed"] = speed.predict(planner, resolved, arguments)
+    found["gpu_is_assumed"] = arguments.gpu_memory is None
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(Console(soft_wrap=True), found, planner.estimate(resolved))
+    if found["recommended"] is None:
+        raise UserError(describe_misfit(planner, resolved, memory, "has"))
 
 
 def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:

@@ -32,12 +32,11 @@ from trainer.checkpoint.finished_run import (
     load_trained,
     quiet_libraries,
     refuse_reward_model,
-    run_command,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
-from trainer.config import CommandParser, RunConfig, SourceSection, UserError
+from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.config.errors import shown
 from trainer.config.evaluation_section import EvaluationSection
@@ -387,7 +386,10 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
     return {name: {"scores": scores.values, "errors": scores.errors} for name, scores in both.items()}
 
 
-def _run(arguments: argparse.Namespace) -> None:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parse(argv)
+    quiet_libraries()
     _check_task_options(arguments)
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
@@ -442,13 +444,6 @@ def _run(arguments: argparse.Namespace) -> None:
             **found,
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
-    arguments = _parse(argv)
-    quiet_libraries()
-    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

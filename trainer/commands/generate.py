@@ -28,12 +28,11 @@ from trainer.checkpoint.finished_run import (
     load_trained,
     quiet_libraries,
     refuse_reward_model,
-    run_command,
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
 from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
-from trainer.config import CommandParser, DatasetSection, UserError
+from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
@@ -230,7 +229,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _run(arguments: argparse.Namespace) -> None:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parse(argv)
+    quiet_libraries()
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, USE_DIFFUSERS)
@@ -274,12 +276,6 @@ def _run(arguments: argparse.Namespace) -> None:
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         raise UserError(f"{len(failed)} prompts were not answered; see above")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
-    quiet_libraries()
-    return run_command(lambda: _run(_parse(argv)))
 
 
 if __name__ == "__main__":

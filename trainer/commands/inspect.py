@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
-from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
+from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.config.errors import printable
 from trainer.config.types import AUTO
@@ -166,8 +166,8 @@ def _compute_stats(samples: list[Sample], whole: DataStats) -> DataStats:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
     parser.add_config()
     parser.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
@@ -178,35 +178,30 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # data may hold characters that the terminal cannot show
     console = Console()
     quiet_libraries()
-    try:
-        ranks = arguments.ranks or default_ranks()
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-        loaded = load_config(arguments.config, arguments.overrides)
-        config = loaded.config
-        for note in loaded.notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
-        if is_pipeline(config):
-            show_images(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
-            return 0
-        PROGRESS.show(f"reading {config.base_model} and the data")
-        tokenizer = load_tokenizer(config.base_model, config.model)
-        longest = context_length(load_model_config(config.base_model, config.model))
-        config = fit_max_length(config, longest)
-        cache = Path(config.dataset.cache_dir).expanduser()
-        data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
-        if config.training.loss != "nll" or config.training.neftune_noise_alpha:
-            noise = config.training.neftune_noise_alpha
-            console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))
-        if arguments.step:
-            show_step(config, data, tokenizer, console, step=arguments.step, ranks=ranks)
-        else:
-            show_data(data, tokenizer, console, examples=arguments.examples)
-        if config.preference.share_prompt and isinstance(data.train, Samples):
-            console.print(f"shared prompts: save {measure_savings(data.train):.1%} of the tokens")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    ranks = arguments.ranks or default_ranks()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    loaded = load_config(arguments.config, arguments.overrides)
+    config = loaded.config
+    for note in loaded.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if is_pipeline(config):
+        show_images(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
+        return
+    PROGRESS.show(f"reading {config.base_model} and the data")
+    tokenizer = load_tokenizer(config.base_model, config.model)
+    longest = context_length(load_model_config(config.base_model, config.model))
+    config = fit_max_length(config, longest)
+    cache = Path(config.dataset.cache_dir).expanduser()
+    data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
+    if config.training.loss != "nll" or config.training.neftune_noise_alpha:
+        noise = config.training.neftune_noise_alpha
+        console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))
+    if arguments.step:
+        show_step(config, data, tokenizer, console, step=arguments.step, ranks=ranks)
+    else:
+        show_data(data, tokenizer, console, examples=arguments.examples)
+    if config.preference.share_prompt and isinstance(data.train, Samples):
+        console.print(f"shared prompts: save {measure_savings(data.train):.1%} of the tokens")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from trainer.checkpoint.finished_run import (
     load_trained,
     quiet_libraries,
     refuse_reward_model,
-    run_command,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import ALLOW
@@ -34,7 +33,7 @@ from trainer.commands.atomic_output import check_output, move_into_place, tempor
 from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
-from trainer.config import CommandParser, RunConfig, UserError
+from trainer.config import CommandParser, RunConfig, UserError, reports_errors
 from trainer.model import mxfp4
 from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
 from trainer.model.base import load_model_config
@@ -271,14 +270,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 1 or 2 after one line on stderr."""
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     quiet_libraries()
-    return run_command(lambda: _run(arguments), RuntimeError)
-
-
-def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     output = arguments.output or arguments.run / name

@@ -6,31 +6,26 @@
 import sys
 from functools import partial
 
-from trainer.config import CommandParser, UserError, load_config
+from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.setup.preflight import build_operators, prepare_to_resume, start_build
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenize its data.")
     parser.add_config()
     parser.add_argument("--world-size", type=positive_int, help="number of ranks that will train")
     parser.add_argument("--phases", action="store_true", help="print the current phase instead of results")
     arguments = parser.parse_intermixed_args(argv)
     show = partial(print, flush=True) if arguments.phases else lambda phase: None
-    try:
-        config = load_config(arguments.config, arguments.overrides).config
-        start_build(config)
-        prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
-        if not arguments.phases:
-            for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
-                print(line)
-        build_operators(config, show)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    config = load_config(arguments.config, arguments.overrides).config
+    start_build(config)
+    prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
+    if not arguments.phases:
+        for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
+            print(line)
+    build_operators(config, show)
 
 
 if __name__ == "__main__":

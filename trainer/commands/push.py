@@ -23,11 +23,10 @@ from trainer.checkpoint.finished_run import (
     add_run_arguments,
     find_run,
     quiet_libraries,
-    run_command,
     saved_tokenizer,
 )
 from trainer.commands.image_adapter import copy_image_files, image_model_card, is_image_run
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import shown
 from trainer.contract.output_files import check_output_file
@@ -114,7 +113,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _run(arguments: argparse.Namespace) -> None:
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parse(argv)
+    quiet_libraries()
     repo = arguments.repo
     try:
         validate_repo_id(repo)
@@ -140,13 +142,6 @@ def _run(arguments: argparse.Namespace) -> None:
             print(f"card: {run.folder / CARD}; nothing was uploaded")
             return
         print(upload(folder, repo, private=arguments.private))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
-    arguments = _parse(argv)
-    quiet_libraries()
-    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from trainer.checkpoint.finished_run import (
     find_run,
     quiet_libraries,
     refuse_reward_model,
-    run_command,
 )
 from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import lora_arguments
 from trainer.commands.image_adapter import refuse_images
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.command_line import positive_int
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
@@ -117,14 +116,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     """Return exit code 0, or 1 or 2 after one line on stderr; a started server does not return."""
     options = _parse(argv)
     quiet_libraries()
-    return run_command(lambda: _run(options), RuntimeError)
-
-
-def _run(options: argparse.Namespace) -> None:
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
     refuse_images(run, "serve is for models that write text; zerolora export writes it for diffusers and ComfyUI")

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.errors import printable
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
@@ -97,20 +97,17 @@ def write_page(runs: list[Outcome], page: Path) -> str:
     return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(shown)} runs)" if len(shown) > MAX_RUNS else "")
 
 
+@reports_errors()
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, 1 if a run has no result, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora sweep --table", description="Show the results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
     quiet_libraries()
-    try:
-        runs = read_outcomes(arguments.folder)
-        show(Console(soft_wrap=True), runs)
-        if any(run.loss is not None for run in runs):
-            print(write_page(runs, arguments.folder / PAGE))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    runs = read_outcomes(arguments.folder)
+    show(Console(soft_wrap=True), runs)
+    if any(run.loss is not None for run in runs):
+        print(write_page(runs, arguments.folder / PAGE))
     return 0 if all(run.state == "done" for run in runs) else 1
 
 

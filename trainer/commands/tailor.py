@@ -21,7 +21,7 @@ import torch
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
-from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config
+from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config, reports_errors
 from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_files import check_output_file
@@ -340,8 +340,8 @@ def render_yaml(lines: list[Line], output: Path, warnings: Sequence[str] = ()) -
     return "\n".join(text) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora init", description="Write a configuration for this model, data and GPUs.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
@@ -350,27 +350,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
     arguments = parser.parse_args(argv)
-    try:
-        gpus = default_ranks() if arguments.gpus is None else arguments.gpus
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-        quiet_libraries()
-        if gpus < 1:
-            raise UserError(f"--gpus {gpus}: must be 1 or more")
-        check_output_file(arguments.output, f"--output {arguments.output}")
-        memory, gpu_text = _gpu_memory(arguments.gpu_memory)
-        request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
-        lines, warnings = choose_settings(request)
-        write_whole(arguments.output, render_yaml(lines, arguments.output, warnings))
-        load_config(arguments.output)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    gpus = default_ranks() if arguments.gpus is None else arguments.gpus
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    quiet_libraries()
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus}: must be 1 or more")
+    check_output_file(arguments.output, f"--output {arguments.output}")
+    memory, gpu_text = _gpu_memory(arguments.gpu_memory)
+    request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
+    lines, warnings = choose_settings(request)
+    write_whole(arguments.output, render_yaml(lines, arguments.output, warnings))
+    load_config(arguments.output)
     for warning in warnings:
         print(f"warning: {warning}")
     typed = shlex.quote(str(arguments.output))
     on_ranks, on_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
     print(f"wrote {arguments.output}; next:\n  zerolora validate {typed}{on_ranks}\n  zerolora train {typed}{on_gpus}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,36 +6,21 @@ The model's configuration, tokenizer and targets are checked and the data is tok
 read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
 """
 
-import argparse
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from trainer.checkpoint.output_folder import find_obstacle
-from trainer.config import CommandParser, UserError, load_config
+from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
 from trainer.setup.early_checks import check_early
 
 
-def _settings_alone(arguments: argparse.Namespace) -> int:
-    """Return exit code 0, or 2 after a line for each remaining mistake."""
-    path = Path(arguments.config)
-    try:
-        loaded = load_config(path, arguments.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    for note in loaded.notes:
-        print(f"note: {note}")
-    print(f"OK: the settings of {path}; model and data: {shlex.join(['zerolora', 'validate', str(path)])}")
-    return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 2 after one line on stderr."""
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora validate", description="Check a configuration, its model and its data without training."
     )
@@ -43,40 +28,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     arguments = parser.parse_intermixed_args(argv)
+    ranks = arguments.ranks or default_ranks()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    # Fast, without importing torch.
+    loaded = load_config(arguments.config, arguments.overrides)
+    for note in loaded.notes:
+        print(f"note: {note}")
     if arguments.settings_only:
-        return _settings_alone(arguments)
-    try:
-        ranks = arguments.ranks or default_ranks()
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-        # Fast, without importing torch.
-        loaded = load_config(arguments.config, arguments.overrides)
-        for note in loaded.notes:
-            print(f"note: {note}")
-        check_early(loaded.config, to_train=False)
-        PROGRESS.show("importing")
-        from trainer.checkpoint.finished_run import quiet_libraries
-        from trainer.commands.run_description import describe_run
-        from trainer.setup.preflight import prepare_to_resume
+        path = Path(arguments.config)
+        print(f"OK: the settings of {path}; model and data: {shlex.join(['zerolora', 'validate', str(path)])}")
+        return
+    check_early(loaded.config, to_train=False)
+    PROGRESS.show("importing")
+    from trainer.checkpoint.finished_run import quiet_libraries
+    from trainer.commands.run_description import describe_run
+    from trainer.setup.preflight import prepare_to_resume
 
-        quiet_libraries()
-        prepared, resumption = prepare_to_resume(loaded.config, arguments.ranks, report=PROGRESS.show, to_train=False)
-        for warning in resumption.warnings:
-            print(f"warning: {warning}")
-        for line in describe_run(loaded.config, prepared, ranks):
-            print(line)
-        if resumption.checkpoint is not None:
-            print(f"resume: from {resumption.checkpoint}")
-        for note in resumption.notes:
-            print(f"resume: {note}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    quiet_libraries()
+    prepared, resumption = prepare_to_resume(loaded.config, arguments.ranks, report=PROGRESS.show, to_train=False)
+    for warning in resumption.warnings:
+        print(f"warning: {warning}")
+    for line in describe_run(loaded.config, prepared, ranks):
+        print(line)
+    if resumption.checkpoint is not None:
+        print(f"resume: from {resumption.checkpoint}")
+    for note in resumption.notes:
+        print(f"resume: {note}")
     problem = find_obstacle(loaded.config)
     if problem:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:
         print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from trainer.config.adapter_settings import trained_in_full
 from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_tile_obstacle
-from trainer.config.command_line import CommandParser
+from trainer.config.command_line import CommandParser, reports_errors
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
 from trainer.config.image_section import ImageSection
@@ -51,6 +51,7 @@ __all__ = [
     "find_tile_obstacle",
     "gathers_by_layer",
     "load_config",
+    "reports_errors",
     "trained_in_full",
     "why_not_by_layer",
 ]

@@ -2,6 +2,9 @@
 
 import argparse
 import re
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NoReturn
 
 from trainer.config.aliases import ALIASES
@@ -69,6 +72,32 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
     return value
+
+
+Main = Callable[[list[str] | None], int | None]
+
+
+def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[..., int]]:
+    """Make a command return its exit code: its own or 0, 2 for a user error, 1 for one of `failures`.
+
+    Errors are printed to stderr in one line.
+    """
+
+    def decorate(main: Main) -> Callable[..., int]:
+        @wraps(main)
+        def run(argv: list[str] | None = None) -> int:
+            try:
+                return main(argv) or 0
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return error.exit_code
+            except failures as error:
+                print(f"failed: {one_line(str(error))}", file=sys.stderr)
+                return 1
+
+        return run
+
+    return decorate
 
 
 class CommandParser(argparse.ArgumentParser):

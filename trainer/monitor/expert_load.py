@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from trainer.contract.replacements import replaces
 from trainer.model.expert_layers import DOWN, ExpertFactor, expert_modules, expert_shape, takes_all_tokens
+from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.parallel.ranks.group import sum_over_ranks
 
 
 @replaces("the call of experts, to read its arguments")
-class ExpertLoad:
+class ExpertLoad(Hook):
     """Counts, on the device, the training tokens that each expert receives between two calls of `values`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,6 +42,10 @@ class ExpertLoad:
             visits = self._visits[layer] = torch.zeros(count, dtype=torch.long, device=index.device)
         flat = index.reshape(-1).long()
         visits.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        """Return the metrics of the steps since the last logged one."""
+        return self.values() if step.is_logged else {}
 
     def values(self) -> dict[str, float]:
         """Return token fractions of the busiest and idlest expert and the entropy (1: uniform), averaged over layers.

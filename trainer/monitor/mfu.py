@@ -26,6 +26,7 @@ from trainer.model.expert_layers import (
     holds_experts,
     takes_all_tokens,
 )
+from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
@@ -112,7 +113,7 @@ def _window(module: nn.Module, config: Any) -> int | None:
     return int(window) if window else None
 
 
-class MfuMeter:
+class MfuMeter(Hook):
     """`perf/mfu` of this rank's steps; steps may still be running while the next ones are counted."""
 
     def __init__(self, flops: StepFlops, peak: float) -> None:
@@ -126,10 +127,10 @@ class MfuMeter:
         peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
-    def count(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """Count the FLOPs of a step that begins with these micro-batches."""
+    def with_batches(self, step: int, batches: Sequence[MicroBatch]) -> None:
+        """Count the FLOPs of a step."""
         self._flops_by_step[step] = self._flops.count(batches)
 
-    def values(self, step: int, seconds: float) -> dict[str, float]:
-        """Return the metric of a step, given its duration."""
-        return {"perf/mfu": self._flops_by_step.pop(step, 0.0) / seconds / self._peak}
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        """Return the metric of a step."""
+        return {"perf/mfu": self._flops_by_step.pop(step.number, 0.0) / step.seconds / self._peak}

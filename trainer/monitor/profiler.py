@@ -12,13 +12,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import RunConfig
 from trainer.contract.replacements import replaces
+from trainer.monitor.hooks import Hook
 
 FOLDER = "profile"
 STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolora: optimizer", "zerolora: scu"
 
 
 @replaces("`engine.backward` and `engine.step`, inside named ranges")
-class StepProfiler:
+class StepProfiler(Hook):
     """Profiles every step from `first_step` (counted from 1) until `finish`."""
 
     def __init__(self, run_dir: Path, rank: int, first_step: int, engine: object, steering: object | None) -> None:

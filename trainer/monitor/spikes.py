@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable
 from statistics import median
+from typing import Protocol
+
+from trainer.monitor.hooks import FinishedStep, Hook
 
 BEFORE = 100
 """Number of earlier steps that a loss is compared with."""
@@ -13,19 +16,28 @@ MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
 
 
-class SpikeWatch:
+class History(Protocol):
+    """What a run remembers of its losses, also when it is resumed."""
+
+    latest_losses: list[float]
+    spikes: int
+
+
+class SpikeWatch(Hook):
     """Detects losses that exceed the median of the last steps by 8 standard deviations and a fifth of the median."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], history: History) -> None:
+        self._say, self._history = say, history
         self._warned_at = -BEFORE
 
-    def check(self, before: list[float], step: int, loss: float, grad_norm: float) -> bool:
-        """Return whether a step's loss is a spike; warn at most once in `ENOUGH` steps.
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        """Count the spikes of the run, and add the step's loss to its history."""
+        self._history.spikes += self.check(step.number, step.loss, step.grad_norm)
+        return {"train/spikes": float(self._history.spikes)}
 
-        `before` holds the losses of the last steps; this one is appended.
-        """
-        is_spike = False
+    def check(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Return whether a step's loss is a spike; warn at most once in `ENOUGH` steps."""
+        is_spike, before = False, self._history.latest_losses
         if len(before) >= ENOUGH:
             middle = median(before)
             spread = MAD_TO_STD * median(abs(value - middle) for value in before)

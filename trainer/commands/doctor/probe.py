@@ -13,48 +13,36 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlparse
 
 import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
+from trainer.contract.doctor_check import MARK, Check, State
 from trainer.model.published_shapes import is_random
 
-MARK = "zerolora-doctor: "
 HUB = "https://huggingface.co"
 HUB_PATIENCE_S = 5.0
 COMPILER_PATIENCE_S = 120.0
 KERNEL = "#include <vector>\n__global__ void nothing() {}\nint main() { nothing<<<1, 1>>>(); }\n"
-State = Literal["OK", "WARN", "FAIL"]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's table, without the host."""
-
-    name: str
-    state: State
-    found: str
-    fix: str = ""
-
-
-def check_torch() -> Iterator[Finding]:
+def check_torch() -> Iterator[Check]:
     """Check torch against the driver, and the capability of each GPU."""
     wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
     if wants_cpu:
-        yield Finding("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
+        yield Check("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
         return
     if not torch.cuda.is_available():
         has_card = shutil.which("nvidia-smi") is not None
         fix = "install a torch build for a CUDA version no newer than the driver's (`nvidia-smi` shows it)"
         found = f"{built}: sees no GPU" + (" although there is a driver" if has_card else "")
-        yield Finding("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
+        yield Check("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
         return
-    yield Finding("torch", "OK", f"{built}, {torch.cuda.device_count()} GPUs")
+    yield Check("torch", "OK", f"{built}, {torch.cuda.device_count()} GPUs")
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         bf16, fp8 = capability >= (8, 0), capability >= (8, 9)
@@ -62,10 +50,10 @@ def check_torch() -> Iterator[Finding]:
         old = capability < (7, 0)
         fix = "7.0 (Volta) or newer is needed" if old else "" if bf16 else "fp16 is used instead"
         state: State = "FAIL" if old else "OK" if bf16 else "WARN"
-        yield Finding(f"GPU {index} capability", state, found, fix)
+        yield Check(f"GPU {index} capability", state, found, fix)
 
 
-def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
+def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
     """Check nvcc, its host compiler, and whether the fused operators are built or can be."""
     from ops.builder import LoraOpBuilder
     from ops.toolkit import BuildError
@@ -74,33 +62,33 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
     builder = LoraOpBuilder()
     needed: State = "FAIL" if backend == "cuda" else "WARN" if torch.cuda.is_available() else "OK"
     if backend in ("peft", "reference"):
-        yield Finding("operators", "OK", f"not used (ops.backend: {backend})")
+        yield Check("operators", "OK", f"not used (ops.backend: {backend})")
         return
     if builder.installed():
-        yield Finding("operators", "OK", "built ahead of time for this torch")
+        yield Check("operators", "OK", "built ahead of time for this torch")
         return
     if shared := os.environ.get("ZEROLORA_OPS"):
         if (library := builder.shared()) is not None:
-            yield Finding("operators", "OK", f"built at {library}")
+            yield Check("operators", "OK", f"built at {library}")
             return
         if torch.cuda.is_available():
             found = f"ZEROLORA_OPS={shared}: has no build for this torch, this Python and these GPUs"
-            yield Finding("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
+            yield Check("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         toolkit = builder.check()
     except BuildError as error:
         without = "" if needed == "FAIL" else "; PEFT's own forward is used instead"
-        yield Finding("operators", needed, f"{error}{without}", "" if needed == "OK" else "ops.backend: peft")
+        yield Check("operators", needed, f"{error}{without}", "" if needed == "OK" else "ops.backend: peft")
         return
     yield _try_nvcc(toolkit)
     library = builder.cache_dir() / f"{builder.NAME}.so"
     if library.exists():
-        yield Finding("operators", "OK", f"built at {library}")
+        yield Check("operators", "OK", f"built at {library}")
     else:
-        yield Finding("operators", "OK", f"compiled at the first start into {library.parent}; now: zerolora ops build")
+        yield Check("operators", "OK", f"compiled at the first start into {library.parent}; now: zerolora ops build")
 
 
-def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
+def _try_nvcc(toolkit: tuple[int, int]) -> Check:
     """Compile an empty kernel, since nvcc refuses host compilers that are too new."""
     from torch.utils import cpp_extension
 
@@ -114,15 +102,15 @@ def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_PATIENCE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return Finding("nvcc", "FAIL", f"{nvcc}: {error}", "install the CUDA toolkit of torch's CUDA version")
+            return Check("nvcc", "FAIL", f"{nvcc}: {error}", "install the CUDA toolkit of torch's CUDA version")
     version = f"nvcc {toolkit[0]}.{toolkit[1]}"
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line] or ["it failed"]
-        return Finding("nvcc", "FAIL", f"{version}: {lines[0]}", "set CC and CXX to a host compiler it supports")
-    return Finding("nvcc", "OK", f"{version} and its host compiler build for torch's CUDA {torch.version.cuda}")
+        return Check("nvcc", "FAIL", f"{version}: {lines[0]}", "set CC and CXX to a host compiler it supports")
+    return Check("nvcc", "OK", f"{version} and its host compiler build for torch's CUDA {torch.version.cuda}")
 
 
-def check_model(config: RunConfig) -> Iterator[Finding]:
+def check_model(config: RunConfig) -> Iterator[Check]:
     """Check model and tokenizer: complete in a folder or the hub's cache, or else that the hub is reachable."""
     from trainer.checkpoint.base_fingerprint import cached_folder
     from trainer.model.base import check_weights, load_model_config, load_tokenizer
@@ -130,7 +118,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
 
     model = config.base_model
     if is_random(model):
-        yield Finding("model", "OK", f"{model}, made at the start")
+        yield Check("model", "OK", f"{model}, made at the start")
         return
     folder: Path | None = Path(model)
     if not Path(model).is_dir():
@@ -146,13 +134,13 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             check_weights(model, config.model, model_config)
         load_tokenizer(model, config.model)
     except UserError as error:
-        yield Finding("model", "FAIL", str(error), "download it (zerolora download) on a machine with a network")
+        yield Check("model", "FAIL", str(error), "download it (zerolora download) on a machine with a network")
         return
     if absent:
         found = f"{folder}: {len(absent)} of its weight files are missing, {absent[0]} first"
-        yield Finding("model", "FAIL", found, "download it again (zerolora download), or copy the files")
+        yield Check("model", "FAIL", found, "download it again (zerolora download), or copy the files")
     else:
-        yield Finding("model", "OK", f"{folder}, complete")
+        yield Check("model", "OK", f"{folder}, complete")
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -165,21 +153,21 @@ def missing_shards(folder: Path) -> list[str]:
     return [name for name in names if not (folder / name).exists()]
 
 
-def _check_hub(model: str, why: str) -> Finding:
+def _check_hub(model: str, why: str) -> Check:
     """Check whether an incomplete model can be downloaded."""
     fix = f"run `zerolora download {model}` on a machine with a network, then copy the folder"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        return Finding("hub", "FAIL", f"HF_HUB_OFFLINE is set, and {model}: {why}", fix)
+        return Check("hub", "FAIL", f"HF_HUB_OFFLINE is set, and {model}: {why}", fix)
     address = urlparse(os.environ.get("HF_ENDPOINT", HUB))
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         socket.create_connection((address.hostname or "", port), timeout=HUB_PATIENCE_S).close()
     except OSError as error:
-        return Finding("hub", "FAIL", f"{address.netloc} does not answer ({error}), and {model}: {why}", fix)
-    return Finding("hub", "OK", f"{address.netloc} answers; {model} is downloaded at the start")
+        return Check("hub", "FAIL", f"{address.netloc} does not answer ({error}), and {model}: {why}", fix)
+    return Check("hub", "OK", f"{address.netloc} answers; {model} is downloaded at the start")
 
 
-def check_data(config: RunConfig) -> Iterator[Finding]:
+def check_data(config: RunConfig) -> Iterator[Check]:
     """Check the local data files of the configuration."""
     section = config.dataset
     sources = [section, *section.mix, *([section.evaluation] if section.evaluation else [])]
@@ -187,12 +175,12 @@ def check_data(config: RunConfig) -> Iterator[Finding]:
     for path in filter(None, paths):
         local = Path(path).expanduser()
         if local.suffix and not local.exists() and path.startswith(("/", ".", "~")):
-            yield Finding("data", "FAIL", f"{path}: no such file", "use an existing file")
+            yield Check("data", "FAIL", f"{path}: no such file", "use an existing file")
         elif local.exists():
-            yield Finding("data", "OK", f"{path}")
+            yield Check("data", "OK", f"{path}")
 
 
-def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Finding | None]:
+def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
     """Return estimated bytes of host memory per rank and on disk, or a finding if there is no estimate.
 
     On a CPU this is a rank's whole process, otherwise what it needs in addition to the process.
@@ -205,13 +193,13 @@ def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Findin
         if not on_gpu:
             choice = plan_on_cpu(planner, config)
             if choice.found is None:
-                return {}, Finding("estimate", "WARN", f"no memory estimate: {choice.refusal}")
+                return {}, Check("estimate", "WARN", f"no memory estimate: {choice.refusal}")
             return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None
         if AUTO in (config.zero.stage, config.training.batch_size):
             config = planner.resolve(config, None)
         found = planner.estimate(config)
     except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return {}, Finding("estimate", "WARN", f"no memory estimate for this model: {error}")
+        return {}, Check("estimate", "WARN", f"no memory estimate for this model: {error}")
     return {"host_per_rank": found.host, "disk": found.disk}, None
 
 

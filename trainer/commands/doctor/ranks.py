@@ -1,7 +1,7 @@
 """Checks of `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
 
 `zerolora doctor` starts it with the launcher under test: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
-Rank 0 prints one line of JSON after trainer.commands.doctor.probe.MARK.
+Rank 0 prints one line of JSON after MARK.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.commands.doctor.probe import MARK, Finding
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
+from trainer.contract.doctor_check import MARK, Check
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.agreement import Report, build_report, differences
 from trainer.parallel.ranks.group import (
@@ -41,7 +41,7 @@ ANY_RUN = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection
 SLOW_GB_PER_S = 0.1
 
 
-def check_all_reduce(device: torch.device) -> Iterator[Finding]:
+def check_all_reduce(device: torch.device) -> Iterator[Check]:
     """Check an all-reduce of rank-dependent integers, exact in fp32, then measure its bandwidth."""
     rank, world = dist.get_rank(), dist.get_world_size()
     index = torch.arange(CORRECT_ELEMENTS, device=device) % 1000
@@ -54,16 +54,16 @@ def check_all_reduce(device: torch.device) -> Iterator[Finding]:
     fix = "NCCL_DEBUG=INFO shows the path taken; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 shows which link is faulty"
     if int(wrong):
         found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
-        yield Finding("all-reduce", "FAIL", found, fix)
+        yield Check("all-reduce", "FAIL", found, fix)
         return
-    yield Finding("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {world} ranks are exact")
+    yield Check("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {world} ranks are exact")
     if world == 1:
         return
     speeds = [(size, _bus_gb_per_s(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
     measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
     slow = speeds[-1][1] < SLOW_GB_PER_S
     name = "all-reduce speed"
-    yield Finding(name, "WARN" if slow else "OK", f"bus bandwidth {measured}", "NCCL_SOCKET_IFNAME" if slow else "")
+    yield Check(name, "WARN" if slow else "OK", f"bus bandwidth {measured}", "NCCL_SOCKET_IFNAME" if slow else "")
 
 
 def _bus_gb_per_s(size: int, device: torch.device) -> float:
@@ -87,7 +87,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_clocks(ranks: Ranks) -> Iterator[Finding]:
+def check_clocks(ranks: Ranks) -> Iterator[Check]:
     """Check how far the hosts' clocks are apart, with the precision of a barrier."""
     dist.barrier()
     times = gather_objects((host_name(), time.time()))
@@ -98,10 +98,10 @@ def check_clocks(ranks: Ranks) -> Iterator[Finding]:
     if len(offsets) == 1:
         found = f"one host, {host}"
     state: Any = "FAIL" if apart > CLOCK_FAIL_S else "WARN" if apart > CLOCK_WARN_S else "OK"
-    yield Finding("clocks", state, found, "" if state == "OK" else f"let {host} follow an NTP server (chronyd)")
+    yield Check("clocks", state, found, "" if state == "OK" else f"let {host} follow an NTP server (chronyd)")
 
 
-def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
+def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Check]:
     """Check which folders all hosts share: rank 0 creates a file that the others look for."""
     token: list[Any] = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0, device=ranks.device())
@@ -119,15 +119,15 @@ def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
             file.unlink(missing_ok=True)
         hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
         if seen[0][2]:
-            yield Finding(name, "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
+            yield Check(name, "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
         elif not hosts_without:
             hosts = len({host for host, _, _ in seen})
-            yield Finding(name, "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
+            yield Check(name, "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
         elif must_be_shared:
             fix = "a folder on a file system that all hosts share: checkpoints are written by all ranks"
-            yield Finding(name, "FAIL", f"{folder}: another one on {', '.join(hosts_without)}", fix)
+            yield Check(name, "FAIL", f"{folder}: another one on {', '.join(hosts_without)}", fix)
         else:
-            yield Finding(name, "OK", f"{folder}: local, every host has its own")
+            yield Check(name, "OK", f"{folder}: local, every host has its own")
 
 
 def _folders(config: RunConfig | None) -> list[tuple[str, Path, bool]]:
@@ -152,16 +152,16 @@ def _is_listed(file: Path) -> bool:
         return False
 
 
-def check_versions(reports: Sequence[Report]) -> Iterator[Finding]:
+def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
     """Check that code and package versions are the same on all hosts."""
     wrong = differences(reports)
     for line in wrong:
         what, _, fix = line.rpartition("; ")
-        yield Finding("versions", "FAIL", what, fix)
+        yield Check("versions", "FAIL", what, fix)
     if not wrong:
         hosts = len({report.host for report in reports})
         words = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
-        yield Finding("versions", "OK", f"code and packages of {len(reports)} ranks: {words}")
+        yield Check("versions", "OK", f"code and packages of {len(reports)} ranks: {words}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -177,16 +177,16 @@ def main(argv: list[str] | None = None) -> int:
         ranks = Ranks.from_environment()
         form_process_group(ranks, PATIENCE_MINUTES)
     except UserError as error:
-        print(MARK + json.dumps({"checks": [asdict(Finding("ranks", "FAIL", str(error)))]}), flush=True)
+        print(MARK + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
         return 1
     device = ranks.device()
     reports = gather_objects(build_report(ranks, config or ANY_RUN))
     hosts = list(dict.fromkeys(report.host for report in reports))
     known = f"{ranks.world_size} ranks on {', '.join(hosts)}"
-    findings = [Finding("ranks", "OK", known)]
+    findings = [Check("ranks", "OK", known)]
     if arguments.world_size not in (None, ranks.world_size):
         fix = "the launcher's variables did not reach the ranks: start with zerolora train --launcher"
-        findings = [Finding("ranks", "FAIL", f"{known}; {arguments.world_size} were requested", fix)]
+        findings = [Check("ranks", "FAIL", f"{known}; {arguments.world_size} were requested", fix)]
     findings += [*check_versions(reports), *check_clocks(ranks), *check_shared(config, ranks)]
     findings += check_all_reduce(device)
     if ranks.is_main:

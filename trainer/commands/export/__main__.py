@@ -19,7 +19,6 @@ from trainer.checkpoint.finished_run import (
     find_run,
     quiet_libraries,
     refuse_reward_model,
-    run_command,
 )
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
@@ -29,7 +28,7 @@ from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import find_prompt_form
 from trainer.commands.image_adapter import export_images, is_image_run
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, UserError, reports_errors
 from trainer.data.conversations import template_variables
 from trainer.model.base import load_model_config
 
@@ -157,14 +156,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0, or 1 or 2 after one line on stderr."""
+@reports_errors(RuntimeError)
+def main(argv: list[str] | None = None) -> None:
     options = _parse(argv)
     quiet_libraries()
-    return run_command(lambda: _run(options), RuntimeError)
-
-
-def _run(options: argparse.Namespace) -> None:
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
     if options.verify and options.format not in ADAPTER_FORMS:

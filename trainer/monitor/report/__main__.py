@@ -4,13 +4,13 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, UserError, reports_errors
 from trainer.monitor.report.together import PAGE, write_page_of_runs
 from trainer.monitor.report.write import write_report
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after an error message on stderr."""
+@reports_errors()
+def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run, or one of several.")
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several: over each other"
@@ -18,15 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the page of several runs ({PAGE} in this folder)")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     arguments = parser.parse_args(argv)
-    try:
-        page = _write(arguments.runs, arguments.output)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    page = _write(arguments.runs, arguments.output)
     print(page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         print("no browser found; open the page by hand", file=sys.stderr)
-    return 0
 
 
 def _write(runs: list[Path], output: Path | None) -> Path:

@@ -1,0 +1,95 @@
+"""What the launcher sees of a run once a second: heartbeats, the log of the ranks' launcher, the run's folder."""
+
+import math
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from launcher.supervision.build_locks import describe_awaited_build, remove_stale_locks
+from launcher.supervision.lost_folder import FolderWatch
+from launcher.supervision.processes import find_local_ranks, is_stopped, send
+from launcher.supervision.remote import LauncherLog, Reach
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, diagnose_silence, name_hosts
+from launcher.supervision.terminal import say
+from trainer.contract.heartbeat import Hang, read_hang, read_heartbeats
+from trainer.contract.rendezvous import host_name
+
+LOCKS_EVERY_S = 10.0
+# srun waits forever for a node if the slurmstepd there was killed after its rank had ended.
+OUTLIVED_S = 35.0  # longer than a failed run's patience
+
+
+class Observer:
+    """Reads the state of the ranks, and reports what they wait for."""
+
+    def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
+        """`count` is the number of ranks; those that another launcher started also have its `log`."""
+        self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
+        self.ranks: dict[int, psutil.Process] = {}
+        """Known ranks of this host."""
+        self.trains = False
+        """Whether a rank has begun a step."""
+        self.codes: set[int | None] = set()
+        """Exit codes in the heartbeats; None of ranks that have not ended."""
+        self.has_failure = False
+        """Whether the launcher of the ranks reports one."""
+        self.silent_run: Hang | None = None
+        self.has_reported_hang = False
+        self._logs, self._count, self._reach = logs, count, reach
+        self._silence, self._silent_hosts = Silence(logs, hang_timeout_s), SilentHosts()
+        self._looked_at = self._locks_due_at = 0.0
+        self._has_reported_wait = False
+        self._all_ended_at: float | None = None
+
+    def look(self) -> None:
+        """Read the heartbeats and the launcher's log, at most once a second."""
+        now = time.monotonic()
+        if now - self._looked_at < 1.0:
+            return
+        self._looked_at = now
+        if not self.folder.is_readable():
+            self._silence.has_timed_out()  # restarts its clock
+            return
+        beats = read_heartbeats(self._logs)
+        self.trains |= any(beat.step for beat in beats.values())
+        self.codes = {beat.exit_code for beat in beats.values()}
+        if self._reach is not None:
+            self.ranks = find_local_ranks(beats.values()) | self.ranks
+            self.has_failure = self.has_failure or self.log.has_new_failure()
+            ended = len(beats) == self._count and None not in self.codes
+            self._all_ended_at = (self._all_ended_at or now) if ended else None
+            for host in self._silent_hosts.find_newly_silent(beats, now):
+                say(f"no heartbeat from {host} for {SILENCE_S:.0f} s; {self._reach.describe_wait()}")
+        waiting = [beat for beat in beats.values() if beat.waits_for_build]
+        if waiting and not self._has_reported_wait:
+            self._has_reported_wait = True
+            whom = describe_awaited_build() if waiting[0].host == host_name() else "the build of an operator there"
+            say(f"rank {waiting[0].rank} on {waiting[0].host} waits for {whom}")
+        if now > self._locks_due_at:
+            # Before the first step this run may wait for a build of another run that gets killed.
+            self._locks_due_at = math.inf if self.trains else now + LOCKS_EVERY_S
+            remove_stale_locks()
+        if self._silence.has_timed_out():
+            # Before mpirun is ended, which resumes stopped ranks.
+            self.silent_run = diagnose_silence(self._count, beats)
+        if (hang := read_hang(self._logs)) is not None:
+            if not self.has_reported_hang:
+                self.has_reported_hang = True  # now, because the launcher of an unreachable host may not return
+                say(f"the run failed: {name_hosts(hang, self._reach).text}")
+            # A stopped rank must run to write its stack and end; one without heartbeats would only start training.
+            halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
+            send(halted, signal.SIGCONT)
+
+    def look_for_steps(self) -> bool:
+        """Return whether a rank has begun a step, by its newest heartbeat."""
+        self.trains |= any(beat.step for beat in read_heartbeats(self._logs).values())
+        return self.trains
+
+    def has_outlived_ranks(self) -> bool:
+        """Return and report whether the ranks' launcher still runs OUTLIVED_S after all of them reported their end."""
+        if self._all_ended_at is None or time.monotonic() - self._all_ended_at < OUTLIVED_S:
+            return False
+        say(f"all ranks ended {OUTLIVED_S:.0f} s ago, but their launcher still waits; ending it")
+        return True

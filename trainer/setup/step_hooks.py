@@ -1,0 +1,60 @@
+"""Hooks of a run (trainer/monitor/hooks.py): first gradients, times of the start, samples, skipped records."""
+
+from collections.abc import Callable
+
+from trainer.config import RunConfig
+from trainer.data.prepared import Prepared, skipped_records
+from trainer.model.adapter import GradientCheck
+from trainer.monitor.hooks import FinishedStep, Hook
+from trainer.parallel.ranks.progress import PROGRESS
+from trainer.parallel.ranks.start_times import StartTimes
+from trainer.tasks.task import BatchSource
+
+
+class FirstGradients(Hook):
+    """Checks the gradients of the first step of this process."""
+
+    def __init__(self, check: GradientCheck) -> None:
+        self._check: GradientCheck | None = check
+
+    def after_launch(self, step: int) -> None:
+        if self._check is not None:
+            self._check.finish()
+            self._check = None
+
+
+class StartReport(Hook):
+    """Reports the times of the start at the end of the first step, and logs them with the next metrics."""
+
+    def __init__(self, report: Callable[[StartTimes], None]) -> None:
+        self._report = report
+        self._times: dict[str, float] = {}
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        if (start := PROGRESS.end_start()) is not None:
+            self._times = start.values()
+            self._report(start)
+        found, self._times = (self._times, {}) if step.is_logged else ({}, self._times)
+        return found
+
+
+class Samples(Hook):
+    """Generates samples every `every` steps, on every rank, except after the last step."""
+
+    def __init__(self, sample: Callable[[int], None], every: int, total_steps: int) -> None:
+        self._sample, self._every, self._total_steps = sample, every, total_steps
+
+    def between_steps(self, step: int, settle: Callable[[], None]) -> None:
+        if step % self._every == 0 and step != self._total_steps:
+            settle()
+            self._sample(step)
+
+
+class SkippedRecords(Hook):
+    """Counts the records skipped by `dataset.on_bad_record: skip`, by source."""
+
+    def __init__(self, config: RunConfig, prepared: Prepared, batches: BatchSource) -> None:
+        self._given = config, prepared, batches
+
+    def after_step(self, step: FinishedStep) -> dict[str, float]:
+        return {f"data/skipped/{source}": float(count) for source, count in skipped_records(*self._given).items()}
