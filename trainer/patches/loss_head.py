@@ -97,6 +97,7 @@ class TokenLoss:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
             if batch.sequence is not None:
                 inputs["sequence"] = batch.sequence
+        inputs |= batch.images
         targets = batch.targets
         if self._picks_logits:
             wanted = (targets != IGNORED).any(0)

@@ -26,6 +26,7 @@ from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.prompt_files import sample_prompts
 from trainer.data.step_count import resolve_global_batch, step_warnings
+from trainer.data.vision import ImageReader
 from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
@@ -36,6 +37,7 @@ from trainer.model.model_source import check_source, unreadable_error
 from trainer.model.served_layers import serving_notes
 from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
+from trainer.model.vision import load_image_reader
 from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -57,6 +59,8 @@ class ModelFiles:
     longest: int | None
     """Context of the model in tokens."""
     notes: tuple[str, ...]
+    images: ImageReader | None = None
+    """The processor of a model that is trained on images."""
 
 
 def prepare(
@@ -100,8 +104,10 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=model_files.longest,
+        images=model_files.images,
     )
     check_pairs(config, data.stats)
+    check_images(config, data.stats)
     if config.task == "preference" and data.stats.margins:
         notes += (f"warning: dataset: {data.stats.margins:,} pairs have a margin, which only task: reward uses",)
     if config.evaluation.tasks:
@@ -117,7 +123,22 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         load_reference(config, model_files.tokenizer),
         tuple(sample_prompts(config.logging.sample_prompts)),
         model_files.longest,
+        model_files.images,
     )
+
+
+def check_images(config: RunConfig, stats: DataStats) -> None:
+    """Raise UserError for settings that do not work with images yet."""
+    if not (stats.with_images or (stats.evaluation or stats).with_images):
+        return
+    fixes: dict[str, tuple[Any, ...]] = {
+        "parallel.sequence": (config.parallel.sequence, 1),
+        "evaluation.metrics": (list(config.evaluation.metrics), []),
+        "model.attn_implementation": (config.model.attn_implementation, "auto", "sdpa", "eager"),
+    }
+    for name, (value, *possible) in fixes.items():
+        if value not in possible:
+            raise UserError(f"{name}={value}: does not work with images, which dataset has; set it to {possible[0]}")
 
 
 def check_pairs(config: RunConfig, stats: DataStats) -> None:
@@ -226,7 +247,8 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-    return ModelFiles(tokenizer, model_config, longest, tuple(notes))
+    images = load_image_reader(config.base_model, config.model, model_config, tokenizer)
+    return ModelFiles(tokenizer, model_config, longest, tuple(notes), images)
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:

@@ -1,0 +1,53 @@
+"""Models of text and images: which are trained on images, their processors, and the inputs that they take."""
+
+import inspect
+from typing import Any
+
+from trainer.config import ModelSection, UserError
+from trainer.data.vision import ImageInputs, ImageReader
+from trainer.model.model_source import unreadable_error
+from trainer.model.published_shapes import is_random
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+"""The model types whose losses are compared with those of transformers and PEFT in tests."""
+TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments of models that have 1 for image tokens."""
+
+
+def load_image_reader(base_model: str, section: ModelSection, model_config: Any, tokenizer: Any) -> ImageReader | None:
+    """Return the processor of a model that is trained on images, else None. Raises UserError if it cannot be loaded."""
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if is_random(base_model) or model_config.model_type not in FAMILIES:
+        return None
+    known, revision = PROCESSOR_MAPPING[type(model_config)], section.revision or "main"
+    try:
+        images = AutoImageProcessor.from_pretrained(base_model, revision=revision)
+    except OSError:  # a copy of the weights without preprocessor_config.json, for text alone
+        return None
+    except Exception as error:  # invalid values raise any exception
+        raise unreadable_error("base_model", base_model, error) from None
+    try:
+        settings, _ = known.get_processor_dict(base_model, revision=revision)
+    except OSError:  # older models have no processor_config.json
+        settings = {}
+    parts = known.get_attributes()
+    taken = [name for name in inspect.signature(known.__init__).parameters if name not in (*parts, "self", "kwargs")]
+    kept = {name: value for name, value in settings.items() if name in taken and name != "chat_template"}
+    try:
+        return ImageReader(known, images, tokenizer, kept)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"base_model={base_model}: its processor of images cannot be built ({error}); use the tokenizer files of "
+            "the model itself"
+        ) from None
+
+
+def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
+    """Return the builder of a loaded model's image inputs; with `every_rank` each batch has an image."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
+    taken = inspect.signature(inner.forward).parameters
+    name = next((name for name in TYPE_NAMES if name in taken), None)
+    return ImageInputs(reader, name if rope is None else None, rope, reader.empty_document() if every_rank else None)
