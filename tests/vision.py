@@ -102,7 +102,9 @@ def write_vision_chats(folder: Path, count: int, *, seed: int = 0, text_only: fl
             if number == 0 or draw_number.random() >= text_only:
                 for at, name in enumerate(names):
                     sizes = draw_number.choice((30, 60, 90)), draw_number.choice((30, 60))
-                    parts.append({"type": "image", "path": draw(folder / f"{number}-{at}.png", COLOURS[name], *sizes).name})
+                    parts.append(
+                        {"type": "image", "path": draw(folder / f"{number}-{at}.png", COLOURS[name], *sizes).name}
+                    )
             parts.append({"type": "text", "text": "which colour " * draw_number.randint(1, 4)})
             turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": " and ".join(names)}]
             file.write(json.dumps({"messages": turns}) + "\n")

@@ -121,6 +121,8 @@ class ImageInputs:
     reader: ImageReader
     type_name: str | None
     """Argument of the model that has 1 for image tokens."""
+    window: int
+    """Width of its sliding attention in tokens, if it has `type_name`."""
     rope: Callable[..., Any] | None
     """The model's `get_rope_index`, for positions in three dimensions."""
     empty: Sample | None = None
@@ -136,7 +138,9 @@ class ImageInputs:
         if not stored:
             return {}
         found = self.reader.inputs(stored)
-        if self.type_name is not None:
+        if self.type_name is not None and position_ids is not None:
+            found["attention_mask"] = self._masks(self._types(batch_ids), position_ids)
+        elif self.type_name is not None:
             found[self.type_name] = self._types(batch_ids)
         if self.rope is not None:
             positions = self._positions(batch_ids, position_ids, rows, found["image_grid_thw"])
@@ -146,6 +150,20 @@ class ImageInputs:
 
     def _types(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.isin(ids, torch.tensor(self.reader.token_ids)).long()
+
+    def _masks(self, types: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return masks [B, 1, L, L] of packs, by layer type: causal in a document, in both directions in an image.
+
+        In layers with a sliding window, transformers (5.23.0) finds the images of later documents at wrong places.
+        """
+        document, is_image = (positions == 0).cumsum(-1), types.bool()
+        begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+        image = torch.where(is_image, begins.cumsum(-1), 0)
+        index = torch.arange(types.shape[1])
+        back = index[:, None] - index
+        together = (image[:, :, None] == image[:, None]) & is_image[:, :, None]
+        full = (document[:, :, None] == document[:, None]) & (together | (back >= 0))
+        return {"full_attention": full[:, None], "sliding_attention": (full & (back < self.window))[:, None]}
 
     def _positions(
         self, batch_ids: torch.Tensor, plain: torch.Tensor | None, rows: Sequence[Sample], grids: torch.Tensor

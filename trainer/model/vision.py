@@ -1,6 +1,7 @@
 """Models of text and images: which are trained on images, their processors, and the inputs that they take."""
 
 import inspect
+import sys
 from typing import Any
 
 from trainer.config import ModelSection, UserError
@@ -50,4 +51,6 @@ def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageI
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     taken = inspect.signature(inner.forward).parameters
     name = next((name for name in TYPE_NAMES if name in taken), None)
-    return ImageInputs(reader, name if rope is None else None, rope, reader.empty_document() if every_rank else None)
+    window = getattr(inner.config.get_text_config(), "sliding_window", None) or sys.maxsize
+    empty = reader.empty_document() if every_rank else None
+    return ImageInputs(reader, name if rope is None else None, window, rope, empty)

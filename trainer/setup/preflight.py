@@ -134,7 +134,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
     fixes: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (config.parallel.sequence, 1),
         "evaluation.metrics": (list(config.evaluation.metrics), []),
-        "model.attn_implementation": (config.model.attn_implementation, "auto", "sdpa", "eager"),
+        "model.attn_implementation": (config.model.attn_implementation, "auto", "sdpa"),
     }
     for name, (value, *possible) in fixes.items():
         if value not in possible:
