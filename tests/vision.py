@@ -2,13 +2,26 @@
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.multimodal import MROPE, QWEN_VISION, TEXT, VISION
-from tests.tiny import make_tokenizer
+import torch
 
+from tests.multimodal import MROPE, QWEN_VISION, TEXT, VISION
+from tests.plain_peft import train_steps, with_adapter
+from tests.tiny import make_tokenizer
+from trainer.config import RunConfig
+from trainer.data.image_files import decode_image
+from trainer.data.image_parts import read_stored
+from trainer.data.samples import Sample, split_documents
+from trainer.model.base import load_base_model
+from trainer.parallel.ranks.group import set_seed
+from trainer.setup.preflight import prepare
+
+TOWERS = r"model\.(visual|vision_tower|multi_modal_projector)\..*"
+"""What is not the language model."""
 COLOURS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
@@ -58,7 +71,6 @@ def _settings(family: str, ids: dict[str, int]) -> dict[str, Any]:
 
 def make_vision_model(folder: Path, family: str, seed: int = 0, **text: Any) -> Path:
     """A random model of a family, its tokenizer with a template for images, and its image processor."""
-    import torch
     from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast
 
     make_tokenizer(folder)
@@ -109,3 +121,41 @@ def write_vision_chats(folder: Path, count: int, *, seed: int = 0, text_only: fl
             turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": " and ".join(names)}]
             file.write(json.dumps({"messages": turns}) + "\n")
     return folder / "chats.jsonl"
+
+
+def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
+    """Loss of each step by transformers and PEFT, document by document, with inputs of the model's own processor."""
+    prepared = prepare(config)
+    model = load_base_model(
+        config.base_model, config.model, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
+    )
+    set_seed(config.seed)
+    model, losses = with_adapter(model, config, TOWERS, []), list[float]()
+    model.train()
+    groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
+    for samples in train_steps(groups, config, prepared, ranks=ranks):
+        documents = [document for sample in samples for document in split_documents(sample)]
+        count = sum(sum(document.trained[1:]) for document in documents)
+        total = 0.0
+        for document in documents:
+            inputs = processed(prepared, document)
+            assert inputs["input_ids"].tolist() == [document.input_ids]
+            logits = model(**inputs, use_cache=False).logits[0, :-1].float()
+            trained = torch.tensor(document.trained[1:], dtype=torch.bool)
+            loss = torch.nn.functional.cross_entropy(
+                logits[trained], inputs["input_ids"][0, 1:][trained], reduction="sum"
+            )
+            (loss / count).backward()
+            total += loss.item()
+        losses.append(total / count)
+    return losses
+
+
+def processed(prepared: Any, document: Sample) -> Any:
+    """The inputs that the processor of transformers makes of a document's text and images."""
+    text = prepared.tokenizer.decode(document.input_ids, skip_special_tokens=False)
+    text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", text)
+    text = re.sub(r"\n\n<start_of_image>(<image_soft_token>)+<end_of_image>\n\n", "<start_of_image>", text)
+    images = [decode_image(read_stored(each)[0], "") for part in document.images for each in part]
+    assert prepared.images is not None
+    return prepared.images._processor(text=[text], images=images or None, return_tensors="pt", add_special_tokens=False)

@@ -1,6 +1,7 @@
 """Conversations with images: the losses of transformers and PEFT, the data, and what is refused."""
 
-import re
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +9,18 @@ import pytest
 import torch
 import yaml
 
-from tests.plain_peft import train_steps, with_adapter
+from tests.runs_in_process import train as train_run
+from tests.tiny import make_model
 from tests.unit.test_multimodal import train
-from tests.vision import make_vision_model, write_vision_chats
-from trainer.config import RunConfig, load_config
+from tests.vision import draw, make_vision_model, plain_vision_losses, write_vision_chats
+from trainer.commands import evaluate, generate, merge
+from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_files import decode_image
 from trainer.data.image_parts import read_stored
-from trainer.data.samples import Sample, split_documents
-from trainer.model.base import load_base_model
 from trainer.model.vision import FAMILIES
-from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
 CPU = torch.device("cpu")
-TOWERS = r"model\.(visual|vision_tower|multi_modal_projector)\..*"
 
 
 @pytest.fixture(scope="module")
@@ -53,42 +52,6 @@ def run_config(root: Path, family: str, **changes: Any) -> RunConfig:
     return load_config(root / "run.yaml", []).config
 
 
-def plain_vision_losses(config: RunConfig) -> list[float]:
-    """Loss of each step by transformers and PEFT, document by document, with inputs of the model's own processor."""
-    prepared = prepare(config)
-    model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa")
-    set_seed(config.seed)
-    model, losses = with_adapter(model, config, TOWERS, []), list[float]()
-    model.train()
-    groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
-    for samples in train_steps(groups, config, prepared):
-        documents = [document for sample in samples for document in split_documents(sample)]
-        count = sum(sum(document.trained[1:]) for document in documents)
-        total = 0.0
-        for document in documents:
-            inputs = processed(prepared, document)
-            assert inputs["input_ids"].tolist() == [document.input_ids]
-            logits = model(**inputs, use_cache=False).logits[0, :-1].float()
-            trained = torch.tensor(document.trained[1:], dtype=torch.bool)
-            loss = torch.nn.functional.cross_entropy(
-                logits[trained], inputs["input_ids"][0, 1:][trained], reduction="sum"
-            )
-            (loss / count).backward()
-            total += loss.item()
-        losses.append(total / count)
-    return losses
-
-
-def processed(prepared: Any, document: Sample) -> Any:
-    """The inputs that the processor of transformers makes of a document's text and images."""
-    text = prepared.tokenizer.decode(document.input_ids, skip_special_tokens=False)
-    text = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", text)
-    text = re.sub(r"\n\n<start_of_image>(<image_soft_token>)+<end_of_image>\n\n", "<start_of_image>", text)
-    images = [decode_image(read_stored(each)[0], "") for part in document.images for each in part]
-    assert prepared.images is not None
-    return prepared.images._processor(text=[text], images=images or None, return_tensors="pt", add_special_tokens=False)
-
-
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, root: Path) -> None:
@@ -99,3 +62,191 @@ def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, r
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     assert trained and not any("visual" in name or "vision" in name or "projector" in name for name in trained)
     assert any("without adapter: " in line and "vis" in line for line in lines)
+
+
+def write_records(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def turns(question: Any, answer: str = "red") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def read(root: Path, path: Path, family: str = "qwen2_5_vl", **more: Any) -> Any:
+    """The prepared data of a file."""
+    return prepare(run_config(root, family, dataset__path=str(path), **more)).data
+
+
+def picture(folder: Path, name: str = "red.png") -> Path:
+    return draw(folder / name, (220, 20, 30))
+
+
+def test_every_form_of_images_gives_the_same_document(root: Path, tmp_path: Path) -> None:
+    file = picture(tmp_path)
+    inline = base64.b64encode(file.read_bytes()).decode()
+    text = {"type": "text", "text": "what?"}
+    parts = [
+        {"type": "image", "path": "red.png"},  # next to the records
+        {"type": "image", "image": str(file)},
+        {"type": "image", "url": f"file://{file}"},
+        {"type": "image", "base64": inline},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{inline}"}},
+    ]
+    records: list[dict[str, Any]] = [{"messages": turns([part, text])} for part in parts]
+    records += [
+        {"messages": turns([{"type": "image"}, text]), "images": ["red.png"]},  # TRL
+        {"messages": turns("<image>what?"), "images": ["red.png"]},  # LLaMA-Factory
+        {"image": "red.png", "conversations": llava("<image>what?")},
+        {"instruction": "<image>what?", "output": "red", "images": ["red.png"]},
+    ]
+    found = []
+    for number, record in enumerate(records):
+        data = read(root, write_records(tmp_path / f"{number}.jsonl", record))
+        [sample] = data.train
+        assert len(sample.images[0]) == 1
+        found.append((sample.input_ids, decode_image(read_stored(sample.images[0][0])[0], "").tobytes()))
+    assert all(each == found[0] for each in found)
+
+
+def llava(question: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": "red"}]
+
+
+def test_a_parquet_file_with_images_is_read(root: Path, tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Image, List, Value
+
+    messages = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
+    turn = {"role": Value("string"), "content": Value("string")}
+    features = Features({"messages": List(turn), "images": List(Image())})
+    rows = {"messages": [messages], "images": [[str(picture(tmp_path))]]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    [sample] = read(root, tmp_path / "rows.parquet").train
+    assert decode_image(read_stored(sample.images[0][0])[0], "").size == (40, 40)
+
+
+def test_only_answers_are_trained_and_never_the_tokens_of_an_image(root: Path, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>what?"), "images": [str(picture(tmp_path))]})
+    for trains in (["assistant"], ["all"]):
+        prepared = prepare(run_config(root, "qwen2_5_vl", dataset__path=str(file), dataset__train_on=trains))
+        [sample] = prepared.data.train
+        trained = [token for token, weight in zip(sample.input_ids, sample.trained, strict=True) if weight]
+        places = [token in prepared.images.token_ids for token in sample.input_ids]
+        assert any(places) and not any(token in prepared.images.token_ids for token in trained)
+        assert prepared.tokenizer.decode(trained).endswith(
+            "red<|im_end|>" if trains == ["assistant"] else "red<|im_end|>\n"
+        )
+
+
+ANSWERS = [turns("", "red")[1], turns("", "blue")[1]]
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"messages": turns("<image>?"), "images": ["gone.png"]}, "record 1, image 1: no such file gone.png"),
+    "damaged": (
+        {"messages": turns("<image>?"), "images": ["bad.png"]},
+        "record 1, image 1 .*cannot be read as an image",
+    ),
+    "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image and 2 <image>"),
+    "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images and 1 <image>"),
+    "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image and 0 <image>"),
+    "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is an address .*download it"),
+    "number": ({"messages": turns("<image>?"), "images": [3]}, "record 1, image 1: is a number"),
+    "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
+    "pairs": (
+        {
+            "prompt": turns([{"type": "image", "path": "red.png"}])[:1],
+            "chosen": turns("")[1:],
+            "rejected": turns("", "x")[1:],
+        },
+        "is preference data with images",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_images_are_one_line(name: str, root: Path, tmp_path: Path) -> None:
+    record, problem = BAD[name]
+    picture(tmp_path)
+    (tmp_path / "bad.png").write_bytes(b"\x89PNG not an image")
+    file = write_records(tmp_path / "a.jsonl", record)
+    with pytest.raises(UserError, match=problem) as raised:
+        read(root, file, **({"task": "preference"} if name == "pairs" else {}))
+    assert "\n" not in str(raised.value)
+
+
+def test_images_for_a_text_model_are_refused(root: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "text")
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": [str(picture(tmp_path))]})
+    config = run_config(root, "gemma3", dataset__path=str(file), base_model=str(tmp_path / "text"))
+    with pytest.raises(UserError, match="record 1: has images, and this model is not trained on images"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"parallel__sequence": 2}, "parallel.sequence=2: does not work with images"),
+        ({"model__attn_implementation": "eager"}, "model.attn_implementation=eager: does not work with images"),
+        ({"dataset__streaming": True}, "dataset.streaming=true: records with images cannot be streamed"),
+    ],
+)
+def test_settings_that_do_not_work_with_images_are_refused(settings: dict[str, Any], problem: str, root: Path) -> None:
+    with pytest.raises(UserError, match=problem):
+        prepared = prepare(run_config(root, "qwen2_5_vl", **settings))
+        next(iter(prepared.data.train.read(0)))
+
+
+def test_records_whose_images_do_not_fit_are_left_out_and_others_cut(root: Path, tmp_path: Path) -> None:
+    names = [str(picture(tmp_path))] * 2
+    fits = {"messages": turns("<image>?", "red " * 30), "images": names[:1]}
+    not_fits = {"messages": turns("what? " * 30 + "<image>"), "images": names[:1]}
+    data = read(root, write_records(tmp_path / "a.jsonl", fits, not_fits), dataset__max_length=50)
+    assert (len(data.train), data.stats.too_long, data.stats.truncated) == (1, 1, 1)
+    assert len(data.train[0].input_ids) == 50 and len(data.train[0].images[0]) == 1
+
+
+def test_a_changed_image_is_read_again_and_an_animated_one_reported(root: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": ["red.gif"]})
+    frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "red.gif", save_all=True, append_images=frames[1:])
+    first = read(root, file)
+    assert any("1 of 1 records have an image with several frames" in note for note in first.stats.notes)
+    Image.new("RGB", (90, 90), "red").save(tmp_path / "red.gif")
+    again = read(root, file)
+    assert len(again.train[0].input_ids) > len(first.train[0].input_ids)
+
+
+def test_a_run_is_asked_about_an_image_evaluated_and_merged(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForMultimodalLM
+
+    for family in ("qwen2_5_vl", "gemma3"):
+        ground = tmp_path / family
+        ground.mkdir()
+        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, output_dir=str(ground / "run"))
+        (ground / "base.yaml").write_text((root / "run.yaml").read_text())
+        train_run(ground, logging__report_to="none")
+        file = picture(tmp_path)
+        capsys.readouterr()
+        assert generate.main([str(ground / "run"), "which colour", "--image", str(file), "--max-new-tokens", "8"]) == 0
+        shown = capsys.readouterr().out.strip()
+        assert evaluate.main([str(ground / "run"), "--json", str(ground / "eval.json")]) == 0
+        [held_out] = [
+            json.loads(line)["eval/loss"] for line in (ground / "run/metrics.jsonl").open() if "eval/loss" in line
+        ][-1:]
+        assert json.loads((ground / "eval.json").read_text())["adapter"]["loss"] == pytest.approx(held_out, rel=1e-5)
+        assert merge.main([str(ground / "run"), "--output", str(ground / "merged")]) == 0
+        merged = AutoModelForMultimodalLM.from_pretrained(ground / "merged", dtype=torch.float32)
+        AutoImageProcessor.from_pretrained(ground / "merged")
+        prepared = prepare(config, to_train=False)
+        text = prepared.tokenizer.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
+            tokenize=False, add_generation_prompt=True,
+        )  # fmt: skip
+        image = decode_image(file.read_bytes(), "")
+        inputs = prepared.images._processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+        answer = merged.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0)
+        [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert shown == wanted.strip()

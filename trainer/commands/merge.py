@@ -31,7 +31,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.evaluate import evaluate, held_out_documents
+from trainer.commands.evaluate import evaluate, held_out_documents, read_run_images
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
 from trainer.config import CommandParser, RunConfig, UserError
@@ -147,8 +147,9 @@ def build_merged_model(
 
 def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
     """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
+    images = read_run_images(run, tokenizer)
     try:
-        documents = held_out_documents(run, tokenizer, None, None)
+        documents = held_out_documents(run, tokenizer, None, None, images)
     except UserError as error:
         raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; use a number, such as --scale 0.5") from None
     training = run.config.training
@@ -160,6 +161,7 @@ def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
         resamples=1,
         seed=run.config.seed,
         scale=AUTO,
+        images=images,
     )
     print(f"--scale=auto: {found.scale:g} is best on {found.documents:,} held-out documents", file=sys.stderr)
     return found.scale

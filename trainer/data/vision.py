@@ -4,7 +4,7 @@ A model's own processor (transformers) makes both. Its image tokens carry no los
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ FIRST_FRAME = "an image with several frames, of which only the first is used"
 Edit = tuple[int, int, str]
 Span = tuple[int, int, float]
 Inputs = dict[str, Any]
+TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments of models that have 1 for image tokens."""
 
 
 class ImageReader:
@@ -65,6 +67,10 @@ class ImageReader:
         images = [decode_image(*self._read(each, "an image of the data")) for each in stored]
         unused = set(self._processor.unused_input_names)
         return {name: value for name, value in self._process(images, "a batch").items() if name not in unused}
+
+    def types(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return 1 for image tokens, else 0."""
+        return torch.isin(ids, torch.tensor(self.token_ids)).long()
 
     def empty_document(self) -> Sample:
         """Return a document of a small grey image, without targets."""
@@ -115,6 +121,25 @@ def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tu
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt, in order (see `store_image`)."""
+
+    reader: ImageReader
+    stored: tuple[bytes, ...]
+
+    def insert(self, text: str) -> str:
+        """Return a rendered prompt with the tokens of the images. Raises UserError if one cannot be read."""
+        return replace_spans(text, [], self.reader.edits(text, self.stored, "the prompt")[0])[0]
+
+    def inputs(self, ids: torch.Tensor, taken: Container[str]) -> Inputs:
+        """Return the model's inputs for a prompt's token ids, without these; `taken` has the model's arguments."""
+        if not self.stored:
+            return {}
+        types = {name: self.reader.types(ids) for name in TYPE_NAMES if name in taken}
+        return self.reader.inputs(self.stored) | types
+
+
+@dataclass(frozen=True)
 class ImageInputs:
     """Builder of the image inputs of micro-batches for one model."""
 
@@ -139,17 +164,14 @@ class ImageInputs:
             return {}
         found = self.reader.inputs(stored)
         if self.type_name is not None and position_ids is not None:
-            found["attention_mask"] = self._masks(self._types(batch_ids), position_ids)
+            found["attention_mask"] = self._masks(self.reader.types(batch_ids), position_ids)
         elif self.type_name is not None:
-            found[self.type_name] = self._types(batch_ids)
+            found[self.type_name] = self.reader.types(batch_ids)
         if self.rope is not None:
             positions = self._positions(batch_ids, position_ids, rows, found["image_grid_thw"])
             # transformers finds the documents of a pack by a fourth row.
             found["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
         return found
-
-    def _types(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.isin(ids, torch.tensor(self.reader.token_ids)).long()
 
     def _masks(self, types: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return masks [B, 1, L, L] of packs, by layer type: causal in a document, in both directions in an image.
@@ -180,7 +202,7 @@ class ImageInputs:
                 if count:
                     ids = torch.tensor([document.input_ids])
                     grid = grids[seen : seen + count]
-                    found = self.rope(ids, mm_token_type_ids=self._types(ids), image_grid_thw=grid)[0]
+                    found = self.rope(ids, mm_token_type_ids=self.reader.types(ids), image_grid_thw=grid)[0]
                     positions[:, 0 if is_flat else number, at:end] = found[:, 0]
                 at, seen = end, seen + count
         return positions

@@ -2,17 +2,18 @@
 
 import inspect
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import ModelSection, UserError
-from trainer.data.vision import ImageInputs, ImageReader
+from trainer.data.image_parts import store_image
+from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
+from trainer.model.base import load_model_config
 from trainer.model.model_source import unreadable_error
 from trainer.model.published_shapes import is_random
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
 """The model types whose losses are compared with those of transformers and PEFT in tests."""
-TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments of models that have 1 for image tokens."""
 
 
 def load_image_reader(base_model: str, section: ModelSection, model_config: Any, tokenizer: Any) -> ImageReader | None:
@@ -43,6 +44,22 @@ def load_image_reader(base_model: str, section: ModelSection, model_config: Any,
             f"base_model={base_model}: its processor of images cannot be built ({error}); use the tokenizer files of "
             "the model itself"
         ) from None
+
+
+def read_prompt_images(
+    base_model: str, section: ModelSection, tokenizer: Any, files: Sequence[str]
+) -> PromptImages | None:
+    """Return the images of `--image`, with the processor of the model, if it has one.
+
+    Raises UserError for images that a model does not read, or that are missing.
+    """
+    reader = load_image_reader(base_model, section, load_model_config(base_model, section), tokenizer)
+    if reader is None:
+        if files:
+            problem = f"this model is not trained on images; use a model of {', '.join(FAMILIES)}"
+            raise UserError(f"--image={files[0]}: {problem}")
+        return None
+    return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
 
 
 def image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
