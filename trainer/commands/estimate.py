@@ -73,7 +73,7 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
             seed=config.seed,
             cache_dir=Path(config.dataset.cache_dir).expanduser(),
             max_length_of_model=context_length(model_config),
-            images=load_image_reader(config.base_model, config.model, model_config, tokenizer),
+            images=load_image_reader(config, tokenizer, model_config),
         )
         reference = load_reference(config, tokenizer)
     except UserError as error:

@@ -200,12 +200,6 @@ def evaluate_rewards(
     return found
 
 
-def read_run_images(run: FinishedRun, tokenizer: Any) -> ImageReader | None:
-    """Return the processor of a run's model, if it is trained on images."""
-    section, base = run.config.model, run.config.base_model
-    return load_image_reader(base, section, load_model_config(base, section), tokenizer)
-
-
 def held_out_documents(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> list[Sample]:
@@ -396,7 +390,7 @@ def _run(arguments: argparse.Namespace) -> None:
             record = {"run": str(arguments.run), "base_model": config.base_model, **scores}
             arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
-    images = read_run_images(run, tokenizer)
+    images = load_image_reader(config, tokenizer)
     samples = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
     device = default_device()
     model = load_trained(run, tokenizer, device)

@@ -232,7 +232,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=IMAGE_HELP)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
-        raise UserError("--image: belongs to each PROMPT alone; remove --batch-size, --prompts and --raw")
+        raise UserError("--image: is shown before each PROMPT, one at a time; remove --batch-size, --prompts and --raw")
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size={arguments.batch_size}: must be 1 or more")
     if arguments.raw and arguments.system is not None:
@@ -260,7 +260,7 @@ def _run(arguments: argparse.Namespace) -> None:
     prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
     failed: list[str] = []
 
-    images = read_prompt_images(run.config.base_model, run.config.model, tokenizer, arguments.image)
+    images = read_prompt_images(run.config, tokenizer, arguments.image)
     if images is not None and images.stored and text is not None:
         raise UserError("--image: needs prompts in the chat template; add --chat")
 

@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
             seed=config.seed,
             cache_dir=Path(config.dataset.cache_dir).expanduser(),
             max_length_of_model=longest,
-            images=load_image_reader(config.base_model, config.model, model_config, tokenizer),
+            images=load_image_reader(config, tokenizer, model_config),
         )
         if config.training.loss != "nll" or config.training.neftune_noise_alpha:
             noise = config.training.neftune_noise_alpha

@@ -31,7 +31,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.evaluate import evaluate, held_out_documents, read_run_images
+from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
 from trainer.config import CommandParser, RunConfig, UserError
@@ -44,6 +44,7 @@ from trainer.model.stored_fp8 import fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.model.vision import load_image_reader
 from trainer.monitor.report.recorded import read_run
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 
@@ -147,7 +148,7 @@ def build_merged_model(
 
 def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
     """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
-    images = read_run_images(run, tokenizer)
+    images = load_image_reader(run.config, tokenizer)
     try:
         documents = held_out_documents(run, tokenizer, None, None, images)
     except UserError as error:

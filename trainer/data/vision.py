@@ -38,6 +38,15 @@ class ImageReader:
     def __reduce__(self) -> Any:
         return ImageReader, self._made_from
 
+    def set_size(self, name: str, pixels: int) -> bool:
+        """Set `min_pixels` or `max_pixels`; return whether the processor has bounds, not a fixed size."""
+        bound = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}[name]
+        size = dict(self._images.size)
+        if not (size.get(bound) and hasattr(self._images, "merge_size")):
+            return False
+        self._images.size = type(self._images.size)(**size | {bound: pixels})
+        return True
+
     @property
     def key(self) -> str:
         """Equal for processors that make the same tokens."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import ModelSection, UserError
+from trainer.config import ModelSection, RunConfig, UserError
 from trainer.data.image_parts import store_image
 from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
 from trainer.model.base import load_model_config
@@ -16,11 +16,23 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
 """The model types whose losses are compared with those of transformers and PEFT in tests."""
 
 
-def load_image_reader(base_model: str, section: ModelSection, model_config: Any, tokenizer: Any) -> ImageReader | None:
+def load_image_reader(config: RunConfig, tokenizer: Any, model_config: Any = None) -> ImageReader | None:
     """Return the processor of a model that is trained on images, else None. Raises UserError if it cannot be loaded."""
+    reader = _load_reader(config.base_model, config.model, tokenizer, model_config)
+    sizes = {"min_pixels": config.dataset.min_pixels, "max_pixels": config.dataset.max_pixels}
+    for name, value in sizes.items():
+        if value is not None and (reader is None or not reader.set_size(name, value)):
+            raise UserError(f"dataset.{name}={value}: has no effect on images of {config.base_model}; remove it")
+    if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
+        raise UserError("dataset.min_pixels={min_pixels}: above dataset.max_pixels={max_pixels}".format(**sizes))
+    return reader
+
+
+def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_config: Any) -> ImageReader | None:
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+    model_config = model_config or load_model_config(base_model, section)
     if is_random(base_model) or model_config.model_type not in FAMILIES:
         return None
     known, revision = PROCESSOR_MAPPING[type(model_config)], section.revision or "main"
@@ -46,14 +58,12 @@ def load_image_reader(base_model: str, section: ModelSection, model_config: Any,
         ) from None
 
 
-def read_prompt_images(
-    base_model: str, section: ModelSection, tokenizer: Any, files: Sequence[str]
-) -> PromptImages | None:
+def read_prompt_images(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> PromptImages | None:
     """Return the images of `--image`, with the processor of the model, if it has one.
 
     Raises UserError for images that a model does not read, or that are missing.
     """
-    reader = load_image_reader(base_model, section, load_model_config(base_model, section), tokenizer)
+    reader = load_image_reader(config, tokenizer)
     if reader is None:
         if files:
             problem = f"this model is not trained on images; use a model of {', '.join(FAMILIES)}"

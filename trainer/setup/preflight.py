@@ -247,7 +247,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-    images = load_image_reader(config.base_model, config.model, model_config, tokenizer)
+    images = load_image_reader(config, tokenizer, model_config)
     return ModelFiles(tokenizer, model_config, longest, tuple(notes), images)
 
 
