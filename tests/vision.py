@@ -104,12 +104,19 @@ def draw(path: Path, colour: tuple[int, int, int], width: int = 40, height: int 
     return path
 
 
-def write_vision_chats(folder: Path, count: int, *, seed: int = 0, text_only: float = 0.3) -> Path:
-    """Conversations about the colours of one or two images of different sizes, some of them without images."""
+def write_vision_chats(
+    folder: Path, count: int, *, seed: int = 0, text_only: float = 0.3, one_question: bool = False
+) -> Path:
+    """Conversations about the colours of one or two images of different sizes, some of them without images.
+
+    With `one_question`, all ask the same about one image.
+    """
     draw_number = random.Random(seed)
     with (folder / "chats.jsonl").open("w") as file:
         for number in range(count):
-            names = [draw_number.choice(list(COLOURS)) for _ in range(draw_number.choice((1, 1, 2)))]
+            names = [
+                draw_number.choice(list(COLOURS)) for _ in range(1 if one_question else draw_number.choice((1, 1, 2)))
+            ]
             parts: list[dict[str, Any]] = []
             if number == 0 or draw_number.random() >= text_only:
                 for at, name in enumerate(names):
@@ -117,7 +124,7 @@ def write_vision_chats(folder: Path, count: int, *, seed: int = 0, text_only: fl
                     parts.append(
                         {"type": "image", "path": draw(folder / f"{number}-{at}.png", COLOURS[name], *sizes).name}
                     )
-            parts.append({"type": "text", "text": "which colour " * draw_number.randint(1, 4)})
+            parts.append({"type": "text", "text": "which colour " * (1 if one_question else draw_number.randint(1, 4))})
             turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": " and ".join(names)}]
             file.write(json.dumps({"messages": turns}) + "\n")
     return folder / "chats.jsonl"

@@ -2,17 +2,19 @@
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 from tests.runs_in_process import train as train_run
 from tests.tiny import make_model
 from tests.unit.test_multimodal import train
-from tests.vision import draw, make_vision_model, plain_vision_losses, write_vision_chats
+from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, write_vision_chats
 from trainer.commands import evaluate, generate, merge
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_files import decode_image
@@ -250,3 +252,50 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
         answer = merged.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0)
         [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert shown == wanted.strip()
+
+
+def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": ["red.png"]})
+    draw(tmp_path / "red.png", (220, 20, 30), 112, 56)
+    tokens = [read(root, file, **more).stats.image_tokens for more in ({}, {"dataset__max_pixels": 28 * 28 * 2})]
+    assert tokens == [8, 2]
+    assert read(root, file, dataset__min_pixels=28 * 28 * 10).stats.image_tokens >= 10
+    for family, more in (("gemma3", {"dataset__max_pixels": 784}), ("qwen2_5_vl", {"dataset__min_pixels": 1 << 20})):
+        more |= {"dataset__max_pixels": 784}
+        with pytest.raises(UserError, match=r"dataset.m\w\w_pixels=\d+: (has no effect on images|above dataset.max_)"):
+            read(root, file, family, **more)
+
+
+def test_a_chat_shows_its_image_in_the_first_turn_and_saves_it(root: Path, tmp_path: Path) -> None:
+    from trainer.commands.chat import Conversation
+    from trainer.commands.generate import Sampling
+    from trainer.model.vision import read_prompt_images
+
+    config, file = run_config(root, "qwen2_5_vl"), picture(tmp_path)
+    model, *_ = train(config)
+    tokenizer = prepare(config).tokenizer
+    images = read_prompt_images(config, tokenizer, [str(file)])
+    chat = Conversation(model, tokenizer, Sampling(4), config.dataset, None, images)
+    chat.ask("which colour")
+    chat.ask("sure")
+    chat.save(tmp_path / "chat.jsonl")
+    [sample] = read(root, tmp_path / "chat.jsonl").train
+    assert len(sample.images[0]) == 1 and sample.input_ids.count(images.reader.token_ids[0]) == 1  # type: ignore[union-attr]
+
+
+def test_a_tiny_model_learns_the_colour_of_images(root: Path, tmp_path: Path) -> None:
+    """The question is always the same: without the image, no loss below the entropy of the answers is possible."""
+    write_vision_chats(tmp_path, 160, text_only=0.0, one_question=True)
+    (tmp_path / "qwen2_5_vl").mkdir()
+    make_vision_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl", initializer_range=0.2, num_hidden_layers=2)
+    run_config(
+        tmp_path, "qwen2_5_vl", dataset__val_split=32, lora__r=16, lora__alpha=32, training__max_steps=50,
+        training__batch_size=8, output_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    (tmp_path / "run.yaml").rename(tmp_path / "base.yaml")
+    train_run(tmp_path, logging__report_to="none")
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    first, *_, last = [record["eval/loss"] for record in records if "eval/loss" in record]
+    tokens = AutoTokenizer.from_pretrained(root / "qwen2_5_vl")(list(COLOURS))["input_ids"]
+    tokens_per_answer = 1 + max(map(len, tokens))
+    assert last * tokens_per_answer < 0.3 * math.log(len(COLOURS)) < first
