@@ -131,6 +131,7 @@ def test_only_answers_are_trained_and_never_the_tokens_of_an_image(root: Path, t
     file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>what?"), "images": [str(picture(tmp_path))]})
     for trains in (["assistant"], ["all"]):
         prepared = prepare(run_config(root, "qwen2_5_vl", dataset__path=str(file), dataset__train_on=trains))
+        assert prepared.images is not None
         [sample] = prepared.data.train
         trained = [token for token, weight in zip(sample.input_ids, sample.trained, strict=True) if weight]
         places = [token in prepared.images.token_ids for token in sample.input_ids]
@@ -243,6 +244,7 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
         merged = AutoModelForMultimodalLM.from_pretrained(ground / "merged", dtype=torch.float32)
         AutoImageProcessor.from_pretrained(ground / "merged")
         prepared = prepare(config, to_train=False)
+        assert prepared.images is not None
         text = prepared.tokenizer.apply_chat_template(
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
             tokenize=False, add_generation_prompt=True,
@@ -260,8 +262,8 @@ def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_p
     tokens = [read(root, file, **more).stats.image_tokens for more in ({}, {"dataset__max_pixels": 28 * 28 * 2})]
     assert tokens == [8, 2]
     assert read(root, file, dataset__min_pixels=28 * 28 * 10).stats.image_tokens >= 10
-    for family, more in (("gemma3", {"dataset__max_pixels": 784}), ("qwen2_5_vl", {"dataset__min_pixels": 1 << 20})):
-        more |= {"dataset__max_pixels": 784}
+    for family, least in (("gemma3", {}), ("qwen2_5_vl", {"dataset__min_pixels": 1 << 20})):
+        more: dict[str, Any] = {"dataset__max_pixels": 784, **least}
         with pytest.raises(UserError, match=r"dataset.m\w\w_pixels=\d+: (has no effect on images|above dataset.max_)"):
             read(root, file, family, **more)
 
