@@ -55,7 +55,11 @@ def _settings(family: str, ids: dict[str, int]) -> dict[str, Any]:
     if family == "gemma3":
         named = {"image_token_index": ids["image_token"], "boi_token_index": ids["boi_token"]}
         named |= {"eoi_token_index": ids["eoi_token"], "mm_tokens_per_image": 4}
-        return {"text_config": text | {"sliding_window": 16}, "vision_config": VISION, **named}
+        return {
+            "text_config": text | {"sliding_window": 16},
+            "vision_config": VISION | {"vision_use_head": False},
+            **named,
+        }
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = dict(zip(names, (ids[token] for token in QWEN_TOKENS), strict=True))
     rope = {name: value for name, value in MROPE.items() if name != "mrope_interleaved" or family == "qwen3_vl"}

@@ -259,7 +259,8 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
 def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_path: Path) -> None:
     file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": ["red.png"]})
     draw(tmp_path / "red.png", (220, 20, 30), 112, 56)
-    tokens = [read(root, file, **more).stats.image_tokens for more in ({}, {"dataset__max_pixels": 28 * 28 * 2})]
+    bounds: list[dict[str, Any]] = [{}, {"dataset__max_pixels": 28 * 28 * 2}]
+    tokens = [read(root, file, **bound).stats.image_tokens for bound in bounds]
     assert tokens == [8, 2]
     assert read(root, file, dataset__min_pixels=28 * 28 * 10).stats.image_tokens >= 10
     for family, least in (("gemma3", {}), ("qwen2_5_vl", {"dataset__min_pixels": 1 << 20})):
