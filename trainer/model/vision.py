@@ -24,7 +24,9 @@ def load_image_reader(config: RunConfig, tokenizer: Any, model_config: Any = Non
         if value is not None and (reader is None or not reader.set_size(name, value)):
             raise UserError(f"dataset.{name}={value}: has no effect on images of {config.base_model}; remove it")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
-        raise UserError("dataset.min_pixels={min_pixels}: above dataset.max_pixels={max_pixels}".format(**sizes))
+        raise UserError(
+            "dataset.min_pixels={min_pixels}: above dataset.max_pixels={max_pixels}; lower it".format(**sizes)
+        )
     return reader
 
 
