@@ -19,7 +19,7 @@ from trainer.commands import evaluate, generate, merge
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_files import decode_image
 from trainer.data.image_parts import read_stored
-from trainer.model.vision import FAMILIES
+from trainer.model.image_reader import FAMILIES
 from trainer.setup.preflight import prepare
 
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_p
 def test_a_chat_shows_its_image_in_the_first_turn_and_saves_it(root: Path, tmp_path: Path) -> None:
     from trainer.commands.chat import Conversation
     from trainer.commands.generate import Sampling
-    from trainer.model.vision import read_prompt_images
+    from trainer.model.image_reader import read_prompt_images
 
     config, file = run_config(root, "qwen2_5_vl"), picture(tmp_path)
     model, *_ = train(config)

@@ -37,7 +37,7 @@ from trainer.data.image_parts import IMAGE, show_marks, stored_file
 from trainer.data.vision import PromptImages
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
-from trainer.model.vision import read_prompt_images
+from trainer.model.image_reader import read_prompt_images
 
 HELP = """/new         start over
 /save FILE   add the conversation to a .jsonl file, as a record with messages

@@ -32,9 +32,9 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
 from trainer.model.base import context_length, load_model_config, load_tokenizer
+from trainer.model.image_reader import load_image_reader
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
-from trainer.model.vision import load_image_reader
 from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.patches.mamba import has_scan_kernels, is_mamba_2
 from trainer.setup.preflight import load_reference

@@ -49,7 +49,7 @@ from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
-from trainer.model.vision import image_inputs, load_image_reader
+from trainer.model.image_reader import image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss

@@ -43,7 +43,7 @@ from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT, Turns
 from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
-from trainer.model.vision import read_prompt_images
+from trainer.model.image_reader import read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
 

@@ -32,7 +32,7 @@ from trainer.data.samples import decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
 from trainer.data.step_count import count_steps, global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
-from trainer.model.vision import load_image_reader
+from trainer.model.image_reader import load_image_reader
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run

@@ -38,13 +38,13 @@ from trainer.config import CommandParser, RunConfig, UserError
 from trainer.model import mxfp4
 from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
 from trainer.model.base import load_model_config
+from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
-from trainer.model.vision import load_image_reader
 from trainer.monitor.report.recorded import read_run
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 

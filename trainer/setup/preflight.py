@@ -31,13 +31,13 @@ from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss, check_visited
+from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import check_integer_targets, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable_error
 from trainer.model.served_layers import serving_notes
 from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
-from trainer.model.vision import load_image_reader
 from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.parallel.ranks.sequence_group import check_ranks

@@ -21,8 +21,8 @@ from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompt, needs_synced_passes, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.embedding_noise import add_embedding_noise
+from trainer.model.image_reader import image_inputs
 from trainer.model.tokenizer_files import tokenizer_files, write_files
-from trainer.model.vision import image_inputs
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import model_card
