@@ -334,7 +334,7 @@ def test_a_chat_remembers_until_it_begins_anew(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[list[dict[str, str]]] = []
-    monkeypatch.setattr(chat, "prompt_ids", lambda t, s, turns, x: (seen.append(turns), prompt_ids(t, s, turns, x))[1])
+    monkeypatch.setattr(chat, "prompt_ids", lambda t, s, it, *x: (seen.append(it), prompt_ids(t, s, it, *x))[1])
     monkeypatch.setattr("sys.stdin", io.StringIO(f"red cat\nover\n/help\n/save {tmp_path}/a.jsonl\n/new\nseven\n"))
     assert chat.main([str(run_dir), "--temperature", "0", "--max-new-tokens", "4"]) == 0
     assert [[turn["role"] for turn in turns] for turns in seen] == [["user"], ["user", "assistant", "user"], ["user"]]

@@ -210,7 +210,7 @@ CHANGES: dict[str, Any] = {
     "val_split": 0.1, "on_bad_record": "skip", "max_length": 32, "too_long": "drop", "packing": True,
     "train_on": ("all",), "thinking": "strip", "system_prompt": "s",
     "chat_template": "{{ 'x' }}", "chat_template_kwargs": {"message": 1},
-    "streaming": True,
+    "streaming": True, "min_pixels": 3136, "max_pixels": 802816,
 }  # fmt: skip
 # These change the order or the speed of training only; a stream's blocks depend on the order, too.
 NEUTRAL = {"workers": 2, "cache_dir": "elsewhere", "batching": "tokens", "shuffle": False}

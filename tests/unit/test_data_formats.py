@@ -379,7 +379,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "content is an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {},
-        ("turn 1", "not text"),
+        ("record 1, image 1", "no such file x"),
+    ),
+    "content is a sound": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]},
+        {},
+        ("turn 1", "neither text nor images"),
     ),
     "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is text, not a record")),
     "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is text, not a list")),

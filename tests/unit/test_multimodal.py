@@ -19,7 +19,6 @@ from trainer.model.base import empty_model, load_model_config
 from trainer.model.targets import check_targets
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.ranks.group import Ranks
-from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.setup.build import build_model
 from trainer.setup.preflight import prepare
@@ -74,7 +73,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions
     task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
     model, lines = build_model(config, decided, task, ranks, CPU, "fp32", stage)
-    token_loss, pad = TokenLoss(model, fused=decided.fused_head.value), prepared.tokenizer.pad_token_id
+    token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
     task.flat_packs = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
     batches = task.batches()

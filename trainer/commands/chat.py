@@ -19,6 +19,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.commands.generate import (
+    IMAGE_HELP,
     AnswerStreamer,
     Sampling,
     add_answer_options,
@@ -31,8 +32,11 @@ from trainer.commands.generate import (
 )
 from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
+from trainer.data.image_parts import IMAGE, show_marks, stored_file
+from trainer.data.vision import PromptImages
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
+from trainer.model.image_reader import read_prompt_images
 
 HELP = """/new         start over
 /save FILE   add the conversation to a .jsonl file, as a record with messages
@@ -49,24 +53,29 @@ class Conversation:
     section: DatasetSection
     text: str | None
     """Format of plain-text prompts, each of which is answered independently; None for the chat template."""
+    images: PromptImages | None = None
+    """Images shown before the first turn."""
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
         """Answer a turn, streaming the answer. Raises UserError if the turn alone does not fit into the context."""
+        if self.images is not None and not self.turns:
+            question = IMAGE * len(self.images.stored) + question
         turns = [*self.turns, {"role": "user", "content": question}]
-        row = self._encode_fitting_turns(turns)
+        row, images = self._encode_fitting_turns(turns)
         streamer = AnswerStreamer(self.tokenizer)
-        [answer] = generate_answers(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
+        [answer] = generate_answers(self.model, self.tokenizer, [row], self.sampling, streamer=streamer, images=images)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
-    def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> torch.Tensor:
-        """Return token ids [1, T] of the latest turns that leave room for an answer."""
+    def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> tuple[torch.Tensor, PromptImages | None]:
+        """Return token ids [1, T] of the latest turns that leave room for an answer, and their images."""
         longest = context_length(self.model.config) or sys.maxsize
         room = min(self.sampling.max_new_tokens, longest // 4)  # longer answers may be cut off
         kept = turns if self.text is None else turns[-1:]
         while True:
             prompt = kept if self.text is None else kept[-1]["content"]
-            row = prompt_ids(self.tokenizer, self.section, prompt, self.text)
+            images = self.images if len(kept) == len(turns) else None
+            row = prompt_ids(self.tokenizer, self.section, prompt, self.text, images)
             if row.shape[1] + room <= longest or len(kept) == 1:
                 break
             kept = kept[2:]
@@ -74,13 +83,16 @@ class Conversation:
             raise UserError(f"the turn has {row.shape[1]} tokens, and the model's context is {longest}; shorten it")
         if self.text is None and len(kept) < len(turns):
             print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
-        return row
+        return row, images
 
     def save(self, file: Path) -> None:
         """Append the conversation to a file. Raises UserError if it cannot be written."""
+        record: dict[str, Any] = {"messages": [turn | {"content": show_marks(turn["content"])} for turn in self.turns]}
+        if self.images is not None and self.images.stored:
+            record["images"] = [str(stored_file(image)) for image in self.images.stored]
         try:
             with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"messages": self.turns}, ensure_ascii=False) + "\n")
+                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"/save {file}: cannot be written ({error.strerror}); use another file") from None
 
@@ -110,6 +122,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=IMAGE_HELP)
     return parser.parse_args(argv)
 
 
@@ -125,12 +138,15 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = saved_tokenizer(run)
     text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = prompt_settings(run, arguments.system)
+    images = read_prompt_images(run.config, tokenizer, arguments.image)
+    if text is not None and arguments.image:
+        raise UserError("--image: needs prompts in the chat template; add --chat")
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
     model = load_for_inference(run, tokenizer, both=False)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    converse(Conversation(model, tokenizer, sampling, section, text))
+    converse(Conversation(model, tokenizer, sampling, section, text, images))
 
 
 if __name__ == "__main__":

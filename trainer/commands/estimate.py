@@ -35,6 +35,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
 from trainer.model.base import context_length, load_model_config, load_tokenizer
+from trainer.model.image_reader import load_image_reader
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -69,9 +70,15 @@ def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
         tokenizer = load_tokenizer(config.base_model, config.model)
         if config.dataset.chat_template:
             tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
-        longest = context_length(load_model_config(config.base_model, config.model))
-        cache = Path(config.dataset.cache_dir).expanduser()
-        data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
+        model_config = load_model_config(config.base_model, config.model)
+        data = prepare_data(
+            config.dataset,
+            tokenizer,
+            seed=config.seed,
+            cache_dir=Path(config.dataset.cache_dir).expanduser(),
+            max_length_of_model=context_length(model_config),
+            images=load_image_reader(config, tokenizer, model_config),
+        )
         reference = load_reference(config, tokenizer)
     except UserError as error:
         return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({error})"

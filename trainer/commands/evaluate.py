@@ -45,8 +45,10 @@ from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.samples import split_documents
 from trainer.data.source_files import build_source
+from trainer.data.vision import ImageInputs, ImageReader
 from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
+from trainer.model.image_reader import image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
@@ -126,6 +128,7 @@ def evaluate(
     resamples: int,
     seed: int,
     scale: float | str = 1.0,
+    images: ImageReader | None = None,
 ) -> Evaluation:
     """Measure a PEFT model with and without its adapter on the same documents.
 
@@ -133,6 +136,7 @@ def evaluate(
     that is best on the other half, and the returned scale is the best on all.
     """
     factors = SCALES if isinstance(scale, str) else (scale,)
+    inputs = None if images is None else image_inputs(images, model, every_rank=False)
     console = Console(stderr=True)
     # Without a terminal, a transient bar would leave an empty line.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -141,7 +145,8 @@ def evaluate(
         for factor in (0.0, *factors):
             done: list[tuple[int, float]] = []
             with scaled_adapter(model, factor):
-                for part in _document_losses(model, documents, pad_token_id, batch_size, with_adapter=factor > 0):
+                measured = model, documents, pad_token_id, batch_size, inputs
+                for part in _document_losses(*measured, with_adapter=factor > 0):
                     done += part
                     progress.advance(bar, len(part))
             rows.append(np.array([loss for _, loss in sorted(done)]))
@@ -212,18 +217,22 @@ def _measure_pairs(
     return torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
 
 
-def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
+def held_out_documents(
+    run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
+) -> list[Sample]:
     """Return the documents that the run held out, or all of `data`; see `held_out_samples`.
 
     Raises UserError for pairs of answers.
     """
-    samples, has_pairs = held_out_samples(run, tokenizer, data, split)
+    samples, has_pairs = held_out_samples(run, tokenizer, data, split, images)
     if has_pairs:
         raise UserError(f"{run.folder}: held-out data are pairs of answers; use zerolora eval {run.folder}")
     return [document for sample in samples for document in split_documents(sample)]
 
 
-def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> tuple[Samples, bool]:
+def held_out_samples(
+    run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
+) -> tuple[Samples, bool]:
     """Return the samples that the run held out, or all of `data`, and whether they are pairs of answers.
 
     They are read with the run's settings.
@@ -250,6 +259,7 @@ def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: 
             seed=run.config.seed,
             cache_dir=Path(section.cache_dir).expanduser(),
             max_length_of_model=context_length(load_model_config(run.config.base_model, run.config.model)),
+            images=images,
         )
     except UserError as error:
         if data is None:
@@ -279,13 +289,20 @@ def _check_reference(run: FinishedRun) -> None:
 
 
 def _document_losses(
-    model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, *, with_adapter: bool
+    model: Any,
+    documents: Sequence[Sample],
+    pad_token_id: int,
+    batch_size: int,
+    images: ImageInputs | None,
+    *,
+    with_adapter: bool,
 ) -> Iterator[list[tuple[int, float]]]:
     """Yield batches of (document index, sum of token losses), with documents of similar length in a batch."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        batch = collate([documents[index] for index in chosen], pad_token_id, packed=False, flat=False)
+        rows = [documents[index] for index in chosen]
+        batch = collate(rows, pad_token_id, packed=False, flat=False, images=images)
         if with_adapter:
             sums = row_losses(model, batch)
         else:
@@ -407,7 +424,8 @@ def main(argv: list[str] | None = None) -> None:
             record = {"run": str(arguments.run), "base_model": config.base_model, **scores}
             arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
-    samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split)
+    images = load_image_reader(config, tokenizer)
+    samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
     if has_pairs and arguments.scale != 1.0:
         raise UserError(f"--scale={arguments.scale}: the held-out data are pairs of answers, not texts; leave it out")
     device = default_device()
@@ -419,7 +437,7 @@ def main(argv: list[str] | None = None) -> None:
         size = f"{found['pairs']:,} pairs"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
-        given |= {"seed": config.seed, "scale": arguments.scale}
+        given |= {"seed": config.seed, "scale": arguments.scale, "images": images}
         found = evaluate(model, documents, tokenizer.pad_token_id, **given).to_dict()
         size = f"{found['documents']:,} documents, {found['target_tokens']:,} target tokens"
     precision = resolve_precision(config.training.precision, device)

@@ -1,6 +1,7 @@
 """`zerolora generate RUN [PROMPT ...]`: answer prompts with a trained adapter, optionally next to its base."""
 
 import argparse
+import inspect
 import math
 import re
 import sys
@@ -35,11 +36,17 @@ from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
+from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT, Turns
+from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, generate_texts, prompt_ids
 from trainer.model.base import context_length
+from trainer.model.image_reader import read_prompt_images
 from trainer.patches.fused_lora import fuse
+from trainer.patches.loss_head import to_device
+
+IMAGE_HELP = "image shown before the prompt, for models of text and images; may be repeated"
 
 
 class AnswerStreamer(TextStreamer):
@@ -85,12 +92,17 @@ def generate_answers(
     *,
     with_adapter: bool = True,
     streamer: Any = None,
+    images: PromptImages | None = None,
 ) -> list[str]:
     """Generate continuations of rows of token ids [1, T] in one batch, padded on the left.
 
-    Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated.
+    Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated,
+    and `images` belong to a single row.
     """
     options = {"streamer": streamer, **sampling.arguments()}
+    if images is not None:
+        taken = inspect.signature(model.get_base_model().forward).parameters
+        options |= to_device(images.inputs(rows[0], taken), model.device)
     prompts = [row[0].tolist() for row in rows]
     with nullcontext() if with_adapter else model.disable_adapter():
         texts = generate_texts(model, tokenizer, prompts, model.device, sampling.max_new_tokens, **options)
@@ -216,7 +228,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", action="store_true", help="show the base model's answer as well")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts per batch (1)")
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=IMAGE_HELP)
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
+        raise UserError("--image: is shown before each PROMPT, one at a time; remove --batch-size, --prompts and --raw")
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size={arguments.batch_size}: must be 1 or more")
     if arguments.raw and arguments.system is not None:
@@ -247,8 +262,14 @@ def main(argv: list[str] | None = None) -> None:
     prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
     failed: list[str] = []
 
+    images = read_prompt_images(run.config, tokenizer, arguments.image)
+    if images is not None and images.stored and text is not None:
+        raise UserError("--image: needs prompts in the chat template; add --chat")
+
     def encode(prompt: Prompt) -> torch.Tensor:
-        return prompt_ids(tokenizer, section, prompt, text)
+        if arguments.image:
+            prompt = [{"role": "user", "content": IMAGE * len(arguments.image) + str(prompt)}]
+        return prompt_ids(tokenizer, section, prompt, text, images)
 
     rows = encode_prompts(prompts, encode, context_length(model.config), failed)
     console = Console()
@@ -262,7 +283,13 @@ def main(argv: list[str] | None = None) -> None:
         try:
             answers = {
                 name: generate_answers(
-                    model, tokenizer, [row for _, row in batch], sampling, with_adapter=with_adapter, streamer=streamer
+                    model,
+                    tokenizer,
+                    [row for _, row in batch],
+                    sampling,
+                    with_adapter=with_adapter,
+                    streamer=streamer,
+                    images=images,
                 )
                 for name, with_adapter in names.items()
             }

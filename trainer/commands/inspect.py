@@ -32,6 +32,7 @@ from trainer.data.samples import decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
 from trainer.data.step_count import count_steps, global_batch, resolve_global_batch, steps_per_epoch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
+from trainer.model.image_reader import load_image_reader
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.pipeline import is_pipeline
 from trainer.tasks.images.prepare import prepare_image_run
@@ -189,10 +190,17 @@ def main(argv: list[str] | None = None) -> None:
         return
     PROGRESS.show(f"reading {config.base_model} and the data")
     tokenizer = load_tokenizer(config.base_model, config.model)
-    longest = context_length(load_model_config(config.base_model, config.model))
+    model_config = load_model_config(config.base_model, config.model)
+    longest = context_length(model_config)
     config = fit_max_length(config, longest)
-    cache = Path(config.dataset.cache_dir).expanduser()
-    data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
+    data = prepare_data(
+        config.dataset,
+        tokenizer,
+        seed=config.seed,
+        cache_dir=Path(config.dataset.cache_dir).expanduser(),
+        max_length_of_model=longest,
+        images=load_image_reader(config, tokenizer, model_config),
+    )
     if config.training.loss != "nll" or config.training.neftune_noise_alpha:
         noise = config.training.neftune_noise_alpha
         console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))

@@ -37,6 +37,7 @@ from trainer.config import CommandParser, RunConfig, UserError, reports_errors
 from trainer.model import mxfp4
 from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
 from trainer.model.base import load_model_config
+from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.stored_fp8 import fp8_form
@@ -146,8 +147,9 @@ def build_merged_model(
 
 def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
     """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
+    images = load_image_reader(run.config, tokenizer)
     try:
-        documents = held_out_documents(run, tokenizer, None, None)
+        documents = held_out_documents(run, tokenizer, None, None, images)
     except UserError as error:
         raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; use a number, such as --scale 0.5") from None
     training = run.config.training
@@ -159,6 +161,7 @@ def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
         resamples=1,
         seed=run.config.seed,
         scale=AUTO,
+        images=images,
     )
     print(f"--scale=auto: {found.scale:g} is best on {found.documents:,} held-out documents", file=sys.stderr)
     return found.scale

@@ -20,6 +20,7 @@ from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, 
 from trainer.data.sequence_parts import SequencePart
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
+from trainer.data.vision import ImageInputs
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
 # Long enough for the convolutions of recurrent models, short enough to cost nothing.
@@ -56,6 +57,8 @@ class MicroBatch:
     """Which part of a flat batch this is, if ranks share it; `cu_seqlens` are then the bounds in the whole batch."""
     targets_before: int = 0
     """Targets of the whole batch before this part."""
+    images: dict[str, Any] = field(default_factory=dict)
+    """Inputs of the model for the images, with positions if the model has them in three dimensions."""
 
     @property
     def target_count(self) -> int:
@@ -301,6 +304,7 @@ def collate(
     pairs: bool = False,
     shared: bool = False,
     sequence: SequencePart | None = None,
+    images: ImageInputs | None = None,
 ) -> MicroBatch:
     """Return samples as tensors, padded to the longest or `flat` in one row; no samples make a row without targets.
 
@@ -323,6 +327,10 @@ def collate(
         known: dict[str, Any] = {name: torch.tensor(values) for name, values in given.items() if values}
         return PairBatch(**vars(batch), document_targets=counts, **known)
     tokens = sum(len(sample.input_ids) for sample in samples)
+    if images is not None:
+        rows = images.fill(samples)
+        batch = collate(rows, pad_token_id, packed=packed, flat=flat)
+        return replace(batch, tokens=tokens, images=images.build(batch.input_ids, batch.position_ids, rows))
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
         rows.append(Sample([pad_token_id] * short, [False] * short, [short]))

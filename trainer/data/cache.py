@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.compute as pc
 import transformers
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -19,13 +20,15 @@ from trainer.data.built_folder import load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
 from trainer.data.grouping import DataStats, Figures, Sources, plan
+from trainer.data.image_parts import FILE, has_changed, stored_file
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.shared_blocks import host_blocks_folder
 from trainer.data.sources import content_key, stamps
 from trainer.data.streams import look_ahead, stream_samples
+from trainer.data.vision import ImageReader
 
 # Part of every cache key: raise it when the same input gives other documents.
-CACHE_FORMAT = 8
+CACHE_FORMAT = 9
 # Of a source in a mixed stream.
 LEAST_ODDS = 1e-6
 
@@ -51,6 +54,7 @@ def prepare_data(
     cache_dir: Path,
     max_length_of_model: int | None,
     check: Callable[[DataStats], None] = lambda stats: None,
+    images: ImageReader | None = None,
 ) -> PreparedData:
     """Tokenize, mask, split and pack a data set, or load the result from `cache_dir`.
 
@@ -64,7 +68,7 @@ def prepare_data(
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
-    encoder = DocumentEncoder(tokenizer, section)
+    encoder = DocumentEncoder(tokenizer, section, images)
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
     _check_odds(streamed)
@@ -123,6 +127,7 @@ def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Source
         "template": encoder.chat.template if encoder.chat else None,
         "tokenizer": xxhash.xxh3_128_hexdigest(encoder.tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
+        "images": encoder.images.key if encoder.images else None,
         "transformers": transformers.__version__,
     }
 
@@ -171,12 +176,22 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
     documents = pyarrow.concat_tables(
         pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all() for file in files
     )
+    _check_images(documents)
     samples: list[Samples | None] = []
     with np.load(folder / "index.npz") as index:
         for name in ("train", "evaluation"):
             starts, members = index[f"{name}_starts"], index[f"{name}_members"]
             samples.append(Samples(documents, starts, members, packed=packed) if len(starts) > 1 else None)
     return samples[0], samples[1], stats
+
+
+def _check_images(documents: pyarrow.Table) -> None:
+    """Raise ValueError if the file of an image has changed, so that the data is prepared again."""
+    for chunk in documents.column("images").chunks:
+        stored = chunk.flatten()
+        for reference in stored.filter(pc.starts_with(stored, FILE)).unique().to_pylist():
+            if has_changed(reference):
+                raise ValueError(f"the image {stored_file(reference)} has changed")
 
 
 def reference_samples(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:

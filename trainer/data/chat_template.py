@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError
+from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
 from trainer.data.render import RenderError, render
 
@@ -85,7 +86,9 @@ class ChatTemplate:
     def _fit(self, message: Message) -> Message:
         """Return a message in the form that the template reads."""
         fitted = dict(message)
-        if message["role"] in self._part_roles:
+        if IMAGE in message["content"]:
+            fitted["content"] = _split_images(message["content"])
+        elif message["role"] in self._part_roles:
             fitted["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
         if "tool_calls" in message:
             fitted["content"] = fitted["content"] or self._call_content
@@ -273,6 +276,14 @@ class ChatTemplate:
     def _token_from(self, text: str, at: int) -> str:
         """Return the longest added token that begins at `at`, if any."""
         return next((text[at : at + n] for n in self._added_lengths if text[at : at + n] in self._added), "")
+
+
+def _split_images(text: str) -> list[Message]:
+    """Return a text with images as a list of parts."""
+    parts: list[Message] = []
+    for number, piece in enumerate(text.split(IMAGE)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    return parts
 
 
 def _common_length(left: str, right: str) -> int:

@@ -12,17 +12,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate, Message
+from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
 from trainer.data.records import Turns
 from trainer.data.render import RenderError
 from trainer.data.source_files import read_template
 from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
+from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
 
 FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
 # Names in warnings for parts of a record that a template leaves out.
 LOST_REASONING = "reasoning that the chat template leaves out; see dataset.chat_template_kwargs"
 LOST_SYSTEM = "a system turn that the chat template leaves out; see dataset.chat_template"
-LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END)
+LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END, FIRST_FRAME)
 
 
 def find_chat_template(
@@ -97,8 +99,9 @@ class ChatEncoder:
         tool_template: str | None = None,
         *,
         mask_thoughts: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
-        self.tokenizer, self._mask_thoughts = tokenizer, mask_thoughts
+        self.tokenizer, self._mask_thoughts, self._images = tokenizer, mask_thoughts, images
         self.train_on = frozenset(train_on)
         self.system_prompt = system_prompt
         sources = (template, tool_template or template)
@@ -113,7 +116,10 @@ class ChatEncoder:
         documents = encode_spans(
             self.tokenizer, [each.text for each in rendered], [each.spans for each in rendered], where
         )
-        return [replace(document, lost=tuple(each.lost)) for document, each in zip(documents, rendered, strict=True)]
+        return [
+            replace(document, lost=tuple(each.lost), images=conversation.images)
+            for document, each, conversation in zip(documents, rendered, conversations, strict=True)
+        ]
 
     def _render(self, conversation: Turns, where: str) -> "_Rendered":
         template = self._templates[bool(conversation.tools)]
@@ -129,6 +135,8 @@ class ChatEncoder:
             if self._mask_thoughts:
                 rendered.mask_thoughts()
             rendered.check_end()
+            if self._images is not None:
+                rendered.insert_images(self._images, conversation.images)
         except (RenderError, TimeoutError) as error:
             raise UserError(f"{where}: the chat template refuses it ({error})") from None
         return rendered
@@ -170,7 +178,8 @@ class _Rendered:
         core = text.strip()
         if self._texts_are_marked or not core:
             return not core or turn in marked
-        return core in self.text or json.dumps(core, ensure_ascii=False)[1:-1] in self.text
+        pieces = [each.strip() for each in core.split(IMAGE)]
+        return all(each in self.text or json.dumps(each, ensure_ascii=False)[1:-1] in self.text for each in pieces)
 
     def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
         """Find the characters to train. Raises UserError if the template does not reveal them."""
@@ -209,6 +218,13 @@ class _Rendered:
         """Record whether the last answer lacks an end-of-turn token: the model would not learn to stop."""
         if self.spans and not self._template.token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
+
+    def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
+        """Replace the places of images by their tokens, which are not trained."""
+        edits, is_animated = reader.edits(self.text, images, self._where)
+        self.text, self.spans = replace_spans(self.text, self.spans, edits)
+        if is_animated:
+            self.lost[FIRST_FRAME] = None
 
     def _blocks(self, turn: int) -> list[Span]:
         """Find the spans of a turn, except those inside another role's: a result may repeat its call's number."""

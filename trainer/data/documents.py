@@ -29,6 +29,7 @@ from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
 from trainer.data.tokens import Encoded, encode_texts, leading_token
+from trainer.data.vision import ImageReader
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,13 +60,15 @@ class DocumentEncoder:
     Raises UserError for a tokenizer without the offsets of its tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection, images: ImageReader | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which gives the positions of tokens "
                 "in the text; use a tokenizer that has one"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         self.max_length = section.max_length
         self.too_long = section.too_long
         self.train_on = frozenset("assistant" if role == "last" else role for role in section.train_on)
@@ -86,6 +89,7 @@ class DocumentEncoder:
                 variables,
                 for_tools,
                 mask_thoughts=masks,
+                images=images,
             )
         self.system_prompt = section.system_prompt
         self.skips = section.on_bad_record == "skip"
@@ -138,6 +142,9 @@ class DocumentEncoder:
         several = [each if isinstance(each, list) else [each] for each in found]
         examples = [self._prepare(example) for each in several for example in each]
         where = [place for place, each in zip(where, several, strict=True) for _ in each]
+        for example, place in zip(examples, where, strict=True):
+            self._check_images(example, place)
+        image_ids = frozenset(self.images.token_ids if self.images else ())
         for example, document, continued in self._split(examples, self.encode(examples, where)):
             sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [example]
             sides = [each.answer if isinstance(each, Labelled) else each for each in sides]
@@ -155,17 +162,34 @@ class DocumentEncoder:
             rows["label"].append((1 if example.is_desirable else -1) if isinstance(example, Labelled) else 0)
             # Documents without targets are left out, as in streams; an answer of a pair is never cut.
             left_out = too_long and (self.too_long == "drop" or document.rejected > 0)
+            # Nor are the tokens of an image.
+            left_out |= bool(document.images) and not image_ids.isdisjoint(document.input_ids[self.max_length :])
+            rows["images"].append(document.images)
+            rows["image_tokens"].append(sum(each in image_ids for each in document.input_ids) if document.images else 0)
             rows["targets"].append(0 if left_out else sum(rows["trained"][-1][1:]))
             rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(too_long or document.cut)
             rows["answers"].append(len(answers))
             rows["empty"].append(sum(not answer for answer in answers))
-            rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
+            content = b"".join([np.asarray(document.input_ids, np.int32).tobytes(), *document.images])
+            rows["digest"].append(xxhash.xxh3_64_intdigest(content) - 2**63)
             rows["continued"].append(continued)
             turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
             rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
             rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
+
+    def _check_images(self, example: Example, where: str) -> None:
+        """Raise UserError for images of preference data, or with a model that is not trained on images."""
+        turns = example.answer if isinstance(example, Labelled) else example
+        sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [turns]
+        if not any(isinstance(side, Turns) and side.images for side in sides):
+            return
+        if self.images is None:
+            problem = "this model is not trained on images (see the guide on vision); use another, or remove the images"
+            raise UserError(f"{where}: has images, and {problem}")
+        if isinstance(example, Pair | Labelled):
+            raise UserError(f"{where}: is preference data with images, which is not trained yet; use task: language")
 
     def _prepare(self, example: Example) -> Any:
         """Return a conversation without its reasoning, or only its last answer trained, as the settings say."""

@@ -2,7 +2,8 @@
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
@@ -21,10 +22,10 @@ REQUIRED = {
     UNPAIRED: ("label",),
 }
 OPTIONAL = {
-    "messages": ("tools", "system", "role", "content"),
-    "sharegpt": ("tools", "system", "from", "value"),
-    "alpaca": ("input", "system", "history"),
-    "prompt_completion": ("tools", "system"),
+    "messages": ("tools", "system", "role", "content", "images"),
+    "sharegpt": ("tools", "system", "from", "value", "images"),
+    "alpaca": ("input", "system", "history", "images"),
+    "prompt_completion": ("tools", "system", "images"),
     "completion": (),
     "custom": (),
     PREFERENCE: (
@@ -62,6 +63,8 @@ class Shape:
     """Roles of the records -> our roles."""
     alpaca_as_chat: bool = False
     note: str = field(default="", compare=False)
+    folder: Path | None = field(default=None, compare=False)
+    """Where relative paths of images are looked for."""
 
 
 def find_shape(
@@ -71,6 +74,14 @@ def find_shape(
 
     Raises UserError with the fields found and the fields expected.
     """
+    shape = _find_shape(source, columns, first, label, has_chat_template=has_chat_template)
+    path = Path(source.path or ".").expanduser()
+    return replace(shape, folder=path if path.is_dir() else path.parent)
+
+
+def _find_shape(
+    source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
+) -> Shape:
     format_ = "custom" if source.format == "auto" and source.template else source.format
     _check_fields(source, format_, columns, label)
     if format_ == "auto":

@@ -52,6 +52,9 @@ class DataStats:
     undesirable: int = 0
     margins: int = 0
     """Number of pairs with a margin."""
+    with_images: int = 0
+    """Number of documents with images."""
+    image_tokens: int = 0
     prompt_text: str | None = None
     """Form of prompts as text (see `records.prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -127,6 +130,7 @@ class DataStats:
         return [
             f"{name}: {self.documents:,} {self._unit}{packs}, {self.tokens:,} tokens, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
+            + (f"; {self.with_images:,} have images, of {self.image_tokens:,} tokens" if self.with_images else "")
             + "".join(f"; {loss}" for loss in losses)
         ]
 
@@ -141,6 +145,7 @@ class Figures:
     label: Index
     targets: Index
     first_target: Index
+    image_tokens: Index
     truncated: NDArray[np.bool_]
     answers: Index
     empty: Index
@@ -241,7 +246,8 @@ def _grouped(
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
     left_out = figures.truncated[records] & (figures.targets[records] == 0)
-    left_out &= (section.too_long == "drop") | (figures.rejected[records] > 0)
+    whole = (figures.rejected[records] > 0) | (figures.image_tokens[records] > 0)
+    left_out &= (section.too_long == "drop") | whole
     unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
         packs = best_fit(figures.length[members], section.max_length)
@@ -268,6 +274,8 @@ def _grouped(
         desirable=int((figures.label[members] > 0).sum()),
         undesirable=int((figures.label[members] < 0).sum()),
         margins=int(figures.margin[members].sum()),
+        with_images=int((figures.image_tokens[members] > 0).sum()),
+        image_tokens=int(figures.image_tokens[members].sum()),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config import RunConfig
 from trainer.data import Samples, SampleStream, StreamBatches
 from trainer.data.prompt_files import Prompt
+from trainer.data.vision import ImageReader
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Prepared:
     """Prompts of logging.sample_prompts, including those from files."""
     longest: int | None = None
     """The model's context in tokens."""
+    images: ImageReader | None = None
+    """The processor of a model that is trained on images."""
 
 
 def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:
@@ -33,6 +36,12 @@ def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:
     if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
         return config
     return config.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
+
+
+def has_images(prepared: Prepared) -> bool:
+    """Return whether any document of the training or held-out data has images."""
+    stats = prepared.data.stats
+    return prepared.images is not None and bool(stats.with_images or (stats.evaluation or stats).with_images)
 
 
 def share_stream(prepared: Prepared, folder: Path) -> Prepared:

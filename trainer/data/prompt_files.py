@@ -63,6 +63,8 @@ def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
     shape = find_shape(SourceSection(), list(turns), turns, where, has_chat_template=True)
     conversation = read_record(turns, shape, where)
     assert isinstance(conversation, Turns)
+    if conversation.images or record.get("images"):
+        raise UserError(f"{where}: has images; ask about an image with `zerolora generate RUN PROMPT --image FILE`")
     messages = conversation.messages
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, listed
+from trainer.data.image_parts import PART_TYPES, ImageParts
 
 _NAMES: dict[str, str] = read_yaml(Path(__file__).with_name("roles.yaml")).tree
 ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
@@ -37,6 +38,8 @@ class Turns:
     weights: Mapping[int, float] = field(default_factory=dict)
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Nonempty fields of the record and of its turns that were not used."""
+    images: tuple[bytes, ...] = ()
+    """Its images in order, for each IMAGE in the texts (see `ImageParts.stored`)."""
 
 
 @dataclass(frozen=True)
@@ -189,14 +192,16 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
     column = shape.names["conversations" if sharegpt else "messages"]
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
     keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
-    turns = _turns(record[column], column, where)
+    turns, images = _turns(record[column], column, where), ImageParts(record, shape)
     messages = [
-        _message(turn, keys, f"{where}, turn {number}", shape.roles) for number, turn in enumerate(turns, start=1)
+        _message(turn, keys, f"{where}, turn {number}", shape.roles, images)
+        for number, turn in enumerate(turns, start=1)
     ]
     ignored = _lead_with_system(messages, record, shape, where)
     weights = _turn_weights(turns, f"{where}, turn", len(messages) - len(turns))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, weights, ignored + _list_unread(turns, column))
+    unread = ignored + _list_unread(turns, column)
+    return Turns(messages, tools, weights, unread, images.stored(where))
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
@@ -216,9 +221,10 @@ def read_conversational_pair(
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     pair = {"prompt": prompt, "completion": completion}
     columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
+    images = ImageParts(record, shape)
     lists = [
         [
-            _message(turn, _keys(turn, shape), f"{where}, {name} turn {number}", shape.roles)
+            _message(turn, _keys(turn, shape), f"{where}, {name} turn {number}", shape.roles, images)
             for number, turn in enumerate(turns, start=1)
         ]
         for name, turns in columns.items()
@@ -228,7 +234,7 @@ def read_conversational_pair(
     weights |= _turn_weights(columns["completion"], f"{where}, completion turn", len(lists[0]))
     ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(lists[0] + lists[1], tools, weights, ignored)
+    return Turns(lists[0] + lists[1], tools, weights, ignored, images.stored(where))
 
 
 def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
@@ -252,10 +258,14 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
             raise UserError(f"{where}: history holds {describe_type(pair)}, not pairs of question and answer")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     request = f"{instruction}\n\n{extra}" if extra else instruction
-    return Turns([*messages, {"role": "user", "content": request}, {"role": "assistant", "content": output}])
+    turns, images = [*messages, {"role": "user", "content": request}], ImageParts(record, shape)
+    turns = [turn | {"content": images.read_marks(turn["content"])} for turn in turns]
+    return Turns([*turns, {"role": "assistant", "content": output}], images=images.stored(where))
 
 
-def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
+def _message(
+    turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str], images: ImageParts
+) -> dict[str, Any]:
     """Return a turn with a known role, its text, reasoning and tool calls; `roles` maps the data's role names."""
     if not isinstance(turn, Fields):
         raise UserError(f"{where}: is {describe_type(turn)}, not a record with {keys[0]} and {keys[1]}")
@@ -278,7 +288,7 @@ def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, s
         calls = [turn["function_call"]]
     if content is None and not calls:
         raise UserError(f"{where}: {role} turn without {keys[1]} (found {listed(k for k, v in turn.items() if v)})")
-    message["content"] = _content(content, keys[1], where)
+    message["content"] = images.read_marks(_content(content, keys[1], where, images))
     if calls:
         calls = turn.wrap("tool_calls", _list(calls, "tool_calls", where))
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
@@ -306,20 +316,27 @@ def _turn_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
     return weights
 
 
-def _content(content: Any, key: str, where: str) -> str:
-    """Return text, or OpenAI's list of text parts as one text."""
+def _content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
+    """Return text, or OpenAI's list of parts as one text, with IMAGE for an image."""
     if content is None:
         return ""
     if isinstance(content, list):
-        parts = [part for part in content if not isinstance(part, Mapping) or part.get("type") in TEXT_PARTS]
-        values = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        values = [_part(part, images) for part in content]
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) == len(content):
             return "".join(texts)
-        raise UserError(f"{where}: {key} has parts that are not text; images and sound are not trained on")
+        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them")
     if not isinstance(content, str):
         raise UserError(f"{where}: {key} is {describe_type(content)}, not text")
     return content
+
+
+def _part(part: Any, images: ImageParts | None) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    if images is not None and part.get("type") in PART_TYPES:
+        return images.read_part(part)
+    return part.get("text") if part.get("type") in TEXT_PARTS else None
 
 
 def _parsed_call(value: Any, where: str) -> list[Any]:

@@ -25,6 +25,8 @@ class Sample:
     """Log-probability of the answer in each document under the reference of preference training, in nats, if cached."""
     margins: tuple[float, ...] = ()
     """Margin of each pair of answers, 0 for a pair without one."""
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """Images of each document, in order (see `read_stored`); empty if no document has any."""
 
 
 class Samples:
@@ -66,7 +68,9 @@ class Samples:
         input_ids, trained, weights = (_numbers(column).tolist() for column in columns)
         rejected = self._documents.column("rejected")[index].as_py()
         margins = (self._documents.column("margin")[index].as_py(),) if rejected else ()
-        return Sample(input_ids, weights or trained, document_lengths(len(input_ids), rejected), margins=margins)
+        found = self._documents.column("images")[index].as_py()
+        lengths, images = document_lengths(len(input_ids), rejected), (tuple(found),) if found else ()
+        return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and of target tokens of every sample."""
@@ -135,9 +139,10 @@ def document_lengths(tokens: int, rejected: int) -> list[int]:
 def split_documents(sample: Sample) -> Iterator[Sample]:
     """Yield the documents of a pack as separate samples."""
     start = 0
-    for length in sample.document_lengths:
-        end = start + length
-        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
+    for number, length in enumerate(sample.document_lengths):
+        end, images = start + length, sample.images[number : number + 1]
+        has_images = any(images)
+        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length], images=images * has_images)
         start = end
 
 
@@ -154,9 +159,11 @@ def join(samples: list[Sample]) -> Sample:
     """Return several samples as one sequence; `document_lengths` keeps the documents apart."""
     if len(samples) == 1:
         return samples[0]
+    images = [document for sample in samples for document in sample.images or ((),) * len(sample.document_lengths)]
     return Sample(
         [token for sample in samples for token in sample.input_ids],
         [trained for sample in samples for trained in sample.trained],
         [length for sample in samples for length in sample.document_lengths],
         margins=tuple(margin for sample in samples for margin in sample.margins),
+        images=tuple(images) if any(images) else (),
     )

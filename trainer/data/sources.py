@@ -57,7 +57,21 @@ def read_source(
         records = records.take(source.max_samples)
     if isinstance(records, Dataset) and len(records) == 0:
         raise _empty(source, label)
+    for name, feature in (records.features or {}).items():
+        if (kept := _undecoded(feature)) != feature:
+            records = records.cast_column(name, kept)
     return records
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return the type of a column with images as bytes or paths, which the datasets library would decode."""
+    from datasets import Image, List
+
+    if isinstance(feature, Image):
+        return Image(decode=False)
+    if isinstance(feature, List):
+        return List(_undecoded(feature.feature), feature.length)
+    return {name: _undecoded(inner) for name, inner in feature.items()} if isinstance(feature, dict) else feature
 
 
 def content_key(source: SourceSection, label: str) -> str:

@@ -138,6 +138,8 @@ class SourceStream:
     def _encode(self, number: int, records: list[dict[str, Any]]) -> Block:
         columns = self._encoder.rows(records, number * BLOCK_ROWS, self._shape, self._place)
         trained = (weights or flags for weights, flags in zip(columns["weights"], columns["trained"], strict=True))
+        if any(columns["images"]):
+            raise UserError("dataset.streaming=true: records with images cannot be streamed yet; set it to false")
         documents = zip(columns["input_ids"], trained, columns["rejected"], columns["targets"], strict=True)
         problems = [problem for problem in columns["problem"] if problem]
         for problem in problems:

@@ -28,6 +28,7 @@ class Encoded:
     """Tokens of the second document, the rejected answer of a pair; 0 for a single document."""
     cut: bool = False
     """Whether the prompts of a pair were cut."""
+    images: tuple[bytes, ...] = ()
 
 
 def encode_spans(

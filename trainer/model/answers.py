@@ -10,6 +10,7 @@ from trainer.data.conversations import find_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.records import Turns
 from trainer.data.tokens import leading_token
+from trainer.data.vision import PromptImages
 from trainer.model.base import context_length
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.protocol import Engine
@@ -60,7 +61,9 @@ def needs_synced_passes(engine: Engine) -> bool:
     return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
-def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None) -> torch.Tensor:
+def prompt_ids(
+    tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None, images: PromptImages | None = None
+) -> torch.Tensor:
     """Return the token ids [1, T] of a prompt, formatted as in training up to where the answer starts.
 
     `text` is the format of plain-text prompts (see records.prompt_form). Without it, and for lists of turns, the
@@ -74,6 +77,7 @@ def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: st
     else:
         system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
         whole, first = text.format(system=system, prompt=prompt), leading_token(tokenizer)
+    whole = images.insert(whole) if images is not None else whole
     ids: list[int] = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty; write something to answer")

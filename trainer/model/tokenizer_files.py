@@ -6,7 +6,7 @@ An unmodified tokenizer keeps the files of its base, byte for byte: transformers
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ NAMES = (
     "merges.txt",
 )  # fmt: skip
 """Files from which a tokenizer can be loaded."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of processors of images and videos."""
 LOCAL_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 """Settings in which transformers records where it loaded a tokenizer from."""
 
@@ -34,16 +36,17 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
 
     `revision` is the revision of its repository on the hub.
     """
+    processors = _source_files(tokenizer.name_or_path, revision, PROCESSORS)
     try:
         own = _make_portable(_source_files(tokenizer.name_or_path, revision))
         if own and _identity(_load(own)) == _identity(tokenizer):
-            return own
+            return own | processors
     except UserError:
         pass  # files that need custom code, or more files than are copied
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = (path for path in Path(folder).rglob("*") if path.is_file())
-        return _make_portable({str(file.relative_to(folder)): file.read_bytes() for file in files})
+        return processors | _make_portable({str(file.relative_to(folder)): file.read_bytes() for file in files})
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
@@ -53,9 +56,9 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
+def _source_files(source: str, revision: str | None, names: Sequence[str] = NAMES) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
-    for name in NAMES if source else ():
+    for name in names if source else ():
         path: Any = Path(source, name)
         if not Path(source).is_dir():
             with suppress(HFValidationError):

@@ -76,7 +76,7 @@ class LossPass:
 
     def shape(self, usual: tuple[int, int]) -> StaticShape | None:
         """Return the shape to pad the batch to (see `shape_of`); None to launch the pass."""
-        return shape_of(self.batch, usual) if self.batch.weights is None else None
+        return shape_of(self.batch, usual) if self.batch.weights is None and not self.batch.images else None
 
     def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
         """Return static memory for inputs of a shape that fits the batch, filled with the batch."""

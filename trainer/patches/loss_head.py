@@ -31,6 +31,9 @@ from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import document_inputs, has_separate_documents
 from trainer.patches.plain_head import linear_layer, observed_factor, replace_head, trained_rows, why_not_plain
 
+FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
+"""Models that find the documents of a pack only in a row of positions in addition to three of their own."""
+
 
 class TokenLoss:
     """Sum of the losses of the targets: -log p, or the weighted losses of a `LossKind` where gradients are computed.
@@ -91,12 +94,14 @@ class TokenLoss:
         """Return model inputs and targets [B, K], K at least `places`, on the host for `compute_from_inputs`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
-            inputs["position_ids"] = batch.position_ids
+            rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
+            inputs["position_ids"] = batch.position_ids.expand(rows)
         # Only our own variable-length attention takes document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
             if batch.sequence is not None:
                 inputs["sequence"] = batch.sequence
+        inputs |= batch.images
         targets = batch.targets
         if self._picks_logits:
             wanted = (targets != IGNORED).any(0)
@@ -367,7 +372,9 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a tensor copied to the device without a wait of the host, from pinned memory; other values as is."""
+    """Return tensors copied to the device without a wait of the host, from pinned memory; other values as is."""
+    if isinstance(value, dict):
+        return {name: to_device(each, device) for name, each in value.items()}
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

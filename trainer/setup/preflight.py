@@ -27,10 +27,12 @@ from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.prompt_files import sample_prompts
 from trainer.data.step_count import resolve_global_batch, step_warnings
+from trainer.data.vision import ImageReader
 from trainer.model.adapter import bias_lines, check_added_tokens
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss, check_visited
+from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import check_integer_targets, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable_error
@@ -58,6 +60,8 @@ class ModelFiles:
     longest: int | None
     """Context of the model in tokens."""
     notes: tuple[str, ...]
+    images: ImageReader | None = None
+    """The processor of a model that is trained on images."""
 
 
 def prepare(
@@ -109,14 +113,30 @@ def _prepare_text(config: RunConfig, report: Callable[[str], None], model_files:
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=model_files.longest,
         check=partial(check_pairs, config),
+        images=model_files.images,
     )
+    check_images(config, data.stats)
     if config.task == "preference" and data.stats.margins:
         notes += (f"warning: dataset: {data.stats.margins:,} pairs have a margin, which only task: reward uses",)
     if config.evaluation.metrics:
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, model_files.tokenizer)
     files = model_files
-    return Prepared(files.tokenizer, files.model_config, data, notes, reference, prompts, files.longest)
+    return Prepared(files.tokenizer, files.model_config, data, notes, reference, prompts, files.longest, files.images)
+
+
+def check_images(config: RunConfig, stats: DataStats) -> None:
+    """Raise UserError for settings that do not work with images yet."""
+    if not (stats.with_images or (stats.evaluation or stats).with_images):
+        return
+    fixes: dict[str, tuple[Any, ...]] = {
+        "parallel.sequence": (config.parallel.sequence, 1),
+        "evaluation.metrics": (list(config.evaluation.metrics), []),
+        "model.attn_implementation": (config.model.attn_implementation, "auto", "sdpa"),
+    }
+    for name, (value, *possible) in fixes.items():
+        if value not in possible:
+            raise UserError(f"{name}={value}: does not work with images, which dataset has; set it to {possible[0]}")
 
 
 def check_pairs(config: RunConfig, stats: DataStats) -> None:
@@ -227,7 +247,8 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-    return ModelFiles(tokenizer, model_config, longest, tuple(notes))
+    images = load_image_reader(config, tokenizer, model_config)
+    return ModelFiles(tokenizer, model_config, longest, tuple(notes), images)
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:

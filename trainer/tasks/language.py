@@ -14,12 +14,14 @@ from rich.markup import escape
 from ops.head import LossKind
 from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Sample, Samples, StreamBatches, evaluation_batches
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
+from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompt, needs_synced_passes, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.embedding_noise import add_embedding_noise
+from trainer.model.image_reader import image_inputs
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
@@ -29,7 +31,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
-from trainer.patches.packed_attention import choose_attention
+from trainer.patches.packed_attention import choose_attention, disable_varlen
 from trainer.patches.packing_probe import check_causal, check_parts, keep_documents_apart
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
@@ -61,6 +63,7 @@ class LanguageTask:
         self._first_answers: dict[str, str] = {}
         self._answers: AnswerMetrics | None = None
         self._first_scores = Scores({}, {}, set())
+        self._images: ImageInputs | None = None
         self.flat_packs = False
         """Whether packed sequences are one row without padding."""
         self.shares_prompts = False
@@ -86,6 +89,15 @@ class LanguageTask:
         match_vocabulary(model, self._prepared.tokenizer)
         return model
 
+    def _read_images(self, model: Any) -> None:
+        """Prepare the inputs for images, if the data has any."""
+        if not has_images(self._prepared):
+            return
+        assert self._prepared.images is not None
+        self._images = image_inputs(self._prepared.images, model, every_rank=self._config.zero.stage == 3)
+        # Its documents have no masks, by which image tokens attend to each other, and the tower would get their bounds.
+        disable_varlen(model)
+
     def keep_embeddings(self) -> bool:
         config, tokenizer = self._config, self._prepared.tokenizer
         return bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer)
@@ -100,6 +112,7 @@ class LanguageTask:
 
     def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
         training = self._config.training
+        self._read_images(model)
         add_embedding_noise(model, training.neftune_noise_alpha)
         parameter = LOSS_PARAMETERS.get(training.loss)
         kind = LossKind(training.loss, getattr(training, parameter) if parameter else 0.0)
@@ -155,7 +168,7 @@ class LanguageTask:
         """Arguments of `collate`."""
         token, shared = self._any_token, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
-        return {**layout, "sequence": self._sequence}
+        return {**layout, "sequence": self._sequence, "images": self._images}
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
         if base and self._config.lora.adapter_path is None:  # a new adapter changes nothing

@@ -13,6 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.files import read_bytes, read_text
+from trainer.data.image_files import damaged_image_error, decode_image, refuse_deep
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row, raw_records
 
@@ -20,8 +21,6 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
 METADATA = {"metadata.jsonl": "json", "metadata.csv": "csv"}
-DEEP = ("I", "F")
-"""First letters of the Pillow modes that conversion to RGB would clip at 255."""
 ON_WHITE = "have an alpha channel, and are shown on white where they are transparent"
 FIRST_FRAME = "have several frames or pages, of which the first is used"
 OTHER_COLOURS = "are in CMYK or LAB, and are converted to RGB without their colour profile"
@@ -46,15 +45,8 @@ class SourceImage:
 
     def open(self) -> Image.Image:
         """Return the image in RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
-        try:
-            with Image.open(io.BytesIO(_read_image_bytes(self.source, self.name))) as image:
-                upright = _rotate_upright(image)
-                if not upright.has_transparency_data:
-                    return upright.convert("RGB")
-                white = Image.new("RGBA", upright.size, "white")
-                return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise _damaged_image_error(self.name, error) from None
+        image: Image.Image = decode_image(_read_image_bytes(self.source, self.name), self.name)
+        return image
 
 
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
@@ -170,8 +162,7 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
         data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            if image.mode[0] in DEEP:
-                raise UserError(f"{name}: has more than 8 bits per colour (mode {image.mode}); save it with 8")
+            refuse_deep(image, name)
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # rotated by 90 degrees
                 width, height = height, width
             happens = {
@@ -180,7 +171,7 @@ def _describe(name: str, caption: str | None, source: Any) -> SourceImage:
                 OTHER_COLOURS: image.mode in ("CMYK", "LAB"),
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _damaged_image_error(name, error) from None
+        raise damaged_image_error(name, error) from None
     assert caption is not None, f"{name}: an image without caption was not refused"
     changes = tuple(text for text, is_so in happens.items() if is_so)
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
@@ -194,15 +185,3 @@ def _read_image_bytes(source: Any, name: str) -> bytes:
     if entry is None:
         raise UserError(f"{name}: has no image in column {column}; remove the record")
     return entry["bytes"] if entry["bytes"] is not None else _read_image_bytes(Path(entry["path"]), name)
-
-
-def _rotate_upright(image: Image.Image) -> Image.Image:
-    from PIL import ImageOps
-
-    turned: Image.Image = ImageOps.exif_transpose(image)
-    return turned
-
-
-def _damaged_image_error(name: str, error: Exception) -> UserError:
-    reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
-    return UserError(f"{name}: cannot be read as an image ({reason}); replace it, or remove it from the data")

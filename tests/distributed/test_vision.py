@@ -1,0 +1,76 @@
+"""Models of text and images on two ranks, which often have images at different times: the losses of plain PEFT."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import Matrix, environment, launch
+from tests.distributed.plan import case
+from tests.vision import make_vision_model, plain_vision_losses, write_vision_chats
+from trainer.config import load_config
+
+pytestmark = pytest.mark.distributed
+
+FAMILIES = ("qwen2_5_vl", "gemma3")
+COMMON: dict[str, Any] = {
+    "ops__backend": "reference", "training__learning_rate": 1e-2, "training__batch_size": 1, "dataset__max_length": 192,
+    "dataset__path": "chats.jsonl", "dataset__evaluation__path": "held/chats.jsonl", "training__max_steps": 3,
+}  # fmt: skip
+PLACES: dict[str, dict[str, Any]] = {
+    "stage2": {"zero__stage": 2},
+    "stage3": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
+    "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
+}
+PACKED = {"packed3": {"zero__stage": 3, "dataset__packing": True}}
+NF4 = {f"nf4-{stage}": {"zero__stage": stage, "adapter": "qlora"} for stage in (2, 3)}
+
+
+def plan() -> list[dict[str, Any]]:
+    return [
+        case(f"{family}-{name}", base_model=f"{family}-model", **COMMON, **changes)
+        for family in FAMILIES
+        for name, changes in (PLACES | PACKED | NF4).items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    folder = tmp_path_factory.mktemp("vision")
+    for family in FAMILIES:
+        (folder / f"{family}-model").mkdir()
+        make_vision_model(folder / f"{family}-model", family)
+    write_vision_chats(folder, 12, text_only=0.5)
+    (folder / "held").mkdir()
+    write_vision_chats(folder / "held", 3, seed=1, text_only=0.5)
+    launch(folder, 2, plan(), environment())
+    return Matrix(folder, plan())
+
+
+def expected(runs: Matrix, name: str) -> list[float]:
+    overrides = next(each["overrides"] for each in plan() if each["name"] == name)
+    folder = runs[name].folder.parent
+    paths = {"base_model", "dataset.path", "dataset.evaluation.path"}
+    given = [f"{key}={folder / value if key in paths else value}" for key, value in overrides.items()]
+    return plain_vision_losses(
+        load_config(folder / "base.yaml", [*given, f"output_dir={folder / 'plain'}"]).config, ranks=2
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first", "names"), [("stage2", PLACES), ("packed3", PACKED)])
+def test_losses_are_those_of_plain_peft_at_every_stage(
+    family: str, first: str, names: dict[str, Any], runs: Matrix
+) -> None:
+    wanted = expected(runs, f"{family}-{first}")
+    for name in names:
+        assert runs[f"{family}-{name}"].losses == pytest.approx(wanted, rel=1e-5), name
+        held_out = [runs[f"{family}-{each}"].records("eval/loss") for each in (first, name)]
+        assert held_out[1] == pytest.approx(held_out[0], rel=1e-5), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_in_four_bits_trains_alike_at_every_stage(family: str, runs: Matrix) -> None:
+    wanted = runs[f"{family}-nf4-2"].losses
+    assert wanted != pytest.approx(runs[f"{family}-stage2"].losses, rel=1e-4)
+    for name in NF4:
+        assert runs[f"{family}-{name}"].losses == pytest.approx(wanted, rel=1e-5), name

@@ -1,0 +1,304 @@
+"""Conversations with images: the losses of transformers and PEFT, the data, and what is refused."""
+
+import base64
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer
+
+from tests.runs_in_process import train as train_run
+from tests.tiny import make_model
+from tests.unit.test_multimodal import train
+from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, write_vision_chats
+from trainer.commands import evaluate, generate, merge
+from trainer.config import RunConfig, UserError, load_config
+from trainer.data.image_files import decode_image
+from trainer.data.image_parts import read_stored
+from trainer.model.image_reader import FAMILIES
+from trainer.setup.preflight import prepare
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("vision")
+    write_vision_chats(root, 16)
+    for family in FAMILIES:
+        (root / family).mkdir()
+        make_vision_model(root / family, family)
+    return root
+
+
+def run_config(root: Path, family: str, **changes: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "base_model": str(root / family),
+        "output_dir": str(root / "out"),
+        "lora": {"r": 4},
+        "dataset": {"path": str(root / "chats.jsonl"), "max_length": 192, "cache_dir": str(root / "cache")},
+        "training": {"max_steps": 3, "batch_size": 3, "learning_rate": 1e-2, "precision": "fp32"},
+        "ops": {"backend": "reference"},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            settings.setdefault(section, {})[key] = value
+        else:
+            settings[section] = value
+    (root / "run.yaml").write_text(yaml.safe_dump(settings))
+    return load_config(root / "run.yaml", []).config
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_transformers_and_peft(family: str, packing: bool, root: Path) -> None:
+    config = run_config(root, family, dataset__packing=packing)
+    model, lines, losses = train(config)
+    assert losses == pytest.approx(plain_vision_losses(config), rel=1e-5)
+    assert len({round(loss, 4) for loss in losses}) == 3, "nothing was learned that could differ"
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert trained and not any("visual" in name or "vision" in name or "projector" in name for name in trained)
+    assert any("without adapter: " in line and "vis" in line for line in lines)
+
+
+def write_records(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def turns(question: Any, answer: str = "red") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def read(root: Path, path: Path, family: str = "qwen2_5_vl", **more: Any) -> Any:
+    """The prepared data of a file."""
+    return prepare(run_config(root, family, dataset__path=str(path), **more)).data
+
+
+def picture(folder: Path, name: str = "red.png") -> Path:
+    return draw(folder / name, (220, 20, 30))
+
+
+def test_every_form_of_images_gives_the_same_document(root: Path, tmp_path: Path) -> None:
+    file = picture(tmp_path)
+    inline = base64.b64encode(file.read_bytes()).decode()
+    text = {"type": "text", "text": "what?"}
+    parts = [
+        {"type": "image", "path": "red.png"},  # next to the records
+        {"type": "image", "image": str(file)},
+        {"type": "image", "url": f"file://{file}"},
+        {"type": "image", "base64": inline},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{inline}"}},
+    ]
+    records: list[dict[str, Any]] = [{"messages": turns([part, text])} for part in parts]
+    records += [
+        {"messages": turns([{"type": "image"}, text]), "images": ["red.png"]},  # TRL
+        {"messages": turns("<image>what?"), "images": ["red.png"]},  # LLaMA-Factory
+        {"image": "red.png", "conversations": llava("<image>what?")},
+        {"instruction": "<image>what?", "output": "red", "images": ["red.png"]},
+    ]
+    found = []
+    for number, record in enumerate(records):
+        data = read(root, write_records(tmp_path / f"{number}.jsonl", record))
+        [sample] = data.train
+        assert len(sample.images[0]) == 1
+        found.append((sample.input_ids, decode_image(read_stored(sample.images[0][0])[0], "").tobytes()))
+    assert all(each == found[0] for each in found)
+
+
+def llava(question: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": "red"}]
+
+
+def test_a_parquet_file_with_images_is_read(root: Path, tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Image, List, Value
+
+    messages = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
+    turn = {"role": Value("string"), "content": Value("string")}
+    features = Features({"messages": List(turn), "images": List(Image())})
+    rows = {"messages": [messages], "images": [[str(picture(tmp_path))]]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    [sample] = read(root, tmp_path / "rows.parquet").train
+    assert decode_image(read_stored(sample.images[0][0])[0], "").size == (40, 40)
+
+
+def test_only_answers_are_trained_and_never_the_tokens_of_an_image(root: Path, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>what?"), "images": [str(picture(tmp_path))]})
+    for trains in (["assistant"], ["all"]):
+        prepared = prepare(run_config(root, "qwen2_5_vl", dataset__path=str(file), dataset__train_on=trains))
+        assert prepared.images is not None
+        [sample] = prepared.data.train
+        trained = [token for token, weight in zip(sample.input_ids, sample.trained, strict=True) if weight]
+        places = [token in prepared.images.token_ids for token in sample.input_ids]
+        assert any(places) and not any(token in prepared.images.token_ids for token in trained)
+        assert prepared.tokenizer.decode(trained).endswith(
+            "red<|im_end|>" if trains == ["assistant"] else "red<|im_end|>\n"
+        )
+
+
+ANSWERS = [turns("", "red")[1], turns("", "blue")[1]]
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"messages": turns("<image>?"), "images": ["gone.png"]}, "record 1, image 1: no such file gone.png"),
+    "damaged": (
+        {"messages": turns("<image>?"), "images": ["bad.png"]},
+        "record 1, image 1 .*cannot be read as an image",
+    ),
+    "more marks": ({"messages": turns("<image><image>?"), "images": ["red.png"]}, "has 1 image and 2 <image>"),
+    "more images": ({"messages": turns("<image>?"), "images": ["red.png", "red.png"]}, "has 2 images and 1 <image>"),
+    "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image and 0 <image>"),
+    "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is an address .*download it"),
+    "number": ({"messages": turns("<image>?"), "images": [3]}, "record 1, image 1: is a number"),
+    "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times for 0 images"),
+    "pairs": (
+        {
+            "prompt": turns([{"type": "image", "path": "red.png"}])[:1],
+            "chosen": turns("")[1:],
+            "rejected": turns("", "x")[1:],
+        },
+        "is preference data with images",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_images_are_one_line(name: str, root: Path, tmp_path: Path) -> None:
+    record, problem = BAD[name]
+    picture(tmp_path)
+    (tmp_path / "bad.png").write_bytes(b"\x89PNG not an image")
+    file = write_records(tmp_path / "a.jsonl", record)
+    with pytest.raises(UserError, match=problem) as raised:
+        read(root, file, **({"task": "preference"} if name == "pairs" else {}))
+    assert "\n" not in str(raised.value)
+
+
+def test_images_for_a_text_model_are_refused(root: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "text")
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": [str(picture(tmp_path))]})
+    config = run_config(root, "gemma3", dataset__path=str(file), base_model=str(tmp_path / "text"))
+    with pytest.raises(UserError, match="record 1: has images, and this model is not trained on images"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"parallel__sequence": 2}, "parallel.sequence=2: does not work with images"),
+        ({"model__attn_implementation": "eager"}, "model.attn_implementation=eager: does not work with images"),
+        ({"dataset__streaming": True}, "dataset.streaming=true: records with images cannot be streamed"),
+    ],
+)
+def test_settings_that_do_not_work_with_images_are_refused(settings: dict[str, Any], problem: str, root: Path) -> None:
+    with pytest.raises(UserError, match=problem):
+        prepared = prepare(run_config(root, "qwen2_5_vl", **settings))
+        next(iter(prepared.data.train.read(0)))
+
+
+def test_records_whose_images_do_not_fit_are_left_out_and_others_cut(root: Path, tmp_path: Path) -> None:
+    names = [str(picture(tmp_path))] * 2
+    fits = {"messages": turns("<image>?", "red " * 30), "images": names[:1]}
+    not_fits = {"messages": turns("what? " * 30 + "<image>"), "images": names[:1]}
+    data = read(root, write_records(tmp_path / "a.jsonl", fits, not_fits), dataset__max_length=50)
+    assert (len(data.train), data.stats.too_long, data.stats.truncated) == (1, 1, 1)
+    assert len(data.train[0].input_ids) == 50 and len(data.train[0].images[0]) == 1
+
+
+def test_a_changed_image_is_read_again_and_an_animated_one_reported(root: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": ["red.gif"]})
+    frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "red.gif", save_all=True, append_images=frames[1:])
+    first = read(root, file)
+    assert any("1 of 1 records have an image with several frames" in note for note in first.stats.notes)
+    Image.new("RGB", (90, 90), "red").save(tmp_path / "red.gif")
+    again = read(root, file)
+    assert len(again.train[0].input_ids) > len(first.train[0].input_ids)
+
+
+def test_a_run_is_asked_about_an_image_evaluated_and_merged(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForMultimodalLM
+
+    for family in ("qwen2_5_vl", "gemma3"):
+        ground = tmp_path / family
+        ground.mkdir()
+        config = run_config(root, family, dataset__val_split=4, training__max_steps=2, output_dir=str(ground / "run"))
+        (ground / "base.yaml").write_text((root / "run.yaml").read_text())
+        train_run(ground, logging__report_to="none")
+        file = picture(tmp_path)
+        capsys.readouterr()
+        assert generate.main([str(ground / "run"), "which colour", "--image", str(file), "--max-new-tokens", "8"]) == 0
+        shown = capsys.readouterr().out.strip()
+        assert evaluate.main([str(ground / "run"), "--json", str(ground / "eval.json")]) == 0
+        [held_out] = [
+            json.loads(line)["eval/loss"] for line in (ground / "run/metrics.jsonl").open() if "eval/loss" in line
+        ][-1:]
+        assert json.loads((ground / "eval.json").read_text())["adapter"]["loss"] == pytest.approx(held_out, rel=1e-5)
+        assert merge.main([str(ground / "run"), "--output", str(ground / "merged")]) == 0
+        merged = AutoModelForMultimodalLM.from_pretrained(ground / "merged", dtype=torch.float32)
+        AutoImageProcessor.from_pretrained(ground / "merged")
+        prepared = prepare(config, to_train=False)
+        assert prepared.images is not None
+        text = prepared.tokenizer.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
+            tokenize=False, add_generation_prompt=True,
+        )  # fmt: skip
+        image = decode_image(file.read_bytes(), "")
+        inputs = prepared.images._processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+        answer = merged.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=[2], pad_token_id=0)
+        [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert shown == wanted.strip()
+
+
+def test_max_pixels_scales_images_down_where_the_processor_can(root: Path, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": ["red.png"]})
+    draw(tmp_path / "red.png", (220, 20, 30), 112, 56)
+    bounds: list[dict[str, Any]] = [{}, {"dataset__max_pixels": 28 * 28 * 2}]
+    tokens = [read(root, file, **bound).stats.image_tokens for bound in bounds]
+    assert tokens == [8, 2]
+    assert read(root, file, dataset__min_pixels=28 * 28 * 10).stats.image_tokens >= 10
+    for family, least in (("gemma3", {}), ("qwen2_5_vl", {"dataset__min_pixels": 1 << 20})):
+        more: dict[str, Any] = {"dataset__max_pixels": 784, **least}
+        with pytest.raises(UserError, match=r"dataset.m\w\w_pixels=\d+: (has no effect on images|above dataset.max_)"):
+            read(root, file, family, **more)
+
+
+def test_a_chat_shows_its_image_in_the_first_turn_and_saves_it(root: Path, tmp_path: Path) -> None:
+    from trainer.commands.chat import Conversation
+    from trainer.commands.generate import Sampling
+    from trainer.model.image_reader import read_prompt_images
+
+    config, file = run_config(root, "qwen2_5_vl"), picture(tmp_path)
+    model, *_ = train(config)
+    tokenizer = prepare(config).tokenizer
+    images = read_prompt_images(config, tokenizer, [str(file)])
+    chat = Conversation(model, tokenizer, Sampling(4), config.dataset, None, images)
+    chat.ask("which colour")
+    chat.ask("sure")
+    chat.save(tmp_path / "chat.jsonl")
+    [sample] = read(root, tmp_path / "chat.jsonl").train
+    assert len(sample.images[0]) == 1 and sample.input_ids.count(images.reader.token_ids[0]) == 1  # type: ignore[union-attr]
+
+
+def test_a_tiny_model_learns_the_colour_of_images(root: Path, tmp_path: Path) -> None:
+    """The question is always the same: without the image, no loss below the entropy of the answers is possible."""
+    write_vision_chats(tmp_path, 160, text_only=0.0, one_question=True)
+    (tmp_path / "qwen2_5_vl").mkdir()
+    make_vision_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl", initializer_range=0.2, num_hidden_layers=2)
+    run_config(
+        tmp_path, "qwen2_5_vl", dataset__val_split=32, lora__r=16, lora__alpha=32, training__max_steps=50,
+        training__batch_size=8, output_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    (tmp_path / "run.yaml").rename(tmp_path / "base.yaml")
+    train_run(tmp_path, logging__report_to="none")
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    first, *_, last = [record["eval/loss"] for record in records if "eval/loss" in record]
+    tokens = AutoTokenizer.from_pretrained(root / "qwen2_5_vl")(list(COLOURS))["input_ids"]
+    tokens_per_answer = 1 + max(map(len, tokens))
+    assert last * tokens_per_answer < 0.3 * math.log(len(COLOURS)) < first

@@ -1,0 +1,143 @@
+"""The images of a conversation: parts of its turns, or `<image>` in their texts and a list next to the turns."""
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from trainer.config import UserError
+from trainer.config.files import read_bytes
+from trainer.data.formats import Shape, describe_type
+
+IMAGE = "\ufdd2"
+"""Stands for an image in the text of a turn; a noncharacter, which no valid text contains."""
+MARK = "<image>"
+"""The mark of LLaVA, LLaMA-Factory and others."""
+PART_TYPES = ("image", "image_url", "input_image")
+SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
+"""Keys of a part, or of a record of an image, that hold the image, by precedence."""
+FILE = b"file:"
+_DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
+
+
+class ImageParts:
+    """The images of one record, collected while its turns are read."""
+
+    def __init__(self, record: Mapping[str, Any], shape: Shape) -> None:
+        self._shape, self._found = shape, list[Any]()
+        names = (shape.names.get("images", "images"), "image")
+        name = next((each for each in names if each in record), None)
+        self._record, self._name = record, name
+
+    def read_part(self, part: Mapping[str, Any]) -> str:
+        """Return what stands in the text for a part of a turn's content."""
+        self._found.append(_first_source(part))
+        return IMAGE
+
+    def read_marks(self, text: str) -> str:
+        """Return a text in which IMAGE stands for `<image>`, if the record has images next to its turns."""
+        if self._name is None or IMAGE in text or MARK not in text:
+            return text
+        self._found += [None] * text.count(MARK)
+        return text.replace(MARK, IMAGE)
+
+    def stored(self, where: str) -> tuple[bytes, ...]:
+        """Return the images in order, as `open_stored` reads them.
+
+        Raises UserError if the record has more or fewer images than its texts, or one that cannot be found.
+        """
+        wanted, given = self._found.count(None), list[Any]()
+        if self._name is not None and (wanted or self._name != "image"):
+            value = self._record[self._name]
+            if isinstance(value, str) and value.lstrip().startswith("["):
+                with suppress(ValueError):
+                    value = json.loads(value)
+            given = value if isinstance(value, list) else [] if value is None else [value]
+        if wanted != len(given):
+            marks = f"{wanted} {MARK} or part{'s' * (wanted != 1)} without an image of its own"
+            raise UserError(
+                f"{where}: has {len(given)} image{'s' * (len(given) != 1)} and {marks}; write {MARK} in the texts "
+                "once for each image, in their order"
+            )
+        rest = iter(given)
+        values = [next(rest) if value is None else value for value in self._found]
+        return tuple(
+            store_image(value, self._shape.folder, f"{where}, image {number}")
+            for number, value in enumerate(values, start=1)
+        )
+
+
+def show_marks(text: str) -> str:
+    """Return the text of a turn with `<image>` for each image."""
+    return text.replace(IMAGE, MARK)
+
+
+def store_image(value: Any, folder: Path | None, where: str) -> bytes:
+    """Return the bytes of an image, or a reference to its file. Raises UserError if it is neither.
+
+    A relative path is looked for in `folder`, which holds the records, and in the working directory.
+    """
+    if isinstance(value, Mapping):
+        return store_image(_first_source(value), folder, where)
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise UserError(f"{where}: is {describe_type(value)}; give a path, a data: address, base64 or bytes")
+    if match := _DATA_URL.fullmatch(value):
+        return _decode_base64(match[1], where)
+    if value.startswith(("http://", "https://")):
+        raise UserError(f"{where}: is an address ({value[:80]}), and images are read from files; download it")
+    name = unquote(urlsplit(value).path) if value.startswith("file://") else value
+    for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
+        try:
+            if path.is_file():
+                return f"{FILE.decode()}{path.stat().st_size}:{path.stat().st_mtime_ns}:{path.absolute()}".encode()
+        except (OSError, ValueError):  # base64 is too long for a name
+            break
+    if len(value) > 60 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
+        return _decode_base64(value, where)
+    raise UserError(f"{where}: no such file {value[:200]} (looked for in {folder or '.'}); correct the path")
+
+
+def _first_source(part: Mapping[str, Any]) -> Any:
+    return next((part[name] for name in SOURCES if part.get(name) is not None), None)
+
+
+def _decode_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=False)
+    except (binascii.Error, ValueError) as error:
+        raise UserError(f"{where}: is not base64 ({error}); correct it") from None
+
+
+def read_stored(stored: bytes) -> tuple[bytes, str]:
+    """Return the bytes of a stored image and its file, empty without one. Raises UserError if the file is missing."""
+    if not stored.startswith(FILE):
+        return stored, ""
+    file = stored_file(stored)
+    try:
+        return read_bytes(file), str(file)
+    except OSError as error:
+        raise UserError(f"{file}: the image cannot be read ({error.strerror}); restore it") from None
+
+
+def stored_file(stored: bytes) -> Path:
+    """Return the file of a stored reference."""
+    return Path(stored.split(b":", 3)[3].decode())
+
+
+def has_changed(stored: bytes) -> bool:
+    """Return whether the file of a stored image has changed since."""
+    if not stored.startswith(FILE):
+        return False
+    _, size, time, name = stored.split(b":", 3)
+    try:
+        found = Path(name.decode()).stat()
+    except OSError:
+        return True
+    return (found.st_size, found.st_mtime_ns) != (int(size), int(time))
