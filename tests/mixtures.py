@@ -101,12 +101,13 @@ def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str
     `device` quantises, as training does.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from tests.tiny import make_tokenizer
     from trainer.config import ModelSection, QuantizationSection
     from trainer.model.base import load_base_model
     from trainer.model.four_bit import FrozenLinear4bit, dequantized
+    from trainer.model.model_kind import auto_class
     from trainer.model.packed_experts import PackedExperts
 
     packed = load_base_model(
@@ -120,7 +121,7 @@ def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str
     config = AutoConfig.from_pretrained(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole = auto_class(config).from_config(config, dtype=torch.float32)
     buffers = dict(whole.named_buffers())
     with torch.no_grad():
         for path, module in packed.named_modules():

@@ -31,7 +31,7 @@ from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
-from trainer.parallel.engine.kept_types import widen_fp32_weights
+from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
 
@@ -131,6 +131,7 @@ def fill(
     """
     is_typed = isinstance(model, PreTrainedModel)
     output_head = output_layer(model)
+    wide = find_fp32_names(model, torch.float16)  # of layers that stay unquantised in training of any precision
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
     fp8 = files if isinstance(files, Fp8Files) and not unpack else None
     to_quantize = quantization if fp8 is None else None
@@ -138,7 +139,7 @@ def fill(
     for path, module in list(model.named_modules()):
         weight = id(getattr(module, "weight", None))
         is_layer = should_quantize(path, module) and module is not output_head
-        is_layer = is_layer and (module.weight.dtype == dtype or not is_typed)  # not layers kept in 32 bits
+        is_layer = is_layer and (wide is None or not wide.search(_join(path, "weight")))
         kept = fp8.block(layout[_join(path, "weight")], 2) if fp8 is not None and is_layer else None
         to_pack = _layouts_to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
         for name, parameter in list(module.named_parameters(recurse=False)):
