@@ -27,11 +27,14 @@ from trainer.patches.per_document import (
     is_mask,
 )
 
-LENGTHS = (5, 4)
+LENGTHS, LONGER = (5, 4), (37, 40)
+"""Tokens of two documents; longer ones for layers that combine several tokens into one, as in DeepSeek-V4."""
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
 """A changed token is seen at another position if the logits there change by more than this fraction of their change at
 a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With experts
 it may: they get different batches of tokens, round sums differently, and the choice of experts can flip."""
+SEEN_BY_MOST = 0.02
+"""The same for the median token of a model with experts in 16 bits: a flipped choice changes few tokens."""
 ROUNDED = 0.05
 """Difference of equal logits, as a fraction of them, that may be due to rounding in 16 bits."""
 
@@ -77,6 +80,8 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
             disable_varlen(base)
         probe = _Probe(token_loss, model, base, pad_token_id, device)
         found = probe.separate_documents()
+        if not found and _Probe(token_loss, model, base, pad_token_id, device, LONGER).mixes_documents():
+            found = "documents of a pack attend to each other"
         if not found:
             return probe.flat
         fault = fault or found
@@ -152,11 +157,19 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
 class _Probe:
     """Passes over a pack of two documents."""
 
-    def __init__(self, token_loss: TokenLoss, model: Any, base: Any, pad_token_id: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        token_loss: TokenLoss,
+        model: Any,
+        base: Any,
+        pad_token_id: int,
+        device: torch.device,
+        lengths: tuple[int, int] = LENGTHS,
+    ) -> None:
         self.flat = base.config._attn_implementation in FLAT_ATTENTION
         self._loss, self._model, self._base, self._device = token_loss, model, base, device
-        self._pad_token_id = pad_token_id
-        self._tokens = _distant_tokens(model, sum(LENGTHS))
+        self._pad_token_id, self._lengths = pad_token_id, lengths
+        self._tokens = _distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
         """Let layers that carry state between documents compute each alone; return what remains wrong, if anything.
@@ -190,11 +203,20 @@ class _Probe:
             return fault if fault and separate else "tokens attend to later tokens"
         return fault if _size(by_first[first:]) > allowed * _size(by_first[:first]) else None
 
+    def mixes_documents(self) -> bool:
+        """Return whether the first document changes most tokens of the second one."""
+        other, first = self._tokens.clone(), self._lengths[0] - 1
+        other[: first + 1] += 1
+        change = (self._logits(other) - self._logits(self._tokens)).square().mean(-1)
+        narrow = self._base.get_input_embeddings().weight.element_size() == 2
+        allowed = SEEN_BY_MOST if narrow and _allowed(self._model) > SEEN else SEEN
+        return bool(change[first:].median() > allowed**2 * change[:first].median())
+
     @torch.no_grad()
     def _logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits [length - 2, V] at all tokens but the last of each document."""
-        length = sum(LENGTHS)
-        sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
+        length = sum(self._lengths)
+        sample = Sample(ids.tolist(), [True] * length, list(self._lengths))
         batch = collate([sample], self._pad_token_id, packed=True, flat=self.flat)
         with _evaluating(self._model):
             found = self._loss.logits(self._model, batch, self._device)[0][0].float()
