@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import trainer.memory.observed
 import trainer.memory.planner
 from tests.families import save_family, tiny_config
 from tests.mixtures import store_dequantised
@@ -61,7 +62,7 @@ Cell = str
 @contextmanager
 def one_estimate() -> Iterator[None]:
     """Estimate the memory of all runs by the layers of the first one; each estimate takes half of a run's time."""
-    observe = trainer.memory.planner.observe_layers
+    observe = trainer.memory.observed.observe_layers
     known: list[Any] = []
 
     def observe_once(*arguments: Any) -> Any:

@@ -95,10 +95,12 @@ def store_in_mxfp4(folder: Path) -> Path:
     return folder
 
 
-def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str = "cpu") -> Path:
+def store_dequantised(
+    source: Path, target: Path, *, four_bit: bool, device: str = "cpu", precision: str = "float32"
+) -> Path:
     """The model of `source` in 32 bits with the values that it is trained on, its own MXFP4's or, `four_bit`, NF4's.
 
-    `device` quantises, as training does.
+    `device` quantises, as training in `precision` does.
     """
     import torch
     from transformers import AutoConfig
@@ -113,7 +115,7 @@ def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str
     packed = load_base_model(
         str(source),
         ModelSection(),
-        dtype=torch.float32,
+        dtype=getattr(torch, precision),
         device=torch.device(device),
         attention="eager",
         quantization=QuantizationSection() if four_bit else None,
