@@ -19,6 +19,7 @@ from launcher.importing.translation import (
 from trainer.config import UserError
 from trainer.config.errors import shown
 from trainer.config.files import read_json
+from trainer.config.sections import TRACKERS
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
@@ -200,9 +201,10 @@ def set_training(t: Translation, precision: str, evaluation: Interval | None) ->
     set_saves_and_evaluations(t, ("steps", 500), evaluation)
     names = split_names(t.get("report_to"))
     if names and "all" not in names:
-        t.put("logging.report_to", [name for name in names if name in ("wandb", "tensorboard")] or "none", "report_to")
-        if others := [name for name in names if name not in ("wandb", "tensorboard", "none")]:
-            t.leave_out("report_to", f"{', '.join(others)}: only wandb and tensorboard are supported")
+        known = ("tensorboard", *TRACKERS)
+        t.put("logging.report_to", [name for name in names if name in known] or "none", "report_to")
+        if others := [name for name in names if name not in (*known, "none")]:
+            t.leave_out("report_to", f"{', '.join(others)}: only {', '.join(known)} are supported")
 
 
 def set_thinking(t: Translation) -> None:

@@ -1,6 +1,7 @@
 """Training on pairs of answers agrees with plain PEFT and the papers' formulas; mistakes in pairs have one line."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from tests.preferences import (
     make_pairs_ground,
     plain_preference_losses,
     read_metric,
+    write_answers,
 )
 from tests.runs_in_process import train
+from trainer.commands import evaluate
 from trainer.config import UserError, load_config
 from trainer.data import Sample, Samples
 from trainer.data.samples import split_documents
@@ -156,6 +159,48 @@ def test_an_adapter_is_both_start_and_reference(ground: Path) -> None:
     }
     train(ground, **again)
     assert read_metric(ground / "from-adapter-again", "train/loss") == read_metric(folder, "train/loss")[2:]
+
+
+STEPS: dict[str, Any] = SETTINGS | {
+    "training__max_steps": 4,
+    "training__batch_size": 2,
+    "training__learning_rate": 3e-3,
+}
+EVALUATED: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "cached": {"preference__reference": "cached"},
+    "simpo": {"preference__loss": "simpo", "preference__beta": 2.0},
+    "weighted": {"preference__weighting": "wpo", "preference__length_weight": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_eval_measures_pairs(ground: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The held-out values of training; the base is its own reference."""
+    folder, result = ground / f"evaluated-{name}", ground / f"evaluated-{name}.json"
+    given = {"dataset__evaluation": {"path": str(ground / "held_out.jsonl")}, "training__eval_steps": 2}
+    train(ground, **STEPS | EVALUATED[name] | given, output_dir=str(folder))
+    assert evaluate.main([str(folder), "--json", str(result), "--batch-size", "2"]) == 0
+    shown, found = capsys.readouterr().out, json.loads(result.read_text())
+    assert f"{found['pairs']} pairs" in shown
+    for column, metric in (("loss", "loss"), ("accuracy", "rewards/accuracies"), ("margin", "rewards/margins")):
+        assert found["adapter"][column] == pytest.approx(read_metric(folder, f"eval/{metric}")[-1], abs=1e-5)
+    if name in ("dpo", "cached"):
+        assert found["base"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert (found["base"]["accuracy"], found["base"]["margin"]) == (0.5, 0.0)
+    assert evaluate.main([str(folder), "--scale", "0.5"]) == 2
+    assert "--scale=0.5: the held-out data are pairs of answers" in capsys.readouterr().err
+
+
+def test_eval_refuses_pairs_that_it_cannot_compare(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ground / "labelled"
+    write_answers(ground / "answers.jsonl", 12)
+    train(
+        ground, **STEPS, preference__loss="kto", output_dir=str(folder),
+        dataset__path=str(ground / "answers.jsonl"), dataset__val_split=0.34,
+    )  # fmt: skip
+    assert evaluate.main([str(folder)]) == 2
+    assert "preference.loss=kto compares answers of a whole batch; see eval/rewards" in capsys.readouterr().err
 
 
 def functional_log_p(model: Any, weights: dict[str, torch.Tensor], document: Sample) -> torch.Tensor:

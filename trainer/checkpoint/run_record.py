@@ -32,7 +32,8 @@ STARTED_IN, PROMPT_TEXT = "working_directory", "prompt_text"
 RESULT_KEYS = ("checksums", "identity")
 RESULT = ".writing-result"
 RUN_FILES = (
-    *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
+    *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "tracker-ids.json"),
+    *("wandb", "swanlab"),
     *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
     *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
     *("scu_reference.json", "samples", "time_by_phase.json", "examples.json"),

@@ -53,6 +53,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.setup.preflight import check_pairs
 from trainer.tasks.lm_eval_scores import TaskScores
+from trainer.tasks.preference import PreferenceLoss
 from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
@@ -169,42 +170,64 @@ def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, 
     return Evaluation(len(tokens), int(total), estimates[0], estimates[1], estimates[2])
 
 
-@torch.no_grad()
-def evaluate_rewards(
+def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
     """Return loss, accuracy and margin of base, adapter and difference, each with its interval over pairs."""
-    loss, parts = RewardLoss(model, config.reward), []
-    documents = [document for sample in samples for document in split_documents(sample)]
-    margins = torch.tensor([margin for sample in samples for margin in sample.margins], device=model.device)
-    for start in range(0, len(margins), batch_size):
-        end = start + batch_size
-        batch = collate(documents[2 * start : 2 * end], pad_token_id, packed=False, flat=False, pairs=True)
-        assert isinstance(batch, PairBatch)
-        for without in (model.disable_adapter, nullcontext):
-            with without():
-                scores = loss.score_answers(model, batch, model.device)
-            gain = scores[:, 0] - scores[:, 1]
-            parts.append(torch.stack([loss.pair_losses(scores, margins[start:end]), (gain > 0).float(), gain]).double())
-    values = torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
-    found: dict[str, Any] = {"pairs": len(margins), "base": {}, "adapter": {}, "difference": {}}
+    loss = RewardLoss(model, config.reward) if config.task == "reward" else _preference_loss(model, config)
+    values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
+    pairs = values.shape[-1]
+    found: dict[str, Any] = {"pairs": pairs, "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(COLUMNS["pairs"], *values, strict=True):
-        result = bootstrap(base, adapter, np.ones(len(margins)), resamples=resamples, seed=config.seed)
+        result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
         for part in ("base", "adapter", "difference"):
             found[part] |= getattr(result, part).named(name)
     return found
 
 
+def _preference_loss(model: Any, config: RunConfig) -> PreferenceLoss:
+    """Return the loss of a preference run, with the reference computed next to the model's scores."""
+    settings = config.preference
+    if settings.reference == "cached":
+        settings = settings.model_copy(update={"reference": "step"})
+    return PreferenceLoss(model, settings)
+
+
+@torch.no_grad()
+def _measure_pairs(
+    model: Any, loss: PreferenceLoss | RewardLoss, samples: Samples, pad_token_id: int, batch_size: int
+) -> NDArray[np.float64]:
+    """Return loss, accuracy and margin of every pair, of the base and with the adapter [2, 3, P]."""
+    documents = [document for sample in samples for document in split_documents(sample)]
+    margins = [margin for sample in samples for margin in sample.margins]
+    parts: list[torch.Tensor] = []
+    for start in range(0, len(documents) // 2, batch_size):
+        batch = collate(
+            documents[2 * start : 2 * (start + batch_size)], pad_token_id, packed=False, flat=False, pairs=True
+        )
+        assert isinstance(batch, PairBatch)
+        batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # split documents have none
+        for without in (model.disable_adapter, nullcontext):
+            with without():
+                parts.append(loss.measure_pairs(model, batch, model.device).double())
+    return torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
+
+
 def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
-    """Return the documents that the run held out, or all of `data`; see `held_out_samples`."""
-    return [
-        document for sample in held_out_samples(run, tokenizer, data, split) for document in split_documents(sample)
-    ]
+    """Return the documents that the run held out, or all of `data`; see `held_out_samples`.
+
+    Raises UserError for pairs of answers.
+    """
+    samples, has_pairs = held_out_samples(run, tokenizer, data, split)
+    if has_pairs:
+        raise UserError(f"{run.folder}: held-out data are pairs of answers; use zerolora eval {run.folder}")
+    return [document for sample in samples for document in split_documents(sample)]
 
 
-def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> Samples:
-    """Return the samples that the run held out, or all of `data`, read with the run's settings.
+def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> tuple[Samples, bool]:
+    """Return the samples that the run held out, or all of `data`, and whether they are pairs of answers.
 
+    They are read with the run's settings.
     Raises UserError if the run held nothing out and no data is given, and for data of another task.
     """
     section = run.config.dataset
@@ -236,16 +259,24 @@ def held_out_samples(run: FinishedRun, tokenizer: Any, data: str | None, split: 
         raise UserError(named) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
-    if run.config.task == "reward":
+    has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
+    if has_pairs or run.config.task == "reward":
         check_pairs(run.config, prepared.stats)
-    elif (prepared.stats.evaluation or prepared.stats).pairs:
-        raise UserError(
-            f"{run.folder}: the data has pairs of answers, which eval does not measure; see eval/rewards in "
-            f"{run.folder}/metrics.jsonl, or pass texts or conversations with --data"
-        )
+    if has_pairs and run.config.task == "preference":
+        _check_reference(run)
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
-    return samples
+    return samples, has_pairs
+
+
+def _check_reference(run: FinishedRun) -> None:
+    """Raise UserError if the loss of a pair needs more than the model with and without its adapter."""
+    metrics = f"see eval/rewards in {run.folder}/metrics.jsonl, or pass texts or conversations with --data"
+    if "kto" in run.config.preference.loss:
+        raise UserError(f"{run.folder}: preference.loss=kto compares answers of a whole batch; {metrics}")
+    if run.config.preference.reference == "cached" and run.config.lora.adapter_path is not None:
+        problem = "its reference is the adapter that training began with, which the run does not keep"
+        raise UserError(f"{run.folder}: lora.adapter_path={run.config.lora.adapter_path}: {problem}; {metrics}")
 
 
 def _document_losses(
@@ -374,13 +405,15 @@ def _run(arguments: argparse.Namespace) -> None:
             record = {"run": str(arguments.run), "base_model": config.base_model, **scores}
             arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
-    samples = held_out_samples(run, tokenizer, arguments.data, arguments.split)
+    samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split)
+    if has_pairs and arguments.scale != 1.0:
+        raise UserError(f"--scale={arguments.scale}: the held-out data are pairs of answers, not texts; leave it out")
     device = default_device()
     model = load_trained(run, tokenizer, device)
     given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
-    if config.task == "reward":
-        model.config.pad_token_id = tokenizer.pad_token_id
-        found = evaluate_rewards(model, samples, config, tokenizer.pad_token_id, **given)
+    if has_pairs:
+        model.config.pad_token_id = tokenizer.pad_token_id  # which a reward model's forward needs
+        found = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **given)
         size = f"{found['pairs']:,} pairs"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]

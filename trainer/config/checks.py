@@ -7,7 +7,7 @@ from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSection, RewardSection
-from trainer.config.sections import RunConfig
+from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
 from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
@@ -327,8 +327,8 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     reporters = config.logging.report_to
     if "none" in reporters:
         yield Mistake("logging.report_to", reporters, "none cannot be combined", "remove it or the others")
-    if set(reporters) - {"tensorboard", "wandb"}:
-        yield Mistake("logging.report_to", reporters, "choose from tensorboard, wandb, none")
+    if set(reporters) - {"tensorboard", *TRACKERS}:
+        yield Mistake("logging.report_to", reporters, f"choose from tensorboard, {', '.join(TRACKERS)}, none")
 
 
 def _check_sequence(config: RunConfig) -> Iterator[Mistake]:

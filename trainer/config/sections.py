@@ -132,15 +132,19 @@ class ParallelSection(Section):
     number."""
 
 
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "comet_ml")
+"""Services that show metrics, by the names of their packages and of transformers."""
+
+
 class LoggingSection(Section):
     """Console output and metrics."""
 
     report_to: Words = ("tensorboard",)
-    """tensorboard, wandb, or none. metrics.jsonl is always written."""
+    """tensorboard, wandb, mlflow, trackio, swanlab, comet_ml, or none. metrics.jsonl is always written."""
     run_name: Annotated[str, Field(max_length=255)] | None = None
-    """Name of the run in TensorBoard and wandb; default: the name of the output folder."""
-    project: Annotated[str, Needs(".report_to", ("wandb",))] = "zerolora"
-    """Project in wandb."""
+    """Name of the run in TensorBoard and trackers; default: the name of the output folder."""
+    project: Annotated[str, Needs(".report_to", TRACKERS)] = "zerolora"
+    """Project in a tracker (experiment in mlflow)."""
     sample_prompts: Texts = ()
     """User messages that the model answers before and after training; for an image model, captions of sample images."""
     sample_tokens: Annotated[Count, LANGUAGE, Needs(".sample_prompts")] = 64

@@ -57,10 +57,13 @@ def sizes_of(batch: MicroBatch) -> tuple[int, int]:
     return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
 
 
-def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
-    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded."""
+def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0), parts: int = PARTS) -> StaticShape:
+    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded.
+
+    Padding adds at most 1 / `parts` of the length: fewer parts give fewer shapes.
+    """
     rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
-    length = own if own == usual[0] else rounded_up(own)
+    length = own if own == usual[0] else rounded_up(own, parts)
     unit = max(1, length // HEAD_PARTS)
     places = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
     if batch.cu_seqlens is None:

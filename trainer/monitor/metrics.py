@@ -1,10 +1,8 @@
-"""The metrics of a run, written to its files, wandb and the console. Rank 0 only."""
+"""The metrics of a run, written to its files, trackers and the console. Rank 0 only."""
 
-import importlib
 import importlib.util
 import json
 import math
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,12 +12,13 @@ from typing import Any, Self
 from rich.console import Console
 
 from trainer.config import LoggingSection, UserError
-from trainer.config.files import UnreadableFile, read_bytes, read_text
+from trainer.config.files import UnreadableFile, read_bytes
 from trainer.contract.json_records import MOST_METRICS_BYTES, parse_record
 from trainer.contract.json_records import Record as Record
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.display import Display
 from trainer.monitor.metric_files import METRICS_FILE, MetricFiles
+from trainer.monitor.trackers import Trackers
 
 # Records after the step that a run resumes from, until its first checkpoint is complete; and their name after that.
 LATER_FILE = "metrics.later.jsonl"
@@ -88,7 +87,7 @@ class Metrics:
             tensorboard="tensorboard" in logging.report_to,
             settings=settings,
         )
-        self._wandb = _open_wandb(run_dir, name, logging.project) if "wandb" in logging.report_to else None
+        self._trackers = Trackers(logging, run_dir, name, settings or {}, console.print)
         self._display = Display(console, logging.progress, total_steps=total_steps)
         self._gpu = GpuMetrics.open()
 
@@ -101,16 +100,13 @@ class Metrics:
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._before_writing()
         self._files.write({"step": step, "time": round(time.time(), 3), **finite}, numbers)
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **numbers})
+        self._trackers.log(step, numbers)
         self._display.print_line(step, numbers)
 
     def log_image(self, step: int, name: str, image: Any) -> None:
-        """Show an image (PIL) in TensorBoard and wandb."""
+        """Show an image (PIL) in TensorBoard and trackers."""
         self._files.write_image(step, f"samples/{name}", image)
-        if self._wandb is not None:
-            wandb = importlib.import_module("wandb")
-            self._wandb.log({"step": step, f"samples/{name}": wandb.Image(image)})
+        self._trackers.log_image(step, f"samples/{name}", image)
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
         """Update the progress bar; `values` may lack any name. Cheap enough for every step."""
@@ -120,11 +116,9 @@ class Metrics:
         """Stop the bar and close all files; may be called twice."""
         self._display.stop()
         self._files.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._trackers.close()
         if self._gpu is not None:
             self._gpu.close()
-        self._wandb = None
 
 
 def archive_previous_attempt(run_dir: Path, *, keep: bool) -> None:
@@ -160,26 +154,6 @@ def _truncate_records(run_dir: Path, first_step: int) -> None:
 
 def _rewrite(path: Path, records: list[Record]) -> None:
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def _open_wandb(run_dir: Path, name: str, project: str) -> Any:
-    """Open a wandb run; its id is stored in the run's folder, so that a resumed training continues it."""
-    wandb = importlib.import_module("wandb")
-    identity = run_dir / "wandb-id.txt"
-    if not identity.is_file():
-        write_whole(identity, secrets.token_hex(4) + "\n")
-    # console=off: wandb would otherwise intercept the output to the log.
-    run = wandb.init(
-        project=project,
-        name=name,
-        id=read_text(identity).strip(),
-        resume="allow",
-        dir=str(run_dir),
-        settings=wandb.Settings(console="off"),
-    )
-    # An explicit step axis: wandb's internal step cannot go back after a resume.
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 EVERY_S = 2.0

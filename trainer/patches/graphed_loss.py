@@ -27,6 +27,8 @@ MEASURED = 3
 HOST_BOUND = 0.8
 """Capture is tried if launching takes the host at least this fraction of a forward pass."""
 MOST_CAPTURES = 16
+REFERENCE_PARTS = 4
+"""Padding adds at most 1 / REFERENCE_PARTS to a batch of reference text: single texts have many lengths."""
 Say = Callable[[str], None]
 Shape = tuple[type["LossPass"], StaticShape]
 Replayed = tuple[Shape, tuple["StaticInputs", CapturedPass]]
@@ -104,7 +106,9 @@ class DivergencePass(LossPass):
 
     def shape(self, usual: tuple[int, int]) -> StaticShape | None:
         # Only in a flat pack are the targets of the padding behind all others.
-        return shape_of(self.batch) if self._loss.states_dtype and self.batch.cu_seqlens is not None else None
+        if not self._loss.states_dtype or self.batch.cu_seqlens is None:
+            return None
+        return shape_of(self.batch, parts=REFERENCE_PARTS)
 
     def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
         inputs = super().static(shape, device)

@@ -96,6 +96,19 @@ class PreferenceLoss(TokenLoss):
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of the batch's pairs, fp32."""
         assert isinstance(batch, PairBatch)
+        _, losses = self._score_pairs(model, batch, device)
+        # Ranks that share a pair know all of its scores: each returns a fraction of its loss.
+        return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
+
+    def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
+        """Return loss, accuracy and margin of rewards of every pair [3, P], fp32; a tie counts as half right."""
+        scores, losses = self._score_pairs(model, batch, device)
+        chosen, rejected = scores.ratios
+        margins = self._settings.beta * (chosen - rejected)
+        return torch.stack([losses, (margins.sign() + 1) / 2, margins])
+
+    def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
+        """Return the log-probabilities of the batch's pairs and their losses [P], and add the metrics."""
         counts, reference, states = batch.document_targets, torch.zeros(1, device=device), None
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
@@ -114,8 +127,7 @@ class PreferenceLoss(TokenLoss):
         if self._settings.weighting == "wpo":  # Zhou et al. 2024, equation 2: per token ln p - ln sum p^2
             aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], batch, beyond=1.0) / lengths
             losses = losses * aligned.sum(1).exp().detach()
-        # Ranks that share a pair know all of its scores: each returns a fraction of its loss.
-        return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
+        return scores, losses
 
     def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
         """Add the metrics of the tokens of answers, without those of mismatched answers."""

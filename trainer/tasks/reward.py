@@ -36,6 +36,12 @@ class RewardLoss(TokenLoss):
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
         return self.pair_losses(scores, batch.margins).sum()
 
+    def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
+        """Return loss, accuracy and margin of every pair [3, P], fp32; a tie counts as half right."""
+        scores = self.score_answers(model, batch, device)
+        margins = scores[:, 0] - scores[:, 1]
+        return torch.stack([self.pair_losses(scores, batch.margins), (margins.sign() + 1) / 2, margins])
+
     def score_answers(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
         """Return the scores of chosen and rejected answers, fp32 [P, 2]."""
         ends = find_last_tokens(batch, self._config.pad_token_id)[: len(batch.document_targets)]
