@@ -10,7 +10,7 @@ import pytest
 from scripts.family_table import COLUMNS, PAGE, page, read
 
 SAMPLE = (
-    "deepseek_v32 deepseek_v4 gemma4 glm_moe_dsa gpt2 gpt_oss mamba2 minimax_m2 musicgen nemotron_h qwen3_5 zamba2"
+    "deepseek_v32 gemma4 glm_moe_dsa gpt2 gpt_oss mamba2 minimax_m2 musicgen nemotron_h qwen3_5 zamba2"
 ).split()
 """Fused, transposed and shared weights, experts, recurrent layers, indexers, images, and what is refused."""
 

@@ -116,5 +116,5 @@ def test_documents_of_similar_length_are_computed_together() -> None:
 def test_layers_that_combine_several_tokens_into_one_are_found() -> None:
     """DeepSeek-V4 compresses four tokens into one, also of two documents: too few to be seen in short ones."""
     model = adapted("deepseek_v4")
-    with pytest.raises(UserError, match=r"dataset.packing=true: .* documents of a pack attend to each other"):
+    with pytest.raises(UserError, match=r"dataset.packing=true: .* documents of a pack have other logits than alone"):
         keep_documents_apart(TokenLoss(model), model, 0, CPU)
