@@ -1,4 +1,6 @@
-# For hosts with NVIDIA GPUs: docker build -t zerolora . && docker run --gpus all --ipc host -v "$PWD/runs:/zerolora/runs" zerolora
+# For hosts with NVIDIA GPUs, as the user `ubuntu` (1000). Models, tokenized data and compiled operators are kept in /cache:
+#   docker build -t zerolora . && mkdir -p runs cache && chmod 777 runs cache
+#   docker run --gpus all --ipc host -v "$PWD/runs:/zerolora/runs" -v "$PWD/cache:/cache" zerolora zerolora train ...
 # The devel image brings nvcc, with which the fused operators are compiled at their first use. Its CUDA release should be that
 # of the torch in constraints.txt (python -c 'import torch; print(torch.version.cuda)'): docker build --build-arg CUDA=...
 ARG CUDA=13.0.1
@@ -11,11 +13,14 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
 
 WORKDIR /zerolora
 # A builder has no driver to be found, so that the accelerator is named.
-ENV VENV=/opt/venv ACCELERATOR=cuda EXTRAS=dev,gpu,mpi,wandb CUDA_HOME=/usr/local/cuda PATH=/opt/venv/bin:$PATH
+ENV VENV=/opt/venv ACCELERATOR=cuda EXTRAS=gpu,mpi,eval,wandb CUDA_HOME=/usr/local/cuda PATH=/opt/venv/bin:$PATH
 # Dependencies in a layer of their own, kept while only our code changes.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts scripts
 RUN scripts/setup.sh && rm -rf /root/.cache/pip
-COPY . .
+COPY --chown=ubuntu . .
+RUN mkdir -p /cache && chown ubuntu /cache /zerolora
+USER ubuntu
+ENV HF_HOME=/cache/huggingface ZEROLORA_CACHE=/cache/zerolora TORCH_EXTENSIONS_DIR=/cache/operators TRITON_CACHE_DIR=/cache/triton
 
 CMD ["make", "demo"]

@@ -97,6 +97,12 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "packed-3": {"zero__stage": 3, "dataset__packing": True},
     "reentrant": {"zero__stage": 2, "training__gradient_checkpointing": "reentrant"},
     "recomputed": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
+    "tiled": {
+        "zero__stage": 3,
+        "dataset__packing": True,
+        "training__gradient_checkpointing": "non_reentrant",
+        "training__tiled_mlp": 16,
+    },
     "dropout": {"zero__stage": 2, "lora__dropout": 0.3},
     "dropout-again": {"zero__stage": 3, "lora__dropout": 0.3, "training__gradient_checkpointing": "selective"},
 }

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.commands.longest_sequence import find_longest, longest_lines
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
@@ -45,16 +46,16 @@ SHOWN = {"attention": "attention", "fused_head": "loss fused with the head", "fl
 """Decisions that cost memory if they differ from the default."""
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--gpu-memory") -> int:
     """Parse `80GiB`, `80GB`, `81920MiB` or `80` (GiB) to bytes; raises UserError if invalid or below 1 GiB."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None:
-        raise UserError(f"--gpu-memory {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
+        raise UserError(f"{option} {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
     size = int(float(match.group(1)) * unit)
     if not MIN_GPU_MEMORY <= size <= 2**50:
         raise UserError(
-            f"--gpu-memory {text}: {size / GIB:.3g} GiB is not a GPU's memory; write 80GiB, 24GB or 40960MiB"
+            f"{option} {text}: {size / GIB:.3g} GiB is not a device's memory; write 80GiB, 24GB or 40960MiB"
         )
     return size
 
@@ -229,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="number of GPUs, one rank each (default: those of this machine, or 1)")
     parser.add_argument("--gpus-per-host", type=int, help="GPUs of each host (default: all are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
+    parser.add_argument("--host-memory", help="memory of each host, such as 256GiB (default: unlimited)")
+    parser.add_argument("--max-length", choices=["auto"], help="print only the longest sequence that fits")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     quiet_libraries()
@@ -239,6 +242,10 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--gpus {gpus}: must be 1 or more")
         if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
             raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
+        if arguments.host_memory and not arguments.max_length:
+            raise UserError(
+                f"--host-memory {arguments.host_memory}: has no effect without --max-length auto; remove it"
+            )
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config
@@ -247,6 +254,15 @@ def main(argv: list[str] | None = None) -> int:
         if not is_pipeline(config):
             config = fit_max_length(config, context_length(read_model_config(config)[0]))
         planner, notes = build_planner(config, gpus, arguments.gpus_per_host)
+        if arguments.max_length and is_pipeline(config):
+            raise UserError("--max-length auto: an image model has no sequences; remove it")
+        if arguments.max_length:
+            per_host = arguments.gpus_per_host or gpus
+            host = parse_memory(arguments.host_memory, "--host-memory") // per_host if arguments.host_memory else None
+            longest = find_longest(planner, config, memory, host)
+            of_model = context_length(planner.shapes.model.config)
+            print(json.dumps(longest) if arguments.json else "\n".join(longest_lines(longest, of_model)))
+            return 0
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:

@@ -83,6 +83,10 @@ def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: boo
     if merged:
         model = export_once(run, "hf", folder / "export-hf")
         return [*server.command, model_option, str(model), "--served-model-name", name]
+    if scaling := run.config.model.rope_scaling:
+        raise UserError(
+            f"model.rope_scaling.type={scaling.type}: the server would use the base without it; pass --merged"
+        )
     adapter = export_once(run, server.name, folder / f"export-{server.name}")
     command = [*server.command, model_option, run.config.base_model, *lora_arguments(server.name, adapter, name)]
     if run.config.model.revision:

@@ -1,7 +1,7 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one error message per mistake."""
 
 from trainer.config.adapter_settings import trained_in_full
-from trainer.config.checks import find_graph_obstacle
+from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_tile_obstacle
 from trainer.config.command_line import CommandParser
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
@@ -22,6 +22,7 @@ from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why
 __all__ = [
     "AUTO",
     "FIRST_STEP_FACTOR",
+    "TILES_NO_GRAPHS",
     "CommandParser",
     "DatasetSection",
     "ImageSection",
@@ -44,6 +45,7 @@ __all__ = [
     "engine_stage",
     "engine_zero",
     "find_graph_obstacle",
+    "find_tile_obstacle",
     "gathers_by_layer",
     "load_config",
     "trained_in_full",

@@ -10,11 +10,12 @@ from trainer.config.preference_section import WITHOUT_REFERENCE, PreferenceSecti
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
-from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
+from trainer.config.zero import check_extra, engine_stage, gathers_by_layer, why_not_by_layer
 
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2
 LARGEST_USUAL_SCALE = 32.0
+TILES_NO_GRAPHS = "training.tiled_mlp computes tiles again within the backward pass"
 FOUR_BITS = "prepares an adapter for a 4-bit base"
 
 
@@ -313,6 +314,10 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     if training.elastic and training.max_restarts == 0:
         problem = "needs restarts, but training.max_restarts is 0"
         yield Mistake("training.elastic", True, problem, "remove one", "training.max_restarts")
+    if training.tiled_mlp not in ("auto", False) and (obstacle := find_tile_obstacle(config)):
+        yield Mistake("training.tiled_mlp", training.tiled_mlp, obstacle[1], "use auto", obstacle[0])
+    if training.recompute_attention is False and recompute not in ("non_reentrant", "auto"):
+        yield Mistake("training.recompute_attention", False, clash, "use non_reentrant", switch)
     if training.cuda_graphs == "on" and (obstacle := find_graph_obstacle(config)):
         yield Mistake("training.cuda_graphs", "on", obstacle[1], "use auto", obstacle[0])
     yield from _check_evaluation(config)
@@ -465,6 +470,29 @@ def find_graph_obstacle(config: RunConfig) -> tuple[str, str] | None:
             "training.router_aux_loss is a second result of the pass",
         ),
         (training.qat, "training.qat", "training.qat draws dropout on the host"),
+        (training.tiled_mlp not in ("auto", False), "training.tiled_mlp", TILES_NO_GRAPHS),
+    )
+    return next(((setting, why) for applies, setting, why in obstacles if applies), None)
+
+
+def find_tile_obstacle(config: RunConfig) -> tuple[str, str] | None:
+    """Return the setting that rules out tiles of gated MLPs, and why; None if they are possible."""
+    training, recompute = config.training, config.training.gradient_checkpointing
+    obstacles = (
+        (
+            recompute not in ("non_reentrant", "selective", "auto"),
+            "training.gradient_checkpointing",
+            f"not with training.gradient_checkpointing: {recompute}",
+        ),
+        (
+            config.adapter != "none" and config.lora.dropout,
+            "lora.dropout",
+            "lora.dropout draws one mask for all tokens",
+        ),
+        (engine_stage(config) == 3, "zero.gather", "zero.gather: module gathers weights for every tile"),
+        (training.torch_compile, "training.torch_compile", "training.torch_compile traces each layer whole"),
+        (training.qat, "training.qat", "training.qat rounds the weights for every tile"),
+        (training.cuda_graphs == "on", "training.cuda_graphs", TILES_NO_GRAPHS),
     )
     return next(((setting, why) for applies, setting, why in obstacles if applies), None)
 

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from trainer.config.needs import HUB, LANGUAGE, Needs
 from trainer.config.paths import PathText
-from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, Positive, Section, Words
+from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, Positive, PositiveInt, Section, Words
 
 
 def _all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -17,6 +17,18 @@ def _all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
 EIGHT_BIT = ("fp8", "int8")
 _NEW = Needs(".adapter_path", (None,), replaces=True)
 _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
+
+
+class RopeScaling(Section):
+    """Scaling of the rotary embedding, with which a model can be trained on longer sequences than it was made for."""
+
+    type: Literal["linear", "yarn", "llama3"]
+    """How frequencies are scaled: all alike (linear), or the low ones more (yarn, llama3)."""
+    factor: Annotated[float, Field(gt=1.0, le=1024.0)]
+    """New length as a multiple of the original one."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Length that the model was first trained with; default: that of its own scaling, else its max_position_embeddings.
+    """
 
 
 class ModelSection(Section):
@@ -33,6 +45,9 @@ class ModelSection(Section):
     ] = "auto"
     """Attention kernel. `auto`: variable-length flash attention for packed sequences on a GPU, else sdpa, or eager if
     the model supports nothing else."""
+    rope_scaling: Annotated[RopeScaling | None, LANGUAGE] = None
+    """Scale the rotary embedding for sequences longer than the model's, for example {type: yarn, factor: 4}; replaces
+    the model's own scaling. Merged models have it in config.json."""
     added_tokens: Annotated[Words, LANGUAGE] = ()
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
     pad_token: Annotated[str | None, LANGUAGE] = None

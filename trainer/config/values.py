@@ -66,9 +66,10 @@ def parse_value(annotation: Any, value: Any) -> Any:
             return number
         if _is_python_number(value):
             raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, such as 1000 or 1e3")
-        return value
-    if bool in wanted and value is not None:
-        *others, last = ["true", "false", *sorted(words(annotation))]
+        if bool not in wanted:
+            return value
+    if bool in wanted and value is not None and not (is_number and isinstance(value, (int, float))):
+        *others, last = ["true", "false", *sorted(words(annotation)), *["a number"] * is_number]
         allowed = f"must be {', '.join(others)} or {last}"
         word = str(value).strip().lower()
         if isinstance(value, (int, float)) and value in (0, 1):

@@ -4,7 +4,7 @@ T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabular
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.memory.observed import Kernels, Layer
@@ -30,6 +30,8 @@ class Work:
     offload_activations: bool
     capped_logits: bool
     """Whether logits are capped by tanh, which keeps its results."""
+    keeps_attention: bool = False
+    """Whether recomputed layers keep outputs and log-sum-exps of attention."""
     recomputed_layers: int | None = None
     """training.gradient_checkpointing_layers."""
     reference_rows: int = 0
@@ -63,10 +65,12 @@ class Seen:
     """Kept of the largest recomputed layer while it is recomputed, in addition to its input."""
     whole: int = 0
     """Kept if nothing were recomputed."""
+    on_host: int = 0
+    """Kept in host memory."""
 
     def times(self, rows: int) -> "Seen":
         """Scale to a number of rows."""
-        return Seen(*(size * rows for size in (self.kept, self.backward, self.block, self.whole)))
+        return Seen(*(size * rows for size in astuple(self)))
 
 
 def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: Work) -> Seen:
@@ -75,6 +79,10 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
     `larger` is the fraction of rows in the larger backward pass. Layers that were kept whole have been freed when those
     before them are recomputed.
     """
+    if work.keeps_attention:
+        layers, plain = (
+            [replace(layer, boundary=layer.boundary + layer.attention) for layer in kinds] for kinds in (layers, plain)
+        )
     selective = work.recompute == "selective"
     count = 0 if work.recompute in ("none", "selective") else work.recomputed_layers or len(layers)
     inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
@@ -92,7 +100,8 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
     else:
         blocks = [larger * (layer.kept - layer.boundary) - behind for layer in plain[:count]]
     every = sum(layer.kept for layer in plain)
-    return Seen(kept, int(max(needs, default=0)), max(0, int(max(blocks, default=0))), every)
+    on_host = sum(inputs) if work.offload_activations else 0
+    return Seen(kept, int(max(needs, default=0)), max(0, int(max(blocks, default=0))), every, on_host)
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:

@@ -96,9 +96,9 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
     terms = {name: size for name, size in (resident | moments[moment]).items() if size}
     process = None
     if not placement.on_gpu:
-        on_host = sum(resident.values()) + offloaded(shapes, work, placement)
+        on_host = sum(resident.values()) + offloaded(shapes, placement) + seen.on_host
         process = process_peak(shapes, work, on_host, seen)
-    host = host_memory(shapes, work, placement)
+    host = host_memory(shapes, placement, seen.on_host)
     return Estimate(terms, moment, host, disk(shapes, placement, checkpoints), process)
 
 
@@ -171,25 +171,23 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
     return shapes.trained * placement.element + 2 * copies
 
 
-def host_memory(shapes: Shapes, work: Work | None, placement: Placement) -> int:
+def host_memory(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
     """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
     stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
     streamed = placement.packed or stored or placement.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
-    return max(offloaded(shapes, work, placement), loading * placement.element)
+    return max(offloaded(shapes, placement) + activations, loading * placement.element)
 
 
-def offloaded(shapes: Shapes, work: Work | None, placement: Placement) -> int:
-    """Return the bytes that are offloaded to the host."""
+def offloaded(shapes: Shapes, placement: Placement) -> int:
+    """Return the bytes of weights and optimizer state that are offloaded to the host."""
     total = placement.base_states
     if placement.offload_optimizer:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
         total += base_shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement)
-    if work is not None and work.offload_activations and work.recompute != "none":
-        total += len(shapes.layers[: work.recomputed_layers]) * work.tokens * shapes.hidden * work.element
     return total
 
 

@@ -9,16 +9,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Generic, Literal, TypeVar
 
-from trainer.config import RunConfig, engine_stage, engine_zero, find_graph_obstacle, gathers_by_layer, why_not_by_layer
+from trainer.config import (
+    AUTO,
+    TILES_NO_GRAPHS,
+    RunConfig,
+    engine_stage,
+    engine_zero,
+    find_graph_obstacle,
+    find_tile_obstacle,
+    gathers_by_layer,
+    why_not_by_layer,
+)
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
+from trainer.patches.tiled_mlp import AUTO_TILE
 
 Kernels = Literal["ours", "model"]
 VARLEN = "varlen"
+MANY_TOKENS = 4 * AUTO_TILE
+"""Tokens of a micro-step from which on `training.tiled_mlp: auto` tiles."""
 T = TypeVar("T")
 
 
@@ -37,6 +50,8 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
+    host_memory: int | None = None
+    """Free bytes of host memory for each rank; None: unknown."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
@@ -80,6 +95,10 @@ class Decisions:
     """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
     recomputes: Decided[str]
     """training.gradient_checkpointing."""
+    attention_again: Decided[bool]
+    """Whether recomputed layers compute attention again."""
+    mlp_tile: Decided[int]
+    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
     fused_head: Decided[bool | None]
     """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
     gather: Decided[str]
@@ -107,6 +126,7 @@ class Decisions:
         """Return a line for the console with the decisions that no other line shows."""
         shown = {
             "attention": self.attention,
+            "attention recomputed": self.attention_again,
             "loss fused with the head": self.fused_head,
             "adapter in one buffer": self.flat,
             "clipping on the device": self.clips_on_device,
@@ -131,6 +151,8 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         siblings=_siblings(config, machine),
         recomputed_results=_recomputed_results(config, machine),
         recomputes=Decided(config.training.gradient_checkpointing),
+        attention_again=_attention_again(config),
+        mlp_tile=_mlp_tile(config),
         fused_head=_fused_head(config, machine, model),
         gather=_gather(config),
         shard_group=_shard_group(config, machine),
@@ -151,6 +173,7 @@ def decide_for_images(config: RunConfig, machine: Machine) -> Decisions:
         swiglu=theirs,
         rotary=theirs,
         recomputed_results=Decided("none", "an image model"),
+        mlp_tile=Decided(0, "an image model"),
         fused_head=Decided(False, "an image model has no head"),
         cuda_graphs=Decided(False, "an image model"),
     )
@@ -235,6 +258,34 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     return Decided(config.ops.recompute)
 
 
+def tokens_at_once(config: RunConfig) -> int:
+    """Return the most tokens of a rank's micro-step by the settings; with batch_size auto, those of one row."""
+    rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
+    return rows * config.dataset.max_length // config.parallel.sequence
+
+
+def _attention_again(config: RunConfig) -> Decided[bool]:
+    training = config.training
+    if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
+        return Decided(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
+    if training.recompute_attention is False:
+        where = "in host memory" if training.offload_activations else "on the device"
+        return Decided(False, f"its output and log-sum-exp are kept {where}")
+    return Decided(True, "" if training.recompute_attention == "auto" else "asked for")
+
+
+def _mlp_tile(config: RunConfig) -> Decided[int]:
+    asked = config.training.tiled_mlp
+    if not asked:
+        return Decided(0, "training.tiled_mlp: false")
+    if asked != "auto":
+        return Decided(AUTO_TILE if asked is True else asked)
+    if tokens_at_once(config) < MANY_TOKENS:
+        return Decided(0, f"fewer than {MANY_TOKENS:,} tokens at once")
+    obstacle = find_tile_obstacle(config)
+    return Decided(0, obstacle[1]) if obstacle else Decided(AUTO_TILE)
+
+
 def _fused_head(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decided[bool | None]:
     if model is not None and model.head:
         return Decided(False, model.head)
@@ -253,6 +304,8 @@ def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
         return Decided(False, "there is no GPU")
     if obstacle := find_graph_obstacle(config):
         return Decided(False, obstacle[1])
+    if _mlp_tile(config).value:
+        return Decided(False, TILES_NO_GRAPHS)
     return Decided(True, "asked for") if asked == "on" else Decided(None)
 
 

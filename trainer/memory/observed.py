@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from trainer.model.expert_layers import expert_modules, takes_all_tokens
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, recompute_inputs, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import replace
+from trainer.patches.tiled_mlp import tile_feed_forward
 
 DEQUANTISED_AT_ONCE = 64 << 20
 """Bytes of 4-bit weights below which shared-input projections are dequantized together (kMostBytes, ops/csrc)."""
@@ -62,6 +63,8 @@ class Kernels:
     """Why shared-input projections are not computed together; None if they are."""
     selective: bool
     """Whether feed-forward parts are recomputed."""
+    mlp_tile: int
+    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
     on_gpu: bool
     packed: bool
     """Whether the base is quantized to 4 or 8 bits."""
@@ -82,10 +85,12 @@ class Layer:
     """Peak while the layer runs forward and backward, its input and the gradient of its output included."""
     boundary: int
     """Hidden state that the layer returns."""
+    attention: int = 0
+    """Outputs and log-sum-exps of attention."""
 
     def extend(self, twice: "Layer", steps: float) -> "Layer":
         """Add `steps` times the difference to `twice`: weights and their gradients do not grow with the rows."""
-        pairs = ((self.kept, twice.kept), (self.peak, twice.peak), (self.boundary, twice.boundary))
+        pairs = zip(astuple(self), astuple(twice), strict=True)
         return Layer(*(once + int(steps * (other - once)) for once, other in pairs))
 
 
@@ -215,6 +220,8 @@ def _install(model: Any, kernels: Kernels) -> None:
             group.install()
     if kernels.recomputed != "none":
         recompute_inputs(model)
+    if kernels.mlp_tile:
+        tile_feed_forward(model, kernels.mlp_tile)
     if kernels.selective:
         enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
 
@@ -274,13 +281,15 @@ def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[
     given = [hidden.detach() + leaf]  # not a leaf, which autograd would keep
     others = args[1:] if args else ()
     kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    _Flash.results = 0
     with torch.enable_grad():
         result = forward(given.pop(), *others, **kwargs)
+    attention = _Flash.results
     output = result[0] if isinstance(result, tuple) else result
     boundary = output.untyped_storage().nbytes()
     kept = meter.now - before - boundary
     torch.autograd.backward(output, torch.empty_like(output))
-    return result, Layer(kept, meter.peak - before - boundary + meter.inside, boundary)
+    return result, Layer(kept, meter.peak - before - boundary + meter.inside, boundary, attention)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -318,6 +327,9 @@ def _describe(block: nn.Module) -> Any:
 class _Flash(torch.autograd.Function):
     """Stand-in for flash attention that saves the same tensors: q, k, v, the output and the log-sum-exp in fp32."""
 
+    results = 0
+    """Bytes of all outputs and log-sum-exps since it was set to 0."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         batch, heads, length, _ = query.shape
@@ -328,6 +340,7 @@ class _Flash(torch.autograd.Function):
         of_type = None if mask is None else query.new_empty(mask.shape)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, log_sums, of_type)
+        _Flash.results += result.nbytes + log_sums.nbytes
         return result
 
     @staticmethod

@@ -54,7 +54,8 @@ def plan_memory(
     def plan() -> MemoryPlan:
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
         own = _has_own_kernels(config, device)
-        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
+        host = host_memory_left()[0] // hosts.count(host_name())
+        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts), host)
         found = plan_for_machine(machine, config, prepared, memory)
         return found if on_gpu else check_host_memory(found, hosts.count(host_name()))
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.config.model_sections import RopeScaling
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.replacements import replaces
 from trainer.contract.standard_streams import PROGRESS
@@ -60,7 +61,25 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
 def _give_head(base_model: str, section: ModelSection, model_config: Any) -> Any:
     if section.has_score:
         set_score_head(base_model, model_config)
+    if section.rope_scaling is not None:
+        _scale_rope(section.rope_scaling, model_config.get_text_config())
     return model_config
+
+
+def _scale_rope(scaling: RopeScaling, text: Any) -> None:
+    """Set the scaling of the rotary embedding and the length that follows. Raises UserError if there is not one."""
+    known, own = f"model.rope_scaling.type={scaling.type}", getattr(text, "rope_parameters", None) or {}
+    if "rope_theta" not in own or context_length(text) is None:
+        raise UserError(f"{known}: {text.model_type} has not one rotary embedding for all layers; remove it")
+    original = scaling.original_max_position_embeddings or own.get("original_max_position_embeddings")
+    original = original or text.max_position_embeddings
+    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
+    text.rope_parameters = kept | {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type != "linear":
+        text.rope_parameters["original_max_position_embeddings"] = original
+    if scaling.type == "llama3":
+        text.rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1
+    text.max_position_embeddings = int(original * scaling.factor)
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:

@@ -29,6 +29,7 @@ from trainer.patches.packed_attention import (
 )
 from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
 from trainer.patches.replace import undo, undo_on
+from trainer.patches.tiled_mlp import tile_feed_forward
 from trainer.patches.update_guard import UpdateGuard
 
 Stage = Literal["base", "adapted", "engine"]
@@ -59,6 +60,8 @@ class Wanted:
     small_pass: Callable[[Any], object]
     """Runs a minimal forward pass."""
     shards: LayerShards | None = None
+    mlp_tile: int = 0
+    """Tokens of a tile of gated MLPs; 0: they are computed whole."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,11 @@ def _inputs(model: Any, wanted: Wanted) -> None:
         recompute_inputs(model, recomputed_whole(model, wanted.config.training))
 
 
+def _tiles(model: Any, wanted: Wanted) -> list[str]:
+    tile = wanted.mlp_tile
+    return [f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens"] if tile else []
+
+
 def _recomputation(model: Any, wanted: Wanted) -> list[str]:
     line = enable_recomputation(model, wanted.config.training)
     return [line] if line else []
@@ -222,6 +230,7 @@ INSTALLATIONS = (
     Installation("adapted", _fused_lora, undo),
     Installation("adapted", _rounded, undo),
     Installation("adapted", _inputs, undo),
+    Installation("adapted", _tiles, undo),
     Installation("adapted", _recomputation, disable_recomputation),
     Installation("engine", _install_workarounds, _remove_workarounds),
     Installation("engine", _guard, _unguard),

@@ -169,6 +169,13 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
     return None
 
 
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Return whether a module is a gated MLP that takes nothing but its input."""
+    if _projections(module) is None:
+        return False
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """Return a key shared by modules that differ only in the values of their weights."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}

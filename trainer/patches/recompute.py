@@ -18,6 +18,7 @@ from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.linear_layers import is_linear, model_shape
+from trainer.patches.kept_attention import draws_in_attention, keep_attention
 from trainer.patches.replace import replace, undo
 
 
@@ -34,11 +35,9 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()
         return "recomputed in the backward pass: every layer (reentrant)"
-    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    run: Callable[..., Any] = _repeating_draws if _draws(model) else plain
-    kept = "kept on the device"
-    if training.offload_activations:
-        offload = HostCopies()
+    offload = HostCopies() if training.offload_activations else None
+    run, kept = _choose_run(model, training, offload), "kept on the device"
+    if offload is not None:
         run = partial(_run_with_offload, offload, run)
         model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
         kept = "kept in host memory"
@@ -61,16 +60,37 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     which = "every layer"
     if first := training.gradient_checkpointing_layers:
         which = _leave_out_but_the_first(model, layers, first)
-    return f"recomputed in the backward pass: {which}; their inputs are {kept}"
+    but = " but attention" if training.recompute_attention is False else ""
+    return f"recomputed in the backward pass: {which}{but}; their inputs are {kept}"
 
 
-def _repeating_draws(function: Callable[..., Any], *args: Any) -> Any:
+def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | None") -> Callable[..., Any]:
+    """Return the function that runs a layer so that it is recomputed."""
+    run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if _draws(model):
+        run = _repeating_draws
+    if training.recompute_attention is False:
+        if draws_in_attention(model):
+            raise UserError(
+                "training.recompute_attention=false: the model drops attention probabilities, which are drawn again "
+                "with the layer; use auto"
+            )
+        store, load = (offload.copy, offload.give_back) if offload else (_unchanged, _unchanged)
+        run = partial(run, context_fn=partial(keep_attention, store, load))
+    return run
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _repeating_draws(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
     """Run a checkpoint that repeats its random numbers; during the capture of a CUDA graph only those of our operators.
 
     Other random numbers are noticed there: the graph has different gradients (trainer/parallel/engine/cuda_graphs.py).
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
     seeds = Seeds()
     return checkpoint(
         function,
@@ -161,14 +181,15 @@ def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callabl
 
 def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     # These hooks see only the tensors that the checkpoint itself keeps: inside it, its own hooks apply.
+    offload.layer += 1
     with torch.autograd.graph.saved_tensors_hooks(offload.keep, offload.give_back):
         return run(function, *args)
 
 
 class HostCopies:
-    """Activations in pinned host memory, copied on a separate stream, with the next one prefetched.
+    """Activations in pinned host memory, copied on a separate stream, with those of the next layer prefetched.
 
-    The backward pass needs them in reverse order. CPU tensors are not copied.
+    The backward pass needs the layers in reverse order. CPU tensors are not copied.
     """
 
     def __init__(self) -> None:
@@ -176,14 +197,23 @@ class HostCopies:
         self._buffers: dict[int, Tensor] = {}
         """Page-locked memory by position in the pass, reused in every pass."""
         self._copies: list[_Copy] = []
+        self.layer = 0
+        """Number of the layer that runs; its copies return to the device together."""
 
     def start_pass(self, *_: Any) -> None:
         """Forget the copies that an earlier pass did not fetch (a forward pre-hook)."""
-        self._copies = []
+        self._copies, self.layer = [], 0
 
     def keep(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start to copy an activation to the host; return other tensors as they are."""
-        if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.requires_grad:
+        """Start to copy an activation to the host; return other tensors, such as masks, as they are.
+
+        The first one of a pass is the embedding, which needs no gradient.
+        """
+        return self.copy(tensor) if tensor.requires_grad or not self._copies else tensor
+
+    def copy(self, tensor: Tensor) -> "Tensor | _Copy":
+        """Start to copy a tensor to the host, unless it is empty or not of floating point numbers."""
+        if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
@@ -192,22 +222,23 @@ class HostCopies:
         if buffer is None or buffer.numel() < tensor.numel() or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
             self._buffers[position] = buffer
-        host = buffer[: tensor.numel()].view(tensor.shape)
+        strides = torch.empty_like(tensor, device="meta").stride()  # its own, unless elements overlap
+        host = buffer.as_strided(tensor.shape, strides)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
-        copy = _Copy(position, host, tensor.device)
+        copy = _Copy(self.layer, host, tensor.device)
         self._copies.append(copy)
         return copy
 
     def give_back(self, kept: "Tensor | _Copy") -> Tensor:
-        """Return the activation on its device, and prefetch the one before it."""
+        """Return the activation on its device, and prefetch the others of its layer and those of the one before it."""
         if isinstance(kept, Tensor):
             return kept
         self._fetch(kept)
-        if kept.position:
-            self._fetch(self._copies[kept.position - 1])
+        while self._copies and self._copies[-1].layer >= kept.layer - 1:
+            self._fetch(self._copies.pop())
         assert kept.arrived is not None and kept.device_copy is not None
         kept.arrived.wait()
         tensor, kept.device_copy = kept.device_copy, None
@@ -227,7 +258,7 @@ class HostCopies:
 class _Copy:
     """One activation on the host, and its copy back on the device."""
 
-    def __init__(self, position: int, host: Tensor, device: torch.device) -> None:
-        self.position, self.host, self.device = position, host, device
+    def __init__(self, layer: int, host: Tensor, device: torch.device) -> None:
+        self.layer, self.host, self.device = layer, host, device
         self.device_copy: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None

@@ -121,4 +121,5 @@ def select_patches(
         clips_on_device=decided.clips_on_device.value,
         small_pass=small_pass,
         shards=shards,
+        mlp_tile=decided.mlp_tile.value,
     )

@@ -1,4 +1,4 @@
-"""tests/unit/test_trackers.py in an environment with the packages of all trackers."""
+"""Tests that need packages which the test environment lacks, in an environment with them."""
 
 import os
 import subprocess
@@ -12,16 +12,25 @@ from tests.distributed.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-PACKAGES = ("wandb", "mlflow-skinny", "swanlab", "comet_ml", "trackio")
+DEPLOY = "tests/integration/test_deploy.py"
+PACKAGES = {
+    "trackers": ("tests/unit/test_trackers.py", "", ("wandb", "mlflow-skinny", "swanlab", "comet_ml", "trackio")),
+    "kubeflow": (DEPLOY, "kubeflow and knows", ("kubeflow-trainer-api",)),
+    "skypilot": (DEPLOY, "skypilot and knows", ("skypilot",)),
+    "ray": (DEPLOY, "ray", ("ray[default]",)),
+}
+"""File, names of its tests, and packages."""
 
 
-def test_metrics_reach_every_service(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PACKAGES)
+def test_with_the_packages_of_others(tmp_path: Path, name: str) -> None:
+    file, chosen, packages = PACKAGES[name]
     place = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = place / "lib" / version / "site-packages" / "base.pth"
     own.write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    for package in PACKAGES:  # one by one: pip's search for versions of all together takes very long
+    for package in packages:  # one by one: pip's search for versions of all together takes very long
         subprocess.run([str(place / "bin" / "pip"), "install", "-q", package], check=True)
     command = [
         str(place / "bin" / "python"),
@@ -30,7 +39,11 @@ def test_metrics_reach_every_service(tmp_path: Path) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/unit/test_trackers.py",
+        "-m",
+        "not slow",
+        "-k",
+        chosen,
+        file,
     ]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
