@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from tests.multimodal import MULTIMODAL
+
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
@@ -17,7 +19,7 @@ SIZES: dict[str, Any] = {
     "num_hash_layers": 1,
     # Latent attention and its indexers.
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16,
-    "v_head_dim": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+    "v_head_dim": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 4,
     # Recurrent layers.
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_d_state": 8, "mamba_dt_rank": 8, "state_size": 8, "ssm_state_size": 16, "n_mamba_heads": 2,
@@ -66,12 +68,60 @@ FAMILIES = (
 ).split()
 
 
+TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14, "depth": 2, "num_heads": 2,
+    "embed_dim": 32, "embedding_dim": 32, "mlp_dim": 48, "mlp_hidden_size": 48, "out_hidden_size": 64, "d_model": 32,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "vision_output_dim": 32, "output_dim": 64,
+    "projector_input_dim": 32, "projector_output_dim": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48, "num_layers": 2, "num_blocks": 2, "encoder_hidden_size": 32, "cross_attention_frequency": 1,
+    "pooling_kernel_size": 1, "vocab_size": 384, "conf_hidden_size": 32,
+}  # fmt: skip
+"""Sizes of what sees images or hears sounds."""
+
+
+def all_kinds() -> list[str]:
+    """Return the model types of all text and image-text models of transformers that predict tokens."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
 def tiny_config(kind: str, **changes: Any) -> Any:
     """Return a configuration of some hundred thousand parameters with every kind of layer of the family."""
     from transformers import CONFIG_MAPPING
 
     usual = CONFIG_MAPPING[kind]()
-    settings = {name: value for name, value in SIZES.items() if hasattr(usual, name)}
+    parts = MULTIMODAL.get(kind) or {
+        name: _part_settings(name, part) for name in usual.sub_configs if (part := getattr(usual, name, None))
+    }
+    tokens = {name: 380 for name in vars(usual) if parts and name.endswith(("_token_id", "_token_index"))}
+    return CONFIG_MAPPING[kind](**_text_settings(kind, usual) | tokens | parts | changes)
+
+
+def _part_settings(name: str, part: Any) -> dict[str, Any]:
+    is_text = name in ("text_config", "vlm_config", "global_config", "decoder_config") and part.model_type
+    kept = {each: _part_settings(each, inner) for each in part.sub_configs if (inner := getattr(part, each, None))}
+    if is_text:
+        return {"model_type": part.model_type} | _text_settings(part.model_type, part) | kept
+    return {"model_type": part.model_type} | _fit(TOWER, part) | kept
+
+
+def _fit(sizes: dict[str, Any], usual: Any) -> dict[str, Any]:
+    """Return the sizes that a configuration has; as a list where it has a list."""
+    if hasattr(type(usual), "allow_global_per_layer_attribute_access"):
+        usual.allow_global_per_layer_attribute_access = True
+    found: dict[str, Any] = {}
+    for name, size in sizes.items():
+        if hasattr(usual, name):
+            now = getattr(usual, name)
+            is_list = isinstance(now, list | tuple) and not isinstance(size, list)
+            found[name] = [size] * len(now) if is_list else size
+    return found
+
+
+def _text_settings(kind: str, usual: Any) -> dict[str, Any]:
+    settings = _fit(SIZES, usual)
     settings |= {name: 0.0 for name in NO_DROPOUT if hasattr(usual, name)}
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         if isinstance(vars(usual).get(name), list):
@@ -88,7 +138,10 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     }
     if "activation_sparsity_pattern" in own:
         settings["activation_sparsity_pattern"] = None
-    return CONFIG_MAPPING[kind](**settings | changes)
+    rope = getattr(usual, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        settings["rope_parameters"] = rope | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}
+    return settings
 
 
 def tiny_family(kind: str, **changes: Any) -> Any:

@@ -95,24 +95,27 @@ def store_in_mxfp4(folder: Path) -> Path:
     return folder
 
 
-def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str = "cpu") -> Path:
+def store_dequantised(
+    source: Path, target: Path, *, four_bit: bool, device: str = "cpu", precision: str = "float32"
+) -> Path:
     """The model of `source` in 32 bits with the values that it is trained on, its own MXFP4's or, `four_bit`, NF4's.
 
-    `device` quantises, as training does.
+    `device` quantises, as training in `precision` does.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from tests.tiny import make_tokenizer
     from trainer.config import ModelSection, QuantizationSection
     from trainer.model.base import load_base_model
     from trainer.model.four_bit import FrozenLinear4bit, dequantized
+    from trainer.model.model_kind import auto_class
     from trainer.model.packed_experts import PackedExperts
 
     packed = load_base_model(
         str(source),
         ModelSection(),
-        dtype=torch.float32,
+        dtype=getattr(torch, precision),
         device=torch.device(device),
         attention="eager",
         quantization=QuantizationSection() if four_bit else None,
@@ -120,7 +123,7 @@ def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str
     config = AutoConfig.from_pretrained(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole = auto_class(config).from_config(config, dtype=torch.float32)
     buffers = dict(whole.named_buffers())
     with torch.no_grad():
         for path, module in packed.named_modules():

@@ -15,7 +15,7 @@ from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model, match_vocabulary
 from trainer.model.older_names import keep_target_names
-from trainer.model.targets import resolve_targets
+from trainer.model.targets import excluded_modules, resolve_targets
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
@@ -33,17 +33,29 @@ def plain_losses(
     device: torch.device,
     excluded: str | None = None,
     token_losses: TokenLosses = NLL,
-    optimizer: MakeOptimizer = torch.optim.AdamW,
-    at_the_end: Callable[[Any], None] | None = None,
 ) -> list[float]:
     """Loss per target, by its weight, at each step of `config`, trained as PEFT's documentation does it.
 
     The global batches are those that `ranks` ranks of zerolora train on, document by document: packs are taken apart,
     so that each document is a row of its own behind a mask. The adapter stays in 32 bits, as PEFT makes it; in bf16 the
     base is in 16 bits and the products are autocast, as transformers' Trainer does it. `excluded` is PEFT's
-    `exclude_modules`; `token_losses` takes all logits [K, V] and targets [K];
-    `at_the_end` the trained model.
+    `exclude_modules`; `token_losses` takes all logits [K, V] and targets [K].
     """
+    by = token_losses
+    return plain_training(config, ranks=ranks, attention=attention, device=device, excluded=excluded, by=by)[0]
+
+
+def plain_training(
+    config: RunConfig,
+    *,
+    ranks: int = 1,
+    attention: str | None = None,
+    device: torch.device,
+    excluded: str | None = None,
+    by: TokenLosses = NLL,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+) -> tuple[list[float], Any]:
+    """The same, and the trained model."""
     training = config.training
     dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
     prepared = prepare(config)
@@ -59,10 +71,8 @@ def plain_losses(
     pad_token_id, losses = prepared.tokenizer.pad_token_id, []
     for samples in train_steps(_groups(model, config), config, prepared, ranks=ranks, make=optimizer):
         documents = [document for sample in samples for document in split_documents(sample)]
-        losses.append(_step(model, documents, training.batch_size, pad_token_id, device, token_losses))
-    if at_the_end is not None:
-        at_the_end(model)
-    return losses
+        losses.append(_step(model, documents, training.batch_size, pad_token_id, device, by))
+    return losses, model
 
 
 def train_steps(
@@ -75,7 +85,10 @@ def train_steps(
 ) -> Iterator[list[Sample]]:
     """Yield the samples of each step's global batch, and update the parameters by the gradients computed meanwhile."""
     training = config.training
-    optimizer = make(groups, lr=training.learning_rate, weight_decay=training.weight_decay)
+    settings: dict[str, Any] = {"weight_decay": training.weight_decay}
+    if make is torch.optim.AdamW:
+        settings["eps"] = training.adam_epsilon
+    optimizer = make(groups, lr=training.learning_rate, **settings)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)
@@ -101,6 +114,7 @@ def with_adapter(model: Any, config: RunConfig, excluded: str | None, new_tokens
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
+    excluded = excluded or excluded_modules(model, config.lora)
     settings = lora_config(config.lora, excluded=excluded, targets=resolve_targets(model, config.lora))
     if new_tokens:
         settings.trainable_token_indices = {"embed_tokens": new_tokens}

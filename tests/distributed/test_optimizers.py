@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.conftest import Case, Matrix, environment, launch
 from tests.distributed.plan import case
-from tests.plain_peft import plain_losses
+from tests.plain_peft import plain_training
 from trainer.config import load_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
@@ -99,7 +99,6 @@ def plain(run: Case, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in settings(f"{name}-0").items()]
     config = load_config(run.folder.parent / "base.yaml", overrides).config
-    found: dict[str, torch.Tensor] = {}
     made: list[Any] = []
 
     def make(*arguments: Any, **options: Any) -> Any:
@@ -108,13 +107,10 @@ def plain(run: Case, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
             made[0].train()
         return made[0]
 
-    def finish(model: Any) -> None:
-        if name == "schedule_free_adamw":
-            made[0].eval()
-        found.update({key: value.detach().clone() for key, value in get_peft_model_state_dict(model).items()})
-
-    device = torch.device("cpu")
-    return plain_losses(config, ranks=2, device=device, optimizer=make, at_the_end=finish), found
+    losses, model = plain_training(config, ranks=2, attention="sdpa", device=torch.device("cpu"), optimizer=make)
+    if name == "schedule_free_adamw":
+        made[0].eval()
+    return losses, get_peft_model_state_dict(model)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.families import save_family
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands import evaluate
 from trainer.commands.atomic_output import check_output
+from trainer.commands.export.__main__ import export
 from trainer.commands.merge import check_saved, main, merge
 from trainer.config import UserError
 from trainer.model.adapter_scale import parse_scale
@@ -136,3 +138,13 @@ def test_a_scale_is_auto_or_a_factor(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="must be auto, or a factor above 0"):
         parse_scale(text)
     assert parse_scale("auto") == "auto" and parse_scale("0.35") == 0.35
+
+
+def test_adapters_of_layers_that_share_a_weight_are_not_merged(tmp_path: Path) -> None:
+    """Zamba 2 uses the weights of one attention layer at several depths, with an adapter at each."""
+    base = save_family(tmp_path / "model", "zamba2")
+    run = find_run(make_run(tmp_path, base=base, lora={"target_modules": ["q_proj"]}))
+    for command in (lambda output: merge(run, output), lambda output: export(run, "vllm", output)):
+        with pytest.raises(UserError, match=r"layers\.1\..*q_proj and .*layers\.3\..*q_proj .* share their weight"):
+            command(tmp_path / "output")
+        assert not (tmp_path / "output").exists()

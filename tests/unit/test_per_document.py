@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.families import tiny_family
-from trainer.config import LoraSection
+from trainer.config import LoraSection, UserError
 from trainer.config.training_sections import TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
@@ -111,3 +111,10 @@ def test_documents_of_similar_length_are_computed_together() -> None:
     tokens = torch.cat([index.flatten() for index in found.groups])
     assert torch.equal(tokens[found.places], torch.arange(positions.numel()))
     assert [tuple(index.shape) for index in Documents(positions, torch.clone, one_call=True).groups] == [(7, 100)]
+
+
+def test_layers_that_combine_several_tokens_into_one_are_found() -> None:
+    """DeepSeek-V4 compresses four tokens into one, also of two documents: too few to be seen in short ones."""
+    model = adapted("deepseek_v4")
+    with pytest.raises(UserError, match=r"dataset.packing=true: .* documents of a pack have other logits than alone"):
+        keep_documents_apart(TokenLoss(model), model, 0, CPU)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.families import save_family
 from tests.tiny import make_tokenizer
 from tests.unit.test_after_run import make_run
 from tests.unit.test_experts import base_of
@@ -134,6 +135,13 @@ def test_a_mistake_in_the_files_is_found(
     change(tmp_path / "out", tensors, settings)
     with pytest.raises(RuntimeError, match=line):
         verify(run, "sglang", tmp_path / "out", saved_tokenizer(run))
+
+
+def test_weights_that_are_stored_transposed_are_verified(tmp_path: Path) -> None:
+    """GPT-2 stores its weights [in, out]."""
+    base = save_family(tmp_path / "model", "gpt2")
+    run_dir = make_run(tmp_path, base=base, lora={"target_modules": ["c_attn"]})
+    assert main([str(run_dir), "--format", "vllm", "--verify", "--output", str(tmp_path / "out")]) == 0
 
 
 def test_an_adapter_that_changes_nothing_proves_nothing(tmp_path: Path) -> None:

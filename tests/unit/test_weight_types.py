@@ -14,7 +14,7 @@ from tests.runs_in_process import make_ground, train
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.merge import merge
-from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, ZeroSection
+from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, UserError, ZeroSection
 from trainer.model import streamed_weights
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
@@ -85,6 +85,25 @@ def test_streamed_weights_have_the_types_of_from_pretrained(kind: str, dtype: to
 def test_so_have_those_of_every_family(kind: str, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check_paths(save_family(tmp_path, kind), dtype)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_layers_kept_in_32_bits_are_never_quantised(kind: str, tmp_path: Path) -> None:
+    """An attention indexer converts its input to the type of this weight: if that is packed, to whole numbers."""
+    folder = save_family(tmp_path, "deepseek_v32")
+    model = load_base_model(str(folder), ModelSection(), dtype=torch.float32, device=CPU, attention=None, **PATHS[kind])
+    found, kept = tensors_of(model), load_file(folder / "model.safetensors")
+    names = [name for name in kept if name.endswith("indexer.weights_proj.weight")]
+    assert names and all(torch.equal(found[name], kept[name]) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_layer_refuses_whole_numbers(kind: str, tmp_path: Path) -> None:
+    folder = save_family(tmp_path, "llama")
+    model = load_base_model(str(folder), ModelSection(), dtype=torch.float32, device=CPU, attention=None, **PATHS[kind])
+    layer = model.model.layers[0].mlp.down_proj
+    with pytest.raises(UserError, match=r"adapter=qlora: this model converts the input of a linear layer"):
+        layer(torch.ones(1, layer.in_features).to(layer.weight.dtype))
 
 
 @pytest.mark.parametrize("form", ["blocks", "channel"])

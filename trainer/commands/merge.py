@@ -40,6 +40,7 @@ from trainer.model.base import load_model_config
 from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
+from trainer.model.saved_adapter import check_separate_weights
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
@@ -133,6 +134,7 @@ def build_merged_model(
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
+    check_separate_weights(adapted, "merge")
     if integers is not None:
         integers.round(adapted)
     model = adapted.merge_and_unload()

@@ -86,6 +86,7 @@ class FrozenLinear8bit(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[..., O] in the type of x, computed in the layer's compute dtype."""
+        check_input(x)
         own = x.to(self.compute_dtype)
         if self.exact:
             return ops.scaled_linear(own, self.scaled, self.bias).to(x.dtype)
@@ -95,6 +96,15 @@ class FrozenLinear8bit(nn.Linear):
         super()._apply(fn, recurse)
         self.scales = self.scales.to(self.weight.device)
         return self
+
+
+def check_input(x: torch.Tensor) -> None:
+    """Raise UserError if the model's code has converted a layer's input to the type of its packed weight."""
+    if not x.is_floating_point():
+        raise UserError(
+            "adapter=qlora: this model converts the input of a linear layer to the type of its weight, "
+            "which is packed; use adapter: lora"
+        )
 
 
 def exact_lines(model: nn.Module) -> list[str]:

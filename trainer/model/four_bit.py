@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.config import QuantizationSection
 from trainer.contract.replacements import replaces
+from trainer.model.eight_bit import check_input
 from trainer.parallel.engine.linear_layers import is_linear
 
 READ_DIRECTLY = ("dt_proj",)
@@ -75,6 +76,7 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[T,O] = x[T,I] W^T + b in the type of x, computed in the layer's compute dtype."""
+        check_input(x)
         y = _FrozenLinear4bit.apply(x.to(self.compute_dtype), self.weight, self.quant_state)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)

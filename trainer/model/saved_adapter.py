@@ -15,6 +15,20 @@ from trainer.model.older_names import find_expert_like_names, names_in_file
 from trainer.model.targets import Targets
 
 
+def check_separate_weights(adapted: Any, what: str) -> None:
+    """Raise UserError if two adapted layers share a weight, as in Zamba: no single weight computes both."""
+    from peft.tuners.lora import LoraLayer
+
+    base, known = adapted.get_base_model(), dict[int, str]()
+    for path, layer in base.named_modules(remove_duplicate=False):
+        if isinstance(layer, LoraLayer) and (weight := getattr(layer.get_base_layer(), "weight", None)) is not None:
+            if (other := known.setdefault(id(weight), path)) != path and base.get_submodule(other) is not layer:
+                raise UserError(
+                    f"{what}: {other} and {path} have an adapter each but share their weight, which cannot hold both; "
+                    "use the adapter with PEFT"
+                )
+
+
 def load_adapter(
     model: Any,
     folder: str,

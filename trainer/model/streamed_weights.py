@@ -34,7 +34,7 @@ from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
-from trainer.parallel.engine.kept_types import widen_fp32_weights
+from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
 
@@ -122,6 +122,8 @@ class Filler:
     def __post_init__(self) -> None:
         self._is_typed = isinstance(self.model, PreTrainedModel)
         self._head = output_layer(self.model)
+        # Of layers that stay unquantised in training of any precision.
+        self._wide = find_fp32_names(self.model, torch.float16)
         self._fp8 = self.files if isinstance(self.files, Fp8Files) and not self.unpack else None
         self._to_quantize = self.quantization if self._fp8 is None else None
         self._filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
@@ -149,7 +151,7 @@ class Filler:
             if _join(path, name) in self.layout
         }  # fmt: skip
         is_layer = should_quantize(path, module) and module is not self._head
-        is_layer = is_layer and (module.weight.dtype == self.dtype or not self._is_typed)  # not layers kept in 32 bits
+        is_layer = is_layer and (self._wide is None or not self._wide.search(_join(path, "weight")))
         block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -16,6 +16,7 @@ from trainer.config import UserError
 from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.samples import Sample
 from trainer.data.sequence_parts import SequencePart
+from trainer.model.model_kind import takes_sdpa
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, can_share_keys, disable_varlen, set_varlen
@@ -27,7 +28,8 @@ from trainer.patches.per_document import (
     is_mask,
 )
 
-LENGTHS = (5, 4)
+LENGTHS, LONGER = (5, 4), (37, 40)
+"""Tokens of two documents; longer ones for layers that combine several tokens into one, as in DeepSeek-V4."""
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
 """A changed token is seen at another position if the logits there change by more than this fraction of their change at
 a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With experts
@@ -72,11 +74,13 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
     fault = None
     for attention in dict.fromkeys((base.config._attn_implementation, "sdpa")):
         if attention != base.config._attn_implementation:
-            if base.config._attn_implementation != VARLEN:
+            if base.config._attn_implementation != VARLEN or not takes_sdpa(base):
                 break
             disable_varlen(base)
         probe = _Probe(token_loss, model, base, pad_token_id, device)
         found = probe.separate_documents()
+        if not found and _Probe(token_loss, model, base, pad_token_id, device, LONGER).differs_from_alone():
+            found = "documents of a pack have other logits than alone"
         if not found:
             return probe.flat
         fault = fault or found
@@ -152,11 +156,19 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
 class _Probe:
     """Passes over a pack of two documents."""
 
-    def __init__(self, token_loss: TokenLoss, model: Any, base: Any, pad_token_id: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        token_loss: TokenLoss,
+        model: Any,
+        base: Any,
+        pad_token_id: int,
+        device: torch.device,
+        lengths: tuple[int, int] = LENGTHS,
+    ) -> None:
         self.flat = base.config._attn_implementation in FLAT_ATTENTION
         self._loss, self._model, self._base, self._device = token_loss, model, base, device
-        self._pad_token_id = pad_token_id
-        self._tokens = _distant_tokens(model, sum(LENGTHS))
+        self._pad_token_id, self._lengths = pad_token_id, lengths
+        self._tokens = _distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
         """Let layers that carry state between documents compute each alone; return what remains wrong, if anything.
@@ -190,12 +202,20 @@ class _Probe:
             return fault if fault and separate else "tokens attend to later tokens"
         return fault if _size(by_first[first:]) > allowed * _size(by_first[:first]) else None
 
+    def differs_from_alone(self) -> bool:
+        """Return whether most tokens of the second document have other logits than without the first."""
+        first = self._lengths[0]
+        together, alone = self._logits(self._tokens)[first - 1 :], self._logits(self._tokens[first:])
+        narrow = self._base.get_input_embeddings().weight.element_size() == 2
+        change, size = (each.square().mean(-1).median() for each in (together - alone, alone))
+        return bool(change > (ROUNDED if narrow else SEEN) ** 2 * size)
+
     @torch.no_grad()
     def _logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits [length - 2, V] at all tokens but the last of each document."""
-        length = sum(LENGTHS)
-        sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
-        batch = collate([sample], self._pad_token_id, packed=True, flat=self.flat)
+        """Return the logits at all tokens but the last of each document."""
+        length, packed = len(ids), len(ids) == sum(self._lengths)
+        sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
+        batch = collate([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
         with _evaluating(self._model):
             found = self._loss.logits(self._model, batch, self._device)[0][0].float()
         return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, self._device)]

@@ -33,7 +33,7 @@ from trainer.model.expert_layers import (
     takes_all_tokens,
 )
 from trainer.model.older_names import names_in_file
-from trainer.model.saved_adapter import load_adapter
+from trainer.model.saved_adapter import check_separate_weights, load_adapter
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
@@ -90,6 +90,7 @@ def _rename_to_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> di
 
     with torch.device("meta"):
         adapted = load_adapter(model, str(folder))
+    check_separate_weights(adapted, "export")
     in_file = names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
     return {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
 

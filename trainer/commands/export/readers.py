@@ -53,7 +53,7 @@ def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[
             if expert[2] not in parts:
                 raise RuntimeError(f"{layer}: vLLM names the parts of these experts {', '.join(parts)}")
             layer = f"{expert[1]}.{parts[expert[2]]}"
-        yield layer, scale * (b.float() @ a.float())
+        yield layer, scale * (a.mT @ b.mT if settings["fan_in_fan_out"] else b @ a)
 
 
 def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterator[Update]:
@@ -75,7 +75,7 @@ def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterat
         numbered = f"{parent}.{PARTS.get(own, own)}"
         if ONE_EXPERT.fullmatch(layer) and f"{numbered}.weight" in stored:
             layer = numbered
-        yield layer, scale * (b.float() @ a.float())
+        yield layer, scale * (a.mT @ b.mT if settings["fan_in_fan_out"] else b @ a)
 
 
 def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Update]:
@@ -144,4 +144,4 @@ def _pairs(folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
         if match is None:
             raise RuntimeError(f"{name}: neither A nor B of a layer")
         if match[2] == "A":
-            yield match[1], a, tensors[name.replace(".lora_A.", ".lora_B.")]
+            yield match[1], a.float(), tensors[name.replace(".lora_A.", ".lora_B.")].float()

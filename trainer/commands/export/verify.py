@@ -95,10 +95,10 @@ def _exported(
         return logits(PeftModel.from_pretrained(_base(run, tokenizer), str(exported)).eval(), prompts), "PEFT"
     if form == "gguf-lora" and (answers := _run_llama_cpp(base, tokenizer, exported, prompts)) is not None:
         return answers, "llama.cpp"
-    return logits(_emulate_server(base, form, exported), prompts), f"the rules of {NAMES[form]}"
+    return logits(emulate_server(base, form, exported), prompts), f"the rules of {NAMES[form]}"
 
 
-def _emulate_server(base: Any, form: str, exported: Path) -> Any:
+def emulate_server(base: Any, form: str, exported: Path) -> Any:
     """Return the base with the server's updates of its checkpoint's tensors."""
     from transformers import core_model_loading
 
