@@ -313,7 +313,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("training.elastic", True, problem, "remove one", "training.max_restarts")
     if training.tiled_mlp not in ("auto", False) and (obstacle := find_tile_obstacle(config)):
         yield Mistake("training.tiled_mlp", training.tiled_mlp, obstacle[1], "use auto", obstacle[0])
-    if training.recompute_attention is False and recompute not in ("non_reentrant", "auto"):
+    if not training.recompute_attention and recompute not in ("non_reentrant", "auto"):
         yield Mistake("training.recompute_attention", False, clash, "use non_reentrant", switch)
     if training.cuda_graphs == "on" and (obstacle := find_graph_obstacle(config)):
         yield Mistake("training.cuda_graphs", "on", obstacle[1], "use auto", obstacle[0])

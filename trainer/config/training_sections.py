@@ -147,12 +147,12 @@ class TrainingSection(Section):
     Default: all layers."""
     offload_activations: bool = False
     """Keep the tensors saved by gradient checkpointing, one per layer, in host memory."""
-    tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = "auto"
+    tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = False
     """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
     `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
-    recompute_attention: Annotated[bool | Literal["auto"], LANGUAGE] = "auto"
+    recompute_attention: Annotated[bool, LANGUAGE] = True
     """Whether recomputed layers compute attention again; false: keep its output and log-sum-exp, where the layers'
-    inputs are. `auto`: keep them from 16,384 tokens per sequence on, if they fit by the memory estimate."""
+    inputs are."""
     on_oom: Literal["stop", "halve"] = "stop"
     """`halve`: when a GPU is out of memory, halve batch_size and double the accumulation, up to three times, and
     continue."""

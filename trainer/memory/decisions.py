@@ -268,10 +268,10 @@ def _attention_again(config: RunConfig) -> Decided[bool]:
     training = config.training
     if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
         return Decided(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")
-    if training.recompute_attention is False:
+    if not training.recompute_attention:
         where = "in host memory" if training.offload_activations else "on the device"
         return Decided(False, f"its output and log-sum-exp are kept {where}")
-    return Decided(True, "" if training.recompute_attention == "auto" else "asked for")
+    return Decided(True)
 
 
 def _mlp_tile(config: RunConfig) -> Decided[int]:

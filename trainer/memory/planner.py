@@ -19,7 +19,6 @@ from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_obse
 from trainer.memory.stored_weights import Placement, fetched_weights, stored_bytes
 from trainer.memory.widths import Shapes
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
-from trainer.patches.kept_attention import draws_in_attention
 from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
 
 LARGEST_BATCH = 256
@@ -33,8 +32,6 @@ STAGES = (0, 1, 2, 3)
 CPU_STAGE = 2
 RECOMPUTATION = "training.gradient_checkpointing"
 LAYERS = "training.gradient_checkpointing_layers"
-MANY_FOR_ATTENTION = 16_384
-"""Tokens of a sequence from which on `training.recompute_attention: auto` keeps attention: 1/6 of a layer's time."""
 Changes = dict[str, Any]
 
 
@@ -174,21 +171,6 @@ class Planner:
         chosen, which the check before training then refuses. Without a GPU (`memory` None): no recomputation, stage 2
         or the highest that other settings allow, and micro-batch 1.
         """
-        config = self._resolve_recomputation(config, memory)
-        return config if memory is None else self._keep_attention(config, memory)
-
-    def _keep_attention(self, config: RunConfig, memory: int) -> RunConfig:
-        """Replace training.recompute_attention: auto by false if sequences are long and what is kept fits."""
-        training, host = config.training, self.machine.host_memory
-        usual = training.gradient_checkpointing == "non_reentrant" and config.task != "image"
-        long = min(self.lengths.longest, config.dataset.max_length) >= MANY_FOR_ATTENTION
-        if training.recompute_attention != "auto" or not usual or not long or draws_in_attention(self.shapes.model):
-            return config
-        kept = apply_changes(config, {"training.recompute_attention": False})
-        found = self.estimate(kept)
-        return kept if found.needed <= memory and (host is None or found.host <= host) else config
-
-    def _resolve_recomputation(self, config: RunConfig, memory: int | None) -> RunConfig:
         if config.training.gradient_checkpointing != "auto":
             return self._resolved(config, memory)
         without = self._resolved(apply_changes(config, {RECOMPUTATION: "none"}), memory)
@@ -261,7 +243,7 @@ class Planner:
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             recompute=decided.recomputes.value,
-            keeps_attention=training.recompute_attention is False,
+            keeps_attention=not training.recompute_attention,
             recomputed_layers=training.gradient_checkpointing_layers,
             offload_activations=training.offload_activations,
             capped_logits=self.shapes.properties.caps,

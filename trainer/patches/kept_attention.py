@@ -56,7 +56,7 @@ class _Return(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in OPERATORS:
             return func(*args, **(kwargs or {}))
-        return tuple(x if isinstance(x, int) else self._load(x) for x in self._results.popleft())
+        return tuple(x if x is None or isinstance(x, int) else self._load(x) for x in self._results.popleft())
 
 
 def draws_in_attention(model: Any) -> bool:

@@ -60,7 +60,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     which = "every layer"
     if first := training.gradient_checkpointing_layers:
         which = _leave_out_but_the_first(model, layers, first)
-    but = " but attention" if training.recompute_attention is False else ""
+    but = " but attention" if not training.recompute_attention else ""
     return f"recomputed in the backward pass: {which}{but}; their inputs are {kept}"
 
 
@@ -69,7 +69,7 @@ def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | No
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if _draws(model):
         run = _repeating_draws
-    if training.recompute_attention is False:
+    if not training.recompute_attention:
         if draws_in_attention(model):
             raise UserError(
                 "training.recompute_attention=false: the model drops attention probabilities, which are drawn again "
