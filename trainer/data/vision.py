@@ -167,7 +167,7 @@ class ImageInputs:
         return rows if self.empty is None or any(row.images for row in rows) else [*rows, self.empty]
 
     def build(self, batch_ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
-        """Return the inputs for the images of rows whose token ids and positions are those of a micro-batch."""
+        """Return the inputs for the images of rows with the token ids and positions of a micro-batch."""
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}

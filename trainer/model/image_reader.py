@@ -13,7 +13,7 @@ from trainer.model.model_source import unreadable_error
 from trainer.model.published_shapes import is_random
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
-"""The model types whose losses are compared with those of transformers and PEFT in tests."""
+"""Model types with losses that tests compare with those of transformers and PEFT."""
 
 
 def load_image_reader(config: RunConfig, tokenizer: Any, model_config: Any = None) -> ImageReader | None:

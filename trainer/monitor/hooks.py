@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step whose numbers have arrived from the device."""
+    """A step after its numbers have arrived from the device."""
 
     number: int
     loss: float
