@@ -40,6 +40,12 @@ def test_the_longest_fits_and_a_longer_one_does_not() -> None:
     assert needed(llama, config, longest[1]) <= memory < needed(llama, config, longest[1] + longest[1] // 20)
 
 
+def test_a_short_sequence_is_found_to_256_tokens() -> None:
+    llama = planner("llama", vocab_size=512)
+    config = RunConfig.model_validate(SETTINGS)
+    assert find_longest(llama, config, needed(llama, config, 2400), None) == {1: 2304}
+
+
 def test_host_memory_bounds_what_is_kept_there() -> None:
     """Two layers of 256 in 16 bits: 1,024 bytes per token; attention is then computed again."""
     llama = planner("llama", vocab_size=512)

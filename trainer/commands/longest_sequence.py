@@ -7,8 +7,8 @@ from trainer.memory.planner import Planner, apply_changes
 from trainer.patches.packed_attention import check_shareable
 
 SHORTEST, LONGEST = 1024, 2**26
-PRECISION = 64
-"""The result is at most 1/64 below the longest that fits."""
+STEP, PRECISION = 256, 64
+"""The result is a multiple of 256, and at most the larger of 256 and 1/64 below the longest that fits."""
 
 
 def find_longest(planner: Planner, config: RunConfig, memory: int, host: int | None) -> dict[int, int]:
@@ -35,8 +35,8 @@ def _find(planner: Planner, config: RunConfig, memory: int, host: int | None) ->
     fits, too_long = 0, SHORTEST
     while too_long <= LONGEST and _fits(planner, config, too_long, memory, host):
         fits, too_long = too_long, 2 * too_long
-    while fits and too_long - fits > max(1, fits // PRECISION):
-        middle = (fits + too_long) // 2 // 256 * 256
+    while fits and too_long - fits > max(STEP, fits // PRECISION):
+        middle = (fits + too_long) // 2 // STEP * STEP
         if _fits(planner, config, middle, memory, host):
             fits = middle
         else:
