@@ -116,7 +116,9 @@ def _fit(sizes: dict[str, Any], usual: Any) -> dict[str, Any]:
         if hasattr(usual, name):
             now = getattr(usual, name)
             is_list = isinstance(now, list | tuple) and not isinstance(size, list)
-            found[name] = [size] * len(now) if is_list else size
+            by_layer = is_list and len(now) == getattr(usual, "num_hidden_layers", None)
+            count = sizes["num_hidden_layers"] if by_layer else len(now) if is_list else 0
+            found[name] = [size] * count if is_list else size
     return found
 
 

@@ -171,7 +171,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "training.neftune_noise_alpha=5: scu.measure: kl would measure the noise",
     ),
     "dataset.streaming=true": ("dataset.streaming=true", "set training.max_steps"),
-    "logging.report_to=mlflow": ("logging.report_to=[mlflow]: choose from tensorboard",),
+    "logging.report_to=neptune": ("logging.report_to=[neptune]: choose from tensorboard, wandb, mlflow",),
     "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "regularizer"),
     "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: the controller needs", "use lora or"),
     "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),

@@ -29,7 +29,7 @@ def stored(documents: list[Sample], groups: list[list[int]] | None = None) -> Sa
     table = pyarrow.table(
         {"input_ids": [one.input_ids for one in documents], "trained": [one.trained for one in documents]}
         | {"weights": pyarrow.array([[] for _ in documents], pyarrow.list_(pyarrow.float32()))}
-        | {"rejected": [0 for _ in documents]}
+        | {"rejected": [0 for _ in documents], "images": [None for _ in documents]}
     )
     groups = groups or [[index] for index in range(len(documents))]
     starts = np.cumsum([0] + [len(group) for group in groups])

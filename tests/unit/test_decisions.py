@@ -20,6 +20,7 @@ from trainer.patches.loss_head import TokenLoss
 TRAINER = Path(__file__).parents[2] / "trainer"
 GPU = Machine.assumed(1, "bf16")
 AGAIN = {"training.gradient_checkpointing": "non_reentrant"}
+TILED = AGAIN | {"training.tiled_mlp": "auto"}
 SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 
 
@@ -79,10 +80,10 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
         ("llama", {"zero.stage": 3}, {"cuda_graphs": False}),
         ("llama", {}, {"mlp_tile": 0}),
         ("llama", {"dataset.max_length": 8192}, {"mlp_tile": 0}),
-        ("llama", {"dataset.max_length": 8192} | AGAIN, {"mlp_tile": 8192, "cuda_graphs": False}),
-        ("llama", {"dataset.max_length": 8192, "parallel.sequence": 2} | AGAIN, {"mlp_tile": 0}),
-        ("llama", {"dataset.max_length": 8192, "lora.dropout": 0.1} | AGAIN, {"mlp_tile": 0}),
-        ("llama", {"dataset.max_length": 8192, "training.tiled_mlp": False} | AGAIN, {"mlp_tile": 0}),
+        ("llama", {"dataset.max_length": 8192} | TILED, {"mlp_tile": 8192, "cuda_graphs": False}),
+        ("llama", {"dataset.max_length": 8192, "parallel.sequence": 2} | TILED, {"mlp_tile": 0}),
+        ("llama", {"dataset.max_length": 8192, "lora.dropout": 0.1} | TILED, {"mlp_tile": 0}),
+        ("llama", {"dataset.max_length": 8192} | AGAIN, {"mlp_tile": 0}),
         ("llama", {"training.tiled_mlp": 512} | AGAIN, {"mlp_tile": 512}),
         ("llama", {"training.tiled_mlp": True, "zero.stage": 3} | AGAIN, {"mlp_tile": 8192}),
     ],

@@ -69,7 +69,7 @@ def test_two_independent_mistakes_are_always_two_lines(tmp_path: Path) -> None:
                 assert any(each.startswith(line) for each in found), (wrong, line, found)
 
 
-MAPS = ("zero.extra", "dataset.chat_template_kwargs", "dataset.evaluation", "image.prior")
+MAPS = ("zero.extra", "dataset.chat_template_kwargs", "dataset.evaluation", "image.prior", "model.rope_scaling")
 
 
 @pytest.mark.parametrize(

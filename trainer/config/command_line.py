@@ -134,12 +134,16 @@ class CommandParser(argparse.ArgumentParser):
         return shown.get()
 
     def error(self, message: str) -> NoReturn:
-        """Print an error message and exit; `--training.epochs 3` is answered with the override to write."""
+        """Print an error message and exit."""
+        self.exit(UserError.exit_code, f"error: {self.describe_error(message)}\n")
+
+    def describe_error(self, message: str) -> str:
+        """Return argparse's message with its fix; `--training.epochs 3` is answered with the override to write."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if words and (override := suggest_override(words[0], words)):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # which argparse takes for required
-        self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")
+        return f"{one_line(message)}; `{self.prog} --help` says how"
 
 
 def _name(action: argparse.Action) -> tuple[str, ...]:

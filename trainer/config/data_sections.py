@@ -97,9 +97,11 @@ class DatasetSection(SourceSection):
     """Treatment of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
     to texts without a prompt and trains every token once; all other documents are then cut."""
     min_pixels: Annotated[PositiveInt | None, LANGUAGE] = None
+    """Smallest size of an image in pixels (width x height), to which smaller ones are scaled, for models that take
+    images of any size, such as Qwen2.5-VL; default: that of the processor."""
     max_pixels: Annotated[PositiveInt | None, LANGUAGE] = None
-    """Smallest and largest size of an image in pixels (width x height), for models that take images of any size, such
-    as Qwen2.5-VL, where a token covers 28 x 28 pixels; others are scaled. The default is that of the processor."""
+    """Largest size of an image in pixels, to which larger ones are scaled, as `min_pixels`. In Qwen2.5-VL a token covers
+    28 x 28 pixels."""
     packing: Annotated[bool, LANGUAGE] = False
     """Pack several documents into one sequence; attention, recurrent states and positions are separate for each."""
     batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"

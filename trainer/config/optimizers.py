@@ -55,7 +55,7 @@ def check_optimizer(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(setting, name, "trains only matrices", "use adamw, or an adapter without DoRA", switch)
     if name == SCHEDULE_FREE:
         yield from _check_schedule_free(config)
-    if find_spec(kind.library) is None:
+    if kind.library != "torch" and find_spec(kind.library) is None:
         yield Mistake(setting, name, f"needs {kind.library}", f"pip install {kind.library}")
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
@@ -30,10 +30,18 @@ RUN_RECORD = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
+class _RankParser(CommandParser):
+    """A parser of ranks, one of which prints the error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(self.describe_error(message))
+
+
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
     """Parse the flags; `by_rank` also allows flags added by other launchers.
 
-    `given` in the result has the names of the flags that were typed or come from --card.
+    `given` in the result has the names of the flags that were typed or come from --card. With `by_rank` wrong flags
+    raise UserError.
     """
     parser = _build_parser(by_rank)
     untyped = object()
@@ -50,7 +58,7 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
 
 
 def _build_parser(by_rank: bool) -> CommandParser:
-    parser = CommandParser(
+    parser = (_RankParser if by_rank else CommandParser)(
         prog="zerolora scu-train",
         description="Train with the Shannon Control Unit and the flags of its published guide; key=value sets more.",
         allow_abbrev=False,

@@ -31,7 +31,8 @@ def dequantized(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
     codes and exponents are uint8, of any shape with 16 bytes of codes per exponent.
     """
-    return reference.dequantize_mxfp4(codes.reshape(-1, BLOCK // 2), exponents.reshape(-1), dtype)
+    values = reference.dequantize_mxfp4(codes.reshape(-1, BLOCK // 2), exponents.reshape(-1), dtype)
+    return values.view(-1, BLOCK)
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
