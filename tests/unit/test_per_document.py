@@ -84,6 +84,18 @@ def test_packed_documents_learn_what_they_learn_alone(kind: str, recomputed: str
     assert leaking != pytest.approx(alone, rel=1e-6), "the model keeps documents apart by itself"
 
 
+def test_attention_without_positions_keeps_documents_apart() -> None:
+    """transformers gives the masks of Granite 4.0 H no positions, so its attention joined the documents of a pack."""
+    model = tiny_family("granitemoehybrid", layer_types=["linear_attention", "full_attention"] * 2)
+    loss = TokenLoss(model)
+    rows = [collate([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1]
+    together = [collate([pack], 0, packed=True, flat=False) for pack in packs()]
+    assert not keep_documents_apart(loss, model, 0, CPU)
+    alone, packed = ([float(loss(model, batch, CPU).detach()) for batch in batches] for batches in (rows, together))
+    assert sum(packed) == pytest.approx(sum(alone), rel=1e-6)
+    undo(model)
+
+
 def test_reentrant_recomputation_keeps_documents_apart() -> None:
     ours, expected = (
         (model := adapted("lfm2", recomputed), loss := TokenLoss(model), keep_documents_apart(loss, model, 0, CPU))[:2]

@@ -100,8 +100,8 @@ class DatasetSection(SourceSection):
     """Smallest size of an image in pixels (width x height), to which smaller ones are scaled, for models that take
     images of any size, such as Qwen2.5-VL; default: that of the processor."""
     max_pixels: Annotated[PositiveInt | None, LANGUAGE] = None
-    """Largest size of an image in pixels, to which larger ones are scaled, as `min_pixels`. In Qwen2.5-VL a token covers
-    28 x 28 pixels."""
+    """Largest size of an image in pixels, to which larger ones are scaled, as with `min_pixels`. In Qwen2.5-VL a token
+    covers 28 x 28 pixels."""
     packing: Annotated[bool, LANGUAGE] = False
     """Pack several documents into one sequence; attention, recurrent states and positions are separate for each."""
     batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"

@@ -6,6 +6,7 @@ computes each one separately, without a mask. Without flash attention (fp32, GPU
 copied for every query head; torch would fall back to products that keep L x L probabilities.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trainer.model.model_kind import takes_sdpa
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
 from trainer.patches.attention_sinks import attend_per_document, flash_with_sinks, has_sinks
+from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -33,6 +35,31 @@ SUPPORT_FLAGS = {
     "flex_attention": "_supports_flex_attn",
 }
 """Attributes by which transformers' model classes declare their support."""
+
+
+@replaces("`create_causal_mask` of modeling files that give it no positions")
+def pass_positions_to_masks(base: Any) -> None:
+    """Let a model's block masks keep documents apart, also if its code gives them no positions (Granite 4.0 H)."""
+    modeling, decoder = sys.modules[type(base).__module__], base.base_model
+    create = getattr(modeling, "create_causal_mask", None)
+    if create is None or hasattr(decoder, "packed_positions"):
+        return
+    decoder.packed_positions = None
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        module.packed_positions = kwargs.get("position_ids")
+
+    def forget(module: Any, *_: Any) -> None:
+        module.packed_positions = None
+
+    def create_with_positions(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("position_ids") is None and decoder.packed_positions is not None:
+            kwargs["position_ids"] = decoder.packed_positions
+        return create(*args, **kwargs)
+
+    decoder.register_forward_pre_hook(keep, with_kwargs=True)
+    decoder.register_forward_hook(forget, always_call=True)
+    replace(modeling, "create_causal_mask", create_with_positions)
 
 
 def check_supported(section: ModelSection, model: Any) -> None:

@@ -19,7 +19,14 @@ from trainer.data.sequence_parts import SequencePart
 from trainer.model.model_kind import takes_sdpa
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN, can_share_keys, disable_varlen, set_varlen
+from trainer.patches.packed_attention import (
+    FLAT_ATTENTION,
+    VARLEN,
+    can_share_keys,
+    disable_varlen,
+    pass_positions_to_masks,
+    set_varlen,
+)
 from trainer.patches.per_document import (
     PerDocument,
     compute_per_document,
@@ -78,8 +85,12 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
                 break
             disable_varlen(base)
         probe = _Probe(token_loss, model, base, pad_token_id, device)
+        if not probe.flat:
+            pass_positions_to_masks(base)
         found = probe.separate_documents()
-        if not found and _Probe(token_loss, model, base, pad_token_id, device, LONGER).differs_from_alone():
+        longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
+        longer.flat = probe.flat
+        if not found and longer.differs_from_alone():
             found = "documents of a pack have other logits than alone"
         if not found:
             return probe.flat
