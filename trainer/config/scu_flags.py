@@ -31,7 +31,7 @@ TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
 class _RankParser(CommandParser):
-    """A parser of ranks, one of which prints the error."""
+    """A parser for ranks: one rank prints the error for all."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(self.describe_error(message))

@@ -118,7 +118,7 @@ class TrainingSection(Section):
         "adafactor", "muon", "schedule_free_adamw",
     ] = "adamw"  # fmt: skip
     """AdamW of torch, or an optimizer of bitsandbytes (`_8bit`: with 8-bit state; `paged_`: with state that moves to
-    host memory when a GPU is full; `lion`), of torch at zero.stage 0 (`adafactor`; `muon`, whose updates are scaled for
+    host memory when a GPU is full; `lion`), of torch at zero.stage 0 (`adafactor`; `muon`, with updates scaled for
     learning rates of AdamW), or of schedulefree (`schedule_free_adamw`: evaluates and saves averaged weights; needs a
     constant lr_scheduler and `pip install schedulefree`)."""
     adam_beta1: Annotated[Fraction, _BETAS] = 0.9

@@ -18,7 +18,7 @@ from trainer.monitor.mfu import PEAKS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 MEASURED = "H100"
-"""Whose figures other cards get, with a note."""
+"""The card with the figures that other cards get, with a note."""
 FORWARD = 0.29
 """Cost of recomputing the forward pass of a layer, over that of the layer's step."""
 SKEW = 0.0035
@@ -50,7 +50,7 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     """Return the time of a step of a configuration without `auto`, and a note on what was never measured.
 
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError for
-    configurations whose speed cannot be predicted.
+    configurations without a predictable speed.
     """
     decided, training, machine = planner.decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
