@@ -30,7 +30,13 @@ def flat_packs(model: Any) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("llama", LLAMA), ("mixtral", EXPERTS), ("gpt_neox", {"intermediate_size": 48}), ("gpt2", {"n_inner": 48})],
+    [
+        ("llama", LLAMA),
+        ("mixtral", EXPERTS),
+        ("gpt_neox", {"intermediate_size": 48}),
+        ("gpt2", {"n_inner": 48}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ],
 )
 def test_most_models_keep_documents_apart(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     assert not flat_packs(model_of(name, dtype, **settings))
@@ -42,7 +48,6 @@ def test_most_models_keep_documents_apart(name: str, settings: dict[str, Any], d
     [
         ("opt", OPT),
         ("bloom", {}),
-        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
         ("gpt_oss", EXPERTS | {"head_dim": 8}),
     ],
 )
