@@ -133,7 +133,7 @@ def test_options_choose_hosts_and_slots(
         ("# none\n", [], "names no host"),
         ("n1 slots=1\nn1 slots=1\n", [], "names n1 again"),
         ("n1 slots=1\nnowhere slots=1\n", [], "nowhere: not reached by ssh"),
-        ("n1 slots=1\nn2 slots=1\n", ["--exclude", "n1@n2"], "leaves nothing"),
+        ("n1 slots=1\nn2 slots=1\n", ["--exclude", "n1@n2"], "leaves no GPU"),
     ],
     ids=["missing", "empty", "repeated", "unreachable", "nothing left"],
 )
