@@ -112,6 +112,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "plain_head: replace_head",
         "loss_head: bypass_adapter",
         "loss_head: mask_balancing_loss",
+        "packed_attention: pass_positions_to_masks",
         "per_document: compute_per_document",
     }
 
