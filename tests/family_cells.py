@@ -89,7 +89,7 @@ class Family:
             shutil.rmtree(model)
             check_size(kind)
             save_family(model, kind)
-        except Exception:
+        except Exception:  # raised again below, unless the product refuses the kind first
             tiny_config(kind).save_pretrained(model)
             make_tokenizer(model)
             config = load_config(self.ground / "base.yaml").config
@@ -261,7 +261,7 @@ def measure(folder: Path, kind: str, names: tuple[str, ...] = CELLS) -> dict[str
         family = Family(folder, kind)
     except UserError as error:
         return dict.fromkeys(names, f"refused: {error}")
-    except Exception as error:
+    except Exception as error:  # of any model code; the table shows it
         return dict.fromkeys(names, f"not built: {describe(error)}")
     with one_estimate():
         found = {name: family.cell(name) for name in sorted(names, key=lambda name: name != "stage3")}

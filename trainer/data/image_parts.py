@@ -35,7 +35,7 @@ class ImageParts:
         self._record, self._name = record, name
 
     def read_part(self, part: Mapping[str, Any]) -> str:
-        """Return what stands in the text for a part of a turn's content."""
+        """Return the text for an image part of a turn's content."""
         self._found.append(_first_source(part))
         return IMAGE
 
