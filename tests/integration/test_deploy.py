@@ -56,6 +56,7 @@ def lost(given: Any, read: Any, name: str = "") -> list[str]:
     return [] if given == read else [name]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ClusterTrainingRuntime", "TrainJob"])
 def test_kubeflow_knows_every_field(kind: str) -> None:
     try:
@@ -66,6 +67,7 @@ def test_kubeflow_knows_every_field(kind: str) -> None:
     assert lost(given, getattr(models, f"TrainerV1alpha1{kind}").from_dict(given).to_dict()) == []
 
 
+@pytest.mark.nightly
 def test_skypilot_knows_every_field() -> None:
     try:
         sky = importlib.import_module("sky")
@@ -111,6 +113,7 @@ def test_hugging_face_takes_the_job() -> None:
     assert command in done.stdout and "h200x8" in done.stdout
 
 
+@pytest.mark.nightly
 def test_ray_takes_the_options(place: Path) -> None:
     """The real `ray`, which has no server to submit to here."""
     if not Path(sys.executable).with_name("ray").is_file():

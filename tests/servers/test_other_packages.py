@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 DEPLOY = "tests/integration/test_deploy.py"
 PACKAGES = {
-    "trackers": ("tests/unit/test_trackers.py", "", ("wandb", "mlflow-skinny", "swanlab", "comet_ml", "trackio")),
+    "trackers": ("tests/unit/test_trackers.py", "", ("mlflow-skinny", "swanlab", "comet_ml", "trackio")),
     "kubeflow": (DEPLOY, "kubeflow and knows", ("kubeflow-trainer-api",)),
     "skypilot": (DEPLOY, "skypilot and knows", ("skypilot",)),
-    "ray": (DEPLOY, "ray", ("ray[default]",)),
+    "ray": (DEPLOY, "ray_takes", ("ray[default]",)),
 }
 """File, names of its tests, and packages."""
 
@@ -39,8 +39,6 @@ def test_with_the_packages_of_others(tmp_path: Path, name: str) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        "-m",
-        "not slow",
         "-k",
         chosen,
         file,
