@@ -105,13 +105,7 @@ class MergedModel:
 
 
 def export(
-    run: FinishedRun,
-    form: str,
-    output: Path,
-    *,
-    dtype: str = "auto",
-    converter: Path | None = None,
-    verified: bool = False,
+    run: FinishedRun, form: str, output: Path, *, dtype: str = "auto", converter: Path | None = None
 ) -> list[str]:
     """Write the run's adapter in format `form` to `output`; return what to print. Raises UserError, RuntimeError."""
     if form in FILES and output.is_dir():
@@ -124,7 +118,7 @@ def export(
     if form == "kohya":
         raise UserError("--format kohya: is for image models, and this run trained a language model; use peft")
     if form in ADAPTER_FORMS:
-        return export_adapter(run, form, output, verified=verified, converter=converter)
+        return export_adapter(run, form, output, converter=converter)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
@@ -140,9 +134,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", choices=formats, required=True, help="the form that the other program reads")
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="compare the logits of the exported adapter with the trained model's"
     )
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
@@ -162,23 +153,15 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
-    if options.verify and options.format not in ADAPTER_FORMS:
-        raise UserError(f"--verify: is for adapters ({', '.join(ADAPTER_FORMS)}), not for --format {options.format}")
     if options.format in ("peft", "vllm", "sglang", "hf") and options.converter is not None:
         raise UserError(f"--converter {options.converter}: is for GGUF files, not for --format {options.format}")
     if options.dtype != "auto" and options.format in ADAPTER_FORMS:
         raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove it")
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: is for GGUF files, not for --format {options.format}; remove it")
-    run = find_run(
-        options.run,
-        options.base_model,
-        needs_base=options.format != "peft" or options.verify,
-        allow_mismatch=options.allow_mismatch,
-    )
-    lines = export(
-        run, options.format, output, dtype=options.dtype, converter=options.converter, verified=options.verify
-    )
+    needs_base = options.format != "peft"
+    run = find_run(options.run, options.base_model, needs_base=needs_base, allow_mismatch=options.allow_mismatch)
+    lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)
     print(f"exported to {output}")
     for line in lines:
         print(f"  {line}")

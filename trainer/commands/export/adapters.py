@@ -13,7 +13,6 @@ from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, convert, pair_rotary_rows
 from trainer.commands.export.servers import MERGED, check_applied, lora_arguments, write_for_server
-from trainer.commands.export.verify import verify
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.base import load_model_config
@@ -23,13 +22,10 @@ from trainer.monitor.report.model_card import is_on_hub, public_name
 ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
-def export_adapter(
-    run: FinishedRun, form: str, output: Path, *, verified: bool = False, converter: Path | None = None
-) -> list[str]:
+def export_adapter(run: FinishedRun, form: str, output: Path, *, converter: Path | None = None) -> list[str]:
     """Write the adapter to `output`, a folder (gguf-lora: a file); return what to print.
 
-    With `verified`, nothing is written unless the files reproduce the trained model's logits. Raises UserError for an
-    adapter that the target program cannot apply, RuntimeError if the comparison fails.
+    Raises UserError for an adapter that the target program cannot apply.
     """
     tokenizer = saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
@@ -40,8 +36,6 @@ def export_adapter(
         else:
             settings = _write_folder(run, form, folder, tokenizer)
             lines = [_command(form, output, settings, folder)]
-        if verified:
-            lines.insert(0, verify(run, form, written, tokenizer))
         move_into_place(written, output)
     return lines
 
