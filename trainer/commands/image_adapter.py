@@ -77,13 +77,11 @@ def image_model_card(run: FinishedRun, records: list[Record], name: str) -> str:
     return image_card(run.config, _pipeline(run), records, name)
 
 
-def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | str) -> Path:
+def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
     """Write the pipeline with the adapter merged, W + s B A in 32 bits, rounded once.
 
     Raises UserError if `output` is not empty, or the base is random.
     """
-    if isinstance(scale, str):
-        raise UserError(f"--scale={scale}: needs held-out text; use a number, such as --scale 0.8")
     check_output(output)
     pipeline = _pipeline(run)
     if pipeline.folder is None:

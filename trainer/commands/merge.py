@@ -23,21 +23,18 @@ from trainer.checkpoint.finished_run import (
     default_device,
     find_run,
     load_full_base,
-    load_trained,
     quiet_libraries,
     refuse_reward_model,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
 from trainer.config import CommandParser, RunConfig, UserError, reports_errors
 from trainer.model import mxfp4
-from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
+from trainer.model.adapter_scale import parse_scale, scale_adapter
 from trainer.model.base import load_model_config
-from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights
@@ -52,11 +49,11 @@ SHARD_SIZE = "5GB"
 
 
 def merge(
-    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0, quantize: Integers | None = None
+    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
 ) -> Path:
     """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
 
-    `scale`: factor of the adapter's update; `auto`: the best on the run's held-out text.
+    `scale`: factor of the adapter's update.
     `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
 
     Raises UserError if `output` is not empty, its disk is too full, or the base is not in full precision; RuntimeError
@@ -95,7 +92,7 @@ def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMer
 
 
 def load_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: IntegerMerge | None = None
+    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, integers: IntegerMerge | None = None
 ) -> tuple[Any, Any]:
     """Return the merged model on the CPU, and its tokenizer. Raises UserError if the base is not in full precision.
 
@@ -103,10 +100,9 @@ def load_merged(
     """
     tokenizer = saved_tokenizer(run)
     wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    factor = _find_best_scale(run, tokenizer) if isinstance(scale, str) else scale
     if integers is not None:
         wanted = integers.dtype
-    return build_merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
+    return build_merged_model(run, tokenizer, wanted, scale=scale, integers=integers), tokenizer
 
 
 def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
@@ -145,28 +141,6 @@ def build_merged_model(
     if run.config.task == "reward":
         model.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
     return model
-
-
-def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
-    """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
-    images = load_image_reader(run.config, tokenizer)
-    try:
-        documents = held_out_documents(run, tokenizer, None, None, images)
-    except UserError as error:
-        raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; use a number, such as --scale 0.5") from None
-    training = run.config.training
-    found = evaluate(
-        load_trained(run, tokenizer, default_device()),
-        documents,
-        tokenizer.pad_token_id,
-        batch_size=training.eval_batch_size or training.batch_size,
-        resamples=1,
-        seed=run.config.seed,
-        scale=AUTO,
-        images=images,
-    )
-    print(f"--scale=auto: {found.scale:g} is best on {found.documents:,} held-out documents", file=sys.stderr)
-    return found.scale
 
 
 def _untie_head(adapted: Any) -> None:
@@ -265,7 +239,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=parse_scale,
         default=1.0,
         metavar="X",
-        help="factor of the adapter's update, or auto (1)",
+        help="factor of the adapter's update (1)",
     )
     parser.add_argument(
         "--quantize",
