@@ -19,14 +19,12 @@ from rich.table import Table
 
 from launcher.doctor.other_hosts import ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh, format_answers
 from launcher.doctor.this_host import (
-    Need,
     check_driver,
     check_folders,
     check_locks,
     check_memory,
     check_packages,
     check_port,
-    check_timeouts,
 )
 from launcher.module import become_module
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
@@ -110,7 +108,7 @@ def check_this_host(
 ) -> list[Check]:
     """Check everything that concerns this host alone, for `ranks` ranks on it."""
     config = None if loaded is None else loaded.config
-    checks = [*check_packages(), *check_driver(), *check_locks(), check_port(port), *check_timeouts(config)]
+    checks = [*check_packages(), *check_driver(), *check_locks(), check_port(port)]
     probed, need = probe(arguments, ranks)
     return [
         *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))
@@ -132,14 +130,14 @@ def _other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> tup
     return [*launcher_checks, *reached], ask_by_ssh([check.host for check in reached if check.state == "OK"], arguments)
 
 
-def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
-    """Run the checks of this machine that need torch in a child process."""
+def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
+    """Run the checks of this machine that need torch in a child process; return them and `estimate_need`'s bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     found, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
-        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], Need()
-    return [Check(**check) for check in found["checks"]], Need(**found["need"])
+        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], {}
+    return [Check(**check) for check in found["checks"]], found["need"]
 
 
 def measure_ranks(command: Command) -> list[Check]:
