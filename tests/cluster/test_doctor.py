@@ -129,7 +129,7 @@ def test_mpi_is_tested_by_its_own_launcher(workplace: Path) -> None:
         workplace, "--launcher", "mpi", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"
     )
     assert code == 0, (checks, err)
-    assert "MPI" in checks["mpi4py"][0]["found"] and "2 ranks" in checks["ranks"][0]["found"]
+    assert "2 ranks" in checks["ranks"][0]["found"]
 
 
 @pytest.mark.nightly

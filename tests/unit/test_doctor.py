@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.doctor.command import _run, show
-from launcher.doctor.other_hosts import check_mpi, check_srun, format_answers, parse_answers
+from launcher.doctor.other_hosts import format_answers, parse_answers
 from launcher.doctor.this_host import (
     check_folders,
     check_locks,
@@ -170,39 +170,6 @@ def test_a_package_outside_its_range_is_named(tmp_path: Path) -> None:
     assert [check.state for check in check_packages()] == ["OK", "OK", "OK"]
 
 
-def test_missing_mpi4py_is_reported(tmp_path: Path) -> None:
-    """A Python without site-packages, but for what the launcher itself needs."""
-    for package in ("psutil", "yaml", "pydantic", "pydantic_core", "annotated_types", "packaging"):
-        _link(package, tmp_path)
-    for module in ("typing_extensions", "typing_inspection"):
-        _link(module, tmp_path)
-    program = "from launcher.doctor.other_hosts import *; [print(c.name, c.state, c.fix) for c in check_mpi()]"
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(tmp_path)])}
-    shown = subprocess.run([sys.executable, "-S", "-c", program], env=environment, capture_output=True, text=True)
-    assert "mpi4py FAIL pip install mpi4py" in shown.stdout, shown.stderr
-
-
-def _link(package: str, folder: Path) -> None:
-    import importlib.util
-
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None
-    origin = Path(spec.origin)
-    source = origin.parent if origin.name == "__init__.py" else origin
-    (folder / source.name).symlink_to(source)
-
-
-def test_an_mpi_library_that_does_not_load_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "mpi4py"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "MPI.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    check = next(check for check in check_mpi() if check.name == "mpi4py")
-    assert check.state == "FAIL" and "libmpi.so.40" in check.found
-
-
 def test_one_rank_has_no_link_to_be_slow() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -218,12 +185,6 @@ def test_versions_that_differ_are_named_by_host() -> None:
     good = Report(0, "n1", "cpu", "", {"peft": "0.21.2"})
     (line,) = differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
     assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
-
-
-def test_a_machine_without_slurm_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    check = check_srun()
-    assert (check.state, check.found) == ("FAIL", "not installed here") and check.fix
 
 
 def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_hosts(
