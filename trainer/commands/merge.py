@@ -7,7 +7,6 @@ requested dtype.
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,8 @@ def merge(
     `scale`: factor of the adapter's update.
     `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
 
-    Raises UserError if `output` is not empty, its disk is too full, or the base is not in full precision; RuntimeError
-    if the files differ from memory or are not finite.
+    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if its disk is too
+    full, or the files differ from memory or are not finite.
     """
     check_output(output)
     if scale != 1.0 or quantize is not None:
@@ -68,7 +67,6 @@ def merge(
         values: dict[str, torch.Tensor] | None = integers.build_state_dict(model)
     else:
         values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
-    check_room(model, output)
     with temporary_output(output) as folder:
         save_merged(model, tokenizer, folder, values)
         move_into_place(folder, output)
@@ -186,18 +184,6 @@ def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.bfloat16
 
 
-def check_room(model: nn.Module, output: Path) -> None:
-    """Raise UserError if the disk of `output` has too little free space for the weights."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(
-            f"{output}: the model takes {needed / 2**30:.1f} GiB and its disk has {free / 2**30:.1f} GiB free; "
-            "make room, or use another folder with --output"
-        )
-
-
 def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
     """Read the saved files back tensor by tensor; raises RuntimeError if one is missing, differs or is not finite.
 
@@ -235,11 +221,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="dtype of the weights (auto: as the base is stored, with --quantize as trained)",
     )
     parser.add_argument(
-        "--scale",
-        type=parse_scale,
-        default=1.0,
-        metavar="X",
-        help="factor of the adapter's update (1)",
+        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update (1)"
     )
     parser.add_argument(
         "--quantize",

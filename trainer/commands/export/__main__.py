@@ -9,7 +9,6 @@ import argparse
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import find_prompt_form
 from trainer.commands.image_adapter import export_images, is_image_run
-from trainer.commands.merge import check_room, load_merged, merge, save_merged
+from trainer.commands.merge import load_merged, merge, save_merged
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.data.conversations import template_variables
 from trainer.model.base import load_model_config
@@ -37,71 +36,46 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 """Formats that are a single file."""
 
 
-def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
-    """Write the merged model as one GGUF file; return what to print."""
-    source = MergedModel.load(run, output, converter)
+def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
+    """Write the merged model as one GGUF file, for `ollama` in a folder with a Modelfile; return what to print."""
+    config = load_model_config(run.config.base_model, run.config.model)
+    if converter is None:
+        check_architecture(config)
+    elif not converter.is_file():
+        raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_hf_to_gguf.py")
+    model, tokenizer = load_merged(run)
     with temporary_output(output) as folder:
-        lines = source.write(folder / GGUF_NAME, dtype)
-        move_into_place(folder / GGUF_NAME, output)
+        file, merged = folder / GGUF_NAME, folder / ".merged"
+        save_merged(model, tokenizer, merged)
+        if converter is None:
+            dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
+        else:
+            convert(merged, file, dtype=dtype, converter=converter)
+        shutil.rmtree(merged)
+        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {converter or 'the gguf package'}"]
+        if form == "gguf":
+            move_into_place(file, output)
+        else:
+            lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
+            move_into_place(folder, output)
+    if converter is None and (context := max_context_length(config)) < config.max_position_embeddings:
+        lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
+    if converter is None and chats_differ(tokenizer):
+        lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
     return lines
 
 
-def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
-    """Write a folder with the GGUF file and a Modelfile; return what to print."""
-    source = MergedModel.load(run, output, converter)
-    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
+def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
+    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, tokenizer)
     variables = template_variables(run.config.dataset)
-    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form, variables=variables)
-    with temporary_output(output) as folder:
-        lines = source.write(folder / GGUF_NAME, dtype)
-        (folder / "Modelfile").write_text(text, encoding="utf-8")
-        move_into_place(folder, output)
+    text = modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
+    file.write_text(text, encoding="utf-8")
+    lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
     if "TEMPLATE" not in text.partition("#")[0]:
         lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
     if "\n# No SYSTEM" in text:
         lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
-    return [*lines, f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
-
-
-@dataclass(frozen=True)
-class MergedModel:
-    """A merged model in memory, to be written as GGUF."""
-
-    model: Any
-    tokenizer: Any
-    config: Any
-    name: str
-    converter: Path | None
-
-    @classmethod
-    def load(cls, run: FinishedRun, output: Path, converter: Path | None) -> "MergedModel":
-        """Merge the run's model and check that it can be written. Raises UserError."""
-        config = load_model_config(run.config.base_model, run.config.model)
-        if converter is None:
-            check_architecture(config)
-        elif not converter.is_file():
-            raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_hf_to_gguf.py")
-        model, tokenizer = load_merged(run)
-        check_room(model, output)
-        return cls(model, tokenizer, config, run.run_dir.resolve().name, converter)
-
-    def write(self, file: Path, dtype: str) -> list[str]:
-        """Write `file` from a temporary safetensors model next to it; return what to print."""
-        merged, own = file.with_name(".merged"), self.converter is None
-        save_merged(self.model, self.tokenizer, merged)
-        if self.converter is None:
-            dtype = write_gguf(merged, file, dtype=dtype, name=self.name)
-        else:
-            convert(merged, file, dtype=dtype, converter=self.converter)
-        shutil.rmtree(merged)
-        written_by = "the gguf package" if own else str(self.converter)
-        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
-        context = max_context_length(self.config)
-        if own and context < self.config.max_position_embeddings:
-            lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
-        if own and chats_differ(self.tokenizer):
-            lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
-        return lines
+    return lines
 
 
 def export(
@@ -122,9 +96,7 @@ def export(
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
-    if form == "gguf":
-        return export_gguf(run, output, dtype=dtype, converter=converter)
-    return export_ollama(run, output, dtype=dtype, converter=converter)
+    return export_gguf(run, form, output, dtype=dtype, converter=converter)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
