@@ -124,10 +124,8 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "bytes_received": planner.traffic(resolved),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
-        "batch_size_is_bounded_by": None if best is None else _explain_batch_limit(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).to_json(),
-        "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
@@ -146,26 +144,6 @@ def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     """Return the largest micro-batch that fits with a reserve, or the configured one if it fits without."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.largest_batch(config, memory))
-
-
-def _explain_batch_limit(planner: Planner, best: RunConfig, memory: int) -> str:
-    """Return what bounds the recommended micro-batch."""
-    most, reason = planner.most_rows(best)
-    if best.training.batch_size > (largest := planner.largest_batch(best, memory)):
-        return "as configured; more may not fit" if largest < most else f"as configured; {reason}"
-    return f"the most that fit in {gib(memory)}" if largest < most else reason
-
-
-def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
-    choice = plan_on_cpu(planner, config)
-    if choice.found is None:
-        return None
-    precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    return {
-        "precision": precision,
-        "batch_size": choice.config.training.batch_size,
-        "process_bytes": choice.found.needed,
-    }
 
 
 def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
@@ -223,14 +201,9 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(stages)
     for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
-    if found["on_cpu"] is not None:
-        cpu = found["on_cpu"]
-        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} per rank"
-        console.print(f"on CPUs instead: {each}", highlight=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
-        reason = found["batch_size_is_bounded_by"]
-        line = f"the lowest stage that fits, with the largest micro-batch: {settings} ({reason})"
+        line = f"the lowest stage that fits, with the largest micro-batch: {settings}"
         console.print(line if found["fits"] else f"too large as configured; {line}", highlight=False)
 
 
