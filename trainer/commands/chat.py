@@ -4,39 +4,26 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass, field
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.finished_run import (
-    BASE_MODEL_HELP,
-    add_run_arguments,
-    find_run,
-    quiet_libraries,
-    refuse_reward_model,
-    saved_tokenizer,
-)
+from trainer.checkpoint.finished_run import BASE_MODEL_HELP, add_run_arguments, quiet_libraries
 from trainer.commands.generate import (
-    IMAGE_HELP,
     AnswerStreamer,
     Sampling,
     add_answer_options,
-    find_prompt_form,
     generate_answers,
-    load_for_inference,
-    prompt_settings,
+    load_for_prompts,
     prompts_on_stdin,
     replace_invalid,
 )
-from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.data.image_parts import IMAGE, show_marks, stored_file
 from trainer.data.vision import PromptImages
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
-from trainer.model.image_reader import read_prompt_images
 
 HELP = """/new         start over
 /save FILE   add the conversation to a .jsonl file, as a record with messages
@@ -122,7 +109,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=IMAGE_HELP)
     return parser.parse_args(argv)
 
 
@@ -132,20 +118,9 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     sampling.check()
-    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, USE_DIFFUSERS)
-    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
-    tokenizer = saved_tokenizer(run)
-    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
-    section = prompt_settings(run, arguments.system)
-    images = read_prompt_images(run.config, tokenizer, arguments.image)
-    if text is not None and arguments.image:
-        raise UserError("--image: needs prompts in the chat template; add --chat")
+    model, tokenizer, section, text, images = load_for_prompts(arguments, both=False)
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
-    model = load_for_inference(run, tokenizer, both=False)
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     converse(Conversation(model, tokenizer, sampling, section, text, images))
 
 

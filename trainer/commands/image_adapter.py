@@ -22,7 +22,6 @@ from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
 
 KOHYA = "lora.safetensors"
-USE_DIFFUSERS = "images are generated with diffusers; see its README.md"
 
 
 def _pipeline(run: FinishedRun) -> Pipeline:
