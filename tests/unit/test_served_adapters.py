@@ -165,19 +165,3 @@ def test_validate_shows_what_the_target_would_not_apply(tmp_path: Path) -> None:
     values = {"base_model": str(tmp_path), "output_dir": "o", "dataset": {"path": "d", "max_length": 64}}
     config = RunConfig.model_validate(values | {"export": {"target": "vllm"}})
     assert any("shared_expert_gate" in note for note in read_model_files(config).notes)
-
-
-def test_llama_cpps_own_converter_reads_what_vllm_does(run_dir: Path, tmp_path: Path) -> None:
-    script = tmp_path / "convert_lora_to_gguf.py"
-    script.write_text(
-        "import json, pathlib, sys\n"
-        "folder, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[sys.argv.index('--outfile') + 1])\n"
-        "assert not json.loads((folder / 'adapter_config.json').read_text())['use_rslora']\n"
-        "assert (pathlib.Path(sys.argv[sys.argv.index('--base') + 1]) / 'config.json').is_file()\n"
-        "out.write_bytes(b'GGUF')\n"
-    )
-    lines = export(find_run(run_dir), "gguf-lora", tmp_path / "a.gguf", converter=script)
-    assert f"written by {script}" in lines[0] and (tmp_path / "a.gguf").read_bytes() == b"GGUF"
-    script.write_text("raise SystemExit('no such model')")
-    with pytest.raises(RuntimeError, match=r"convert_lora_to_gguf\.py ended with exit code 1: no such model"):
-        export(find_run(run_dir), "gguf-lora", tmp_path / "b.gguf", converter=script)

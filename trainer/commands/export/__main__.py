@@ -21,7 +21,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
-from trainer.commands.export.gguf import FORMATS, check_architecture, convert, max_context_length, write_gguf
+from trainer.commands.export.gguf import FORMATS, check_architecture, max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import find_prompt_form
@@ -36,31 +36,25 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 """Formats that are a single file."""
 
 
-def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
+def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
     """Write the merged model as one GGUF file, for `ollama` in a folder with a Modelfile; return what to print."""
     config = load_model_config(run.config.base_model, run.config.model)
-    if converter is None:
-        check_architecture(config)
-    elif not converter.is_file():
-        raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_hf_to_gguf.py")
+    check_architecture(config)
     model, tokenizer = load_merged(run)
     with temporary_output(output) as folder:
         file, merged = folder / GGUF_NAME, folder / ".merged"
         save_merged(model, tokenizer, merged)
-        if converter is None:
-            dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
-        else:
-            convert(merged, file, dtype=dtype, converter=converter)
+        dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
         shutil.rmtree(merged)
-        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {converter or 'the gguf package'}"]
+        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by the gguf package"]
         if form == "gguf":
             move_into_place(file, output)
         else:
             lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
             move_into_place(folder, output)
-    if converter is None and (context := max_context_length(config)) < config.max_position_embeddings:
+    if (context := max_context_length(config)) < config.max_position_embeddings:
         lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
-    if converter is None and chats_differ(tokenizer):
+    if chats_differ(tokenizer):
         lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
     return lines
 
@@ -78,9 +72,7 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
     return lines
 
 
-def export(
-    run: FinishedRun, form: str, output: Path, *, dtype: str = "auto", converter: Path | None = None
-) -> list[str]:
+def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
     """Write the run's adapter in format `form` to `output`; return what to print. Raises UserError, RuntimeError."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} writes a file; --output {output / FILES[form]}")
@@ -92,11 +84,11 @@ def export(
     if form == "kohya":
         raise UserError("--format kohya: is for image models, and this run trained a language model; use peft")
     if form in ADAPTER_FORMS:
-        return export_adapter(run, form, output, converter=converter)
+        return export_adapter(run, form, output)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
-    return export_gguf(run, form, output, dtype=dtype, converter=converter)
+    return export_gguf(run, form, output, dtype=dtype)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -110,12 +102,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
     )
-    parser.add_argument(
-        "--converter",
-        type=Path,
-        metavar="FILE",
-        help="convert_hf_to_gguf.py of llama.cpp (gguf-lora: convert_lora_to_gguf.py), for other architectures",
-    )
     return parser.parse_args(argv)
 
 
@@ -125,15 +111,13 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
-    if options.format in ("peft", "vllm", "sglang", "hf") and options.converter is not None:
-        raise UserError(f"--converter {options.converter}: is for GGUF files, not for --format {options.format}")
     if options.dtype != "auto" and options.format in ADAPTER_FORMS:
         raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove it")
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: is for GGUF files, not for --format {options.format}; remove it")
     needs_base = options.format != "peft"
     run = find_run(options.run, options.base_model, needs_base=needs_base, allow_mismatch=options.allow_mismatch)
-    lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)
+    lines = export(run, options.format, output, dtype=options.dtype)
     print(f"exported to {output}")
     for line in lines:
         print(f"  {line}")

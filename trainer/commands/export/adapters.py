@@ -11,7 +11,7 @@ from gguf.constants import MODEL_ARCH_NAMES, GGUFType
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
-from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, convert, pair_rotary_rows
+from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
 from trainer.commands.export.servers import MERGED, check_applied, lora_arguments, write_for_server
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
@@ -22,7 +22,7 @@ from trainer.monitor.report.model_card import is_on_hub, public_name
 ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
-def export_adapter(run: FinishedRun, form: str, output: Path, *, converter: Path | None = None) -> list[str]:
+def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
     """Write the adapter to `output`, a folder (gguf-lora: a file); return what to print.
 
     Raises UserError for an adapter that the target program cannot apply.
@@ -32,7 +32,8 @@ def export_adapter(run: FinishedRun, form: str, output: Path, *, converter: Path
         written = folder
         if form == "gguf-lora":
             written = folder / "adapter.gguf"
-            lines = _write_gguf(run, written, converter, output)
+            count = write_gguf_lora(run, written)
+            lines = [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
         else:
             settings = _write_folder(run, form, folder, tokenizer)
             lines = [_command(form, output, settings, folder)]
@@ -61,27 +62,6 @@ def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -
         return f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"
     program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[form]
     return f"{program} {base} " + " ".join(lora_arguments(form, written, "NAME", output))
-
-
-def _write_gguf(run: FinishedRun, file: Path, converter: Path | None, output: Path) -> list[str]:
-    if converter is None:
-        line = f"A and B of {write_gguf_lora(run, file)} layers in f32, written by the gguf package"
-    else:
-        _convert(run, file, converter)
-        line = f"written by {converter}"
-    return [line, f"llama-server -m BASE.gguf --lora {output}"]
-
-
-def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
-    """Run the user's copy of llama.cpp's convert_lora_to_gguf.py, which supports a single scale for all layers."""
-    if not converter.is_file():
-        raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_lora_to_gguf.py")
-    adapter, base = file.with_name(".adapter"), run.config.base_model
-    adapter.mkdir()
-    _write_folder(run, "gguf-lora", adapter, saved_tokenizer(run))
-    options = ("--base" if Path(base).is_dir() else "--base-model-id", base)
-    convert(adapter, file, dtype="f32", converter=converter, options=options)
-    shutil.rmtree(adapter)
 
 
 def write_gguf_lora(run: FinishedRun, output: Path) -> int:
