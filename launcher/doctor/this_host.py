@@ -58,7 +58,6 @@ def check_packages() -> Iterator[Check]:
 
 
 def _check_dependencies() -> Iterator[Check]:
-    """Yield a check for each dependency in pyproject.toml that is missing or has another version."""
     from packaging.requirements import Requirement
 
     for text in tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]:
@@ -108,7 +107,6 @@ def check_driver() -> Iterator[Check]:
 
 
 def _why_too_small(total: str, capability: str) -> str:
-    """Return what a GPU lacks; empty if it suffices or its numbers are unknown."""
     numbers = re.findall(r"\d+", capability)
     if len(numbers) == len(LEAST_CAPABILITY) and tuple(map(int, numbers)) < LEAST_CAPABILITY:
         return "compute capability 7.0 or newer is needed"

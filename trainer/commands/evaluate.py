@@ -310,7 +310,6 @@ def _check_task_options(arguments: argparse.Namespace) -> None:
 
 
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
-    """Print the scores of --tasks for base and adapter, and return them for JSON."""
     if arguments.data is not None:
         raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data; remove one")
     asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
@@ -357,7 +356,6 @@ def main(argv: list[str] | None = None) -> None:
 def _measure_held_out(
     arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int
 ) -> dict[str, Any]:
-    """Print the losses of base and adapter on held-out data, and return them for JSON."""
     config = run.config
     images = load_image_reader(config, tokenizer)
     samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)

@@ -103,7 +103,6 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the denoiser's first weight."""
     from safetensors import safe_open
 
     file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))

@@ -26,6 +26,7 @@ from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import decode_parts, split_documents
@@ -43,6 +44,23 @@ SHOWN_DOCUMENTS = 2
 STREAM_EXAMPLES = 200
 # Characters shown per document of a step.
 SHOWN_CHARACTERS = 100
+
+
+def read_data(config: RunConfig) -> tuple[Any, PreparedData]:
+    """Return the tokenizer and the tokenized data of a run. Raises UserError."""
+    tokenizer = load_tokenizer(config.base_model, config.model)
+    if config.dataset.chat_template:
+        tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
+    model_config = load_model_config(config.base_model, config.model)
+    longest = context_length(model_config)
+    return tokenizer, prepare_data(
+        fit_max_length(config, longest).dataset,
+        tokenizer,
+        seed=config.seed,
+        cache_dir=Path(config.dataset.cache_dir).expanduser(),
+        max_length_of_model=longest,
+        images=load_image_reader(config, tokenizer, model_config),
+    )
 
 
 def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
@@ -94,7 +112,6 @@ def show_step(
 
 
 def _resolve_training(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
-    """Return the settings of a run on `ranks` ranks. Raises UserError if the batch size is chosen at the start."""
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
@@ -189,18 +206,7 @@ def main(argv: list[str] | None = None) -> None:
         show_images(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
         return
     PROGRESS.show(f"reading {config.base_model} and the data")
-    tokenizer = load_tokenizer(config.base_model, config.model)
-    model_config = load_model_config(config.base_model, config.model)
-    longest = context_length(model_config)
-    config = fit_max_length(config, longest)
-    data = prepare_data(
-        config.dataset,
-        tokenizer,
-        seed=config.seed,
-        cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=longest,
-        images=load_image_reader(config, tokenizer, model_config),
-    )
+    tokenizer, data = read_data(config)
     if config.training.loss != "nll" or config.training.neftune_noise_alpha:
         noise = config.training.neftune_noise_alpha
         console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))

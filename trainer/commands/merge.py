@@ -142,7 +142,6 @@ def build_merged_model(
 
 
 def _untie_head(adapted: Any) -> None:
-    """Untie the output head from the embedding if either has an adapter."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.other import TrainableTokensWrapper

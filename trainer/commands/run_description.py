@@ -75,7 +75,6 @@ def _describe_model(config: RunConfig, prepared: Prepared, model: Any, size: int
 
 
 def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: int) -> tuple[int, list[str]]:
-    """Return the number of trained parameters, and lines about the adapter of a model of `size` parameters."""
     is_image = isinstance(prepared.model_config, Pipeline)
     # A model without weights cannot hold initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})

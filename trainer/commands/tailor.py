@@ -188,12 +188,10 @@ def _choose_data(settings: Settings, request: Request, profile: Profile) -> None
 
 
 def _usual_epochs(documents: int) -> int:
-    """Return the usual number of epochs for a number of documents."""
     return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
 
 
 def _choose_placement(settings: Settings, request: Request, prepared: Prepared, samples: int) -> None:
-    """Choose the fastest placement that fits the GPUs. Raises UserError if none does."""
     given = _build_config(settings)
     shapes = read_shapes(
         prepared.model_config, given.model, given.lora, vocabulary_at_least=len(prepared.tokenizer)
@@ -237,7 +235,6 @@ def _placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
 
 
 def _choose_learning_rate(profile: Profile, steps: int) -> tuple[float, str]:
-    """Return ten times the usual rate of full fine-tuning, or fifteen times for few steps."""
     full = 5e-5 if profile.parameters < 2e9 else 2e-5 if profile.parameters < 2e10 else 1e-5
     factor = 15 if steps < SHORT_RUN_STEPS else 10
     why = f"{factor} times the usual rate for full fine-tuning of such a model"

@@ -56,7 +56,6 @@ def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> 
 
 
 def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -> str:
-    """Return the command that loads the adapter, now in `written` and later at `output`."""
     base = settings["base_model_name_or_path"]
     if form == "peft":
         return f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"

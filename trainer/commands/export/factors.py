@@ -105,7 +105,6 @@ def _factors(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
 
 
 def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    """Return zero factors for unadapted parts of adapted experts."""
     made: dict[str, Factors] = {}
     for holder, module in expert_modules(model).items():
         own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
@@ -140,7 +139,6 @@ def _zeros(like: Factors, wide: int, out: int) -> Factors:
 
 
 def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Split PEFT's matrices of all experts into A and B of each part of each expert."""
     experts = expert_shape(module, name)[0]
     a_ERI = a.unflatten(0, (experts, -1))
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -139,7 +139,6 @@ class _SavedTensor:
 
 
 def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]:
-    """Return all tensors of the folder's safetensors; raises UserError if one has no name in GGUF."""
     architecture, rotates = ARCHITECTURES[config.architectures[0]]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads} if rotates else {}

@@ -151,12 +151,10 @@ def chats_differ(tokenizer: Any) -> bool:
 
 
 def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer: several, one or none."""
     return [] if step is None else step.get(several, [step])
 
 
 def _find_split_name(state: dict[str, Any]) -> str:
-    """Return llama.cpp's name of a byte-level tokenizer's pre-tokenization."""
     steps = _steps(state["pre_tokenizer"], "pretokenizers")
     changes = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
     kinds = [step["type"] for step in steps]

@@ -104,7 +104,6 @@ def check_applied(folder: Path, server: str) -> None:
 
 
 def _rename_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
-    """Rename the parts of experts to the server's names."""
     names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
         names = EXPERT_NUMBERS
