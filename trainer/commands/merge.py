@@ -61,19 +61,14 @@ def merge(
     check_output(output)
     if scale != 1.0 or quantize is not None:
         refuse_reward_model(run, "--scale and --quantize are for models that write text; merge without them")
-    integers = None if quantize is None else prepare_integers(run, quantize, dtype)
-    model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
-    if integers is not None:
-        values: dict[str, torch.Tensor] | None = integers.build_state_dict(model)
-    else:
-        values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
+    merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
     with temporary_output(output) as folder:
-        save_merged(model, tokenizer, folder, values)
+        save_merged(folder, *merged)
         move_into_place(folder, output)
     return output
 
 
-def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
+def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
     """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
@@ -89,40 +84,18 @@ def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMer
     return IntegerMerge(kind, _merged_dtype(run, dtype), default_device())
 
 
-def load_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, integers: IntegerMerge | None = None
-) -> tuple[Any, Any]:
-    """Return the merged model on the CPU, and its tokenizer. Raises UserError if the base is not in full precision.
+def build_merged(
+    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
+) -> tuple[Any, Any, dict[str, Tensor] | None]:
+    """Return the merged model on the CPU, its tokenizer, and the state dict to save if not the model's own.
 
-    With `integers` it has their dtype, and its adapted layers are rounded.
+    Raises UserError if the base is not in full precision.
     """
     tokenizer = saved_tokenizer(run)
+    integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
     wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    if integers is not None:
-        wanted = integers.dtype
-    return build_merged_model(run, tokenizer, wanted, scale=scale, integers=integers), tokenizer
-
-
-def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Write model and tokenizer and verify the weights; raises RuntimeError if they differ.
-
-    `values` is the state dict to save, if not the model's own.
-    """
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
-    write_files(tokenizer_files(tokenizer), folder)
-    check_saved(model, folder, values)
-
-
-def build_merged_model(
-    run: FinishedRun,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    *,
-    scale: float = 1.0,
-    integers: IntegerMerge | None = None,
-) -> Any:
-    """Load the base in `dtype` on the CPU, resized for added tokens, and merge the adapter into its weights."""
-    base = load_full_base(run, dtype)
+    wanted = wanted if integers is None else integers.dtype
+    base = load_full_base(run, wanted)
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
     # With an adapter in 32 bits only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
@@ -134,11 +107,20 @@ def build_merged_model(
     model = adapted.merge_and_unload()
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if each.is_floating_point():
-            each.data = each.data.to(types.get(name, dtype))
+            each.data = each.data.to(types.get(name, wanted))
     model.config.use_cache = True  # training switched it off
     if run.config.task == "reward":
         model.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
-    return model
+    if integers is not None:
+        return model, tokenizer, integers.build_state_dict(model)
+    return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
+
+
+def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
+    """Write what `build_merged` returned and verify the weights; raises RuntimeError if they differ."""
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
+    write_files(tokenizer_files(tokenizer), folder)
+    check_saved(model, folder, values)
 
 
 def _untie_head(adapted: Any) -> None:

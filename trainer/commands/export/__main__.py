@@ -26,7 +26,7 @@ from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import find_prompt_form
 from trainer.commands.image_adapter import export_images, is_image_run
-from trainer.commands.merge import load_merged, merge, save_merged
+from trainer.commands.merge import build_merged, merge, save_merged
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.data.conversations import template_variables
 from trainer.model.base import load_model_config
@@ -40,10 +40,10 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
     """Write the merged model as one GGUF file, for `ollama` in a folder with a Modelfile; return what to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
-    model, tokenizer = load_merged(run)
+    model, tokenizer, values = build_merged(run)
     with temporary_output(output) as folder:
         file, merged = folder / GGUF_NAME, folder / ".merged"
-        save_merged(model, tokenizer, merged)
+        save_merged(merged, model, tokenizer, values)
         dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
         shutil.rmtree(merged)
         lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by the gguf package"]
