@@ -51,12 +51,12 @@ def _check_stack(layer: str, rows: int, layers: set[str], settings: dict[str, An
 def _find_weight(stored: dict[str, Any], layer: str, server: str, kind: str) -> torch.Tensor:
     """Return the view of the stored tensor [out, in] that has this name in the server."""
     if not (expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", layer)):
-        return stored[f"{layer}.weight"]  # type: ignore[no-any-return]
+        return stored[f"{layer}.weight"]
     holder, number, part = expert.groups()
     if server == "sglang" and f"{holder}.{number}.{NUMBERS[part]}.weight" in stored:
         part = NUMBERS[part]
     if f"{holder}.{number}.{part}.weight" in stored:
-        return stored[f"{holder}.{number}.{part}.weight"]  # type: ignore[no-any-return]
+        return stored[f"{holder}.{number}.{part}.weight"]
     if (server, kind) == ("vllm", "gpt_oss"):
         part = PARTS[part]
     names = ("down_proj",) if part == "down_proj" else ("gate_up_proj", part)

@@ -44,7 +44,7 @@ def assert_served(run: Path, server: str, folder: Path) -> None:
     tokens = torch.arange(3, 40)[None]
 
     def logits(model: Any) -> torch.Tensor:
-        return model.eval()(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]
+        return model.eval()(input_ids=tokens, use_cache=False).logits
 
     base = load_full_base(found, torch.float32)
     match_vocabulary(base, tokenizer)

@@ -94,11 +94,11 @@ def evaluate(
     `difference` is adapter minus base, and has perplexity_ratio = perplexity of adapter / perplexity of base.
     """
     inputs = None if images is None else image_inputs(images, model, every_rank=False)
-    sums = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
+    base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
     tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)
     found: dict[str, Any] = {"documents": len(documents), "target_tokens": int(tokens.sum())}
-    for part, values in bootstrap(*sums, tokens, resamples=resamples, seed=seed).items():
+    for part, values in bootstrap(base, adapter, tokens, resamples=resamples, seed=seed).items():
         found[part] = {}
         for name, (_, _, convert) in DOCUMENT_COLUMNS.items():
             name = "perplexity_ratio" if (part, name) == ("difference", "perplexity") else name

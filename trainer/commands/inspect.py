@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
-from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config, reports_errors
+from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.config.errors import printable
 from trainer.config.types import AUTO
@@ -91,17 +91,7 @@ def show_step(
     """
     if not isinstance(data.train, Samples):
         raise UserError("dataset.streaming=true: the samples of a step are only known during the run; leave out --step")
-    ranks = config.data_ranks(ranks)
-    training = _resolve_training(config, len(data.train), ranks)
-    batches = Batches(
-        data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
-        world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
-    )  # fmt: skip
-    if (last := count_steps(training, len(data.train), ranks)) is not None and step > last:
-        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
-    epoch, in_epoch = divmod(step - 1, batches.steps_per_epoch)
-    size = global_batch(training, ranks)
-    for index in batches.order(epoch)[in_epoch * size : (in_epoch + 1) * size].tolist():
+    for index in _find_step(config, data.train, step, ranks):
         for number, document in enumerate(split_documents(data.train[index])):
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             place = f"sample {index}" + (f", document {number + 1}" if number else "")
@@ -111,11 +101,22 @@ def show_step(
             )  # fmt: skip
 
 
-def _resolve_training(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
-    training = resolve_global_batch(config, samples, ranks).training
+def _find_step(config: RunConfig, samples: Any, step: int, ranks: int) -> list[int]:
+    """Return the samples of a step; raises UserError if the run has no such step, or its batch size is open."""
+    ranks = config.data_ranks(ranks)
+    training = resolve_global_batch(config, len(samples), ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
-    return training
+    if (last := count_steps(training, len(samples), ranks)) is not None and step > last:
+        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
+    size, seed, shuffle = global_batch(training, ranks), config.seed, config.dataset.shuffle
+    epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
+    if isinstance(samples, Samples):
+        batches = Batches(samples, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
+        order = batches.order(epoch)
+    else:
+        order = draw_order(samples, epoch, together=size, seed=seed, shuffle=shuffle)
+    return order[in_epoch * size : (in_epoch + 1) * size].tolist()
 
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
@@ -124,10 +125,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:
-        size = global_batch(_resolve_training(config, len(samples), ranks), ranks)
-        epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
-        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
-        chosen = order[in_epoch * size : (in_epoch + 1) * size].tolist()
+        chosen = _find_step(config, samples, step, ranks)
     for index in chosen:
         entry = samples[index]
         (width, height), (left, top) = entry.original, entry.crop
