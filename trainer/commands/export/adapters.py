@@ -29,38 +29,24 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
     """
     tokenizer = saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
-        written = folder
         if form == "gguf-lora":
-            written = folder / "adapter.gguf"
-            count = write_gguf_lora(run, written)
-            lines = [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
-        else:
-            settings = _write_folder(run, form, folder, tokenizer)
-            lines = [_command(form, output, settings, folder)]
-        move_into_place(written, output)
-    return lines
-
-
-def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> dict[str, Any]:
-    """Write PEFT's files and the tokenizer, with the base's name on the hub if known; return the settings."""
-    base = public_name(run.config.base_model)
-    for name in ADAPTER:
-        shutil.copyfile(run.folder / name, folder / name)
-    settings = read_adapter_settings(folder)
-    settings |= {"base_model_name_or_path": base if is_on_hub(base) else run.config.base_model}
-    (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if form != "peft":
-        settings = write_for_server(folder, form, run.config.base_model, run.config.model)
-    write_files(tokenizer_files(tokenizer), folder)
-    return settings
-
-
-def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -> str:
-    base = settings["base_model_name_or_path"]
+            count = write_gguf_lora(run, folder / "adapter.gguf")
+            move_into_place(folder / "adapter.gguf", output)
+            return [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
+        for name in ADAPTER:
+            shutil.copyfile(run.folder / name, folder / name)
+        public = public_name(run.config.base_model)
+        base = public if is_on_hub(public) else run.config.base_model
+        settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
+        (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if form != "peft":
+            write_for_server(folder, form, run.config.base_model, run.config.model)
+        write_files(tokenizer_files(tokenizer), folder)
+        move_into_place(folder, output)
     if form == "peft":
-        return f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"
+        return [f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"]
     program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[form]
-    return f"{program} {base} " + " ".join(lora_arguments(form, written, "NAME", output))
+    return [f"{program} {base} " + " ".join(lora_arguments(form, output, "NAME"))]
 
 
 def write_gguf_lora(run: FinishedRun, output: Path) -> int:
