@@ -1,10 +1,8 @@
 """`zerolora chat RUN`: a conversation with a trained adapter, with streamed answers."""
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +18,13 @@ from trainer.commands.generate import (
     replace_invalid,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
-from trainer.data.image_parts import IMAGE, show_marks, stored_file
+from trainer.data.image_parts import IMAGE
 from trainer.data.vision import PromptImages
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
 
-HELP = """/new         start over
-/save FILE   add the conversation to a .jsonl file, as a record with messages
-/help        this list; Ctrl-D ends the chat"""
+HELP = """/new    start over
+/help   this list; Ctrl-D ends the chat"""
 
 
 @dataclass
@@ -72,28 +69,14 @@ class Conversation:
             print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
         return row, images
 
-    def save(self, file: Path) -> None:
-        """Append the conversation to a file. Raises UserError if it cannot be written."""
-        record: dict[str, Any] = {"messages": [turn | {"content": show_marks(turn["content"])} for turn in self.turns]}
-        if self.images is not None and self.images.stored:
-            record["images"] = [str(stored_file(image)) for image in self.images.stored]
-        try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise UserError(f"/save {file}: cannot be written ({error.strerror}); use another file") from None
-
 
 def converse(conversation: Conversation) -> None:
     """Answer each line of standard input as a turn, or execute it if it is a command."""
     for line in prompts_on_stdin(sys.stdin.isatty()):
-        command, _, argument = line.partition(" ")
         try:
             if line == "/new":
                 conversation.turns = []
-            elif command == "/save" and argument:
-                conversation.save(Path(argument.strip()).expanduser())
-            elif line in ("/help", "/save"):
+            elif line == "/help":
                 print(HELP, file=sys.stderr)
             else:
                 conversation.ask(str(replace_invalid(line)))
