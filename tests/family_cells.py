@@ -21,10 +21,10 @@ from tests.families import save_family, tiny_config
 from tests.mixtures import store_dequantised
 from tests.plain_peft import plain_training
 from tests.runs_in_process import as_one_of_many, make_ground, train
+from tests.served import serve
 from tests.tiny import make_tokenizer
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
-from trainer.commands.export.verify import emulate_server
 from trainer.commands.merge import merge
 from trainer.config import ModelSection, UserError, load_config
 from trainer.model.base import load_base_model, load_model_config
@@ -153,7 +153,7 @@ class Family:
             found = self._base(merge(run, output))
         else:
             export(run, "vllm", output)
-            found = emulate_server(self._base(self.ground / "model"), "vllm", output)
+            found = serve(self._base(self.ground / "model"), "vllm", output)
         adapted = self._load(self.ground / "lora")
         apart = difference(logits(found), logits(adapted))
         assert apart <= LOGITS, f"its logits are those of another model: {apart:.1e}"

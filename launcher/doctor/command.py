@@ -17,16 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.doctor.other_hosts import ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh, format_answers
+from launcher.doctor.other_hosts import ask_by_srun, ask_by_ssh, check_ssh, format_answers
 from launcher.doctor.this_host import (
-    Need,
     check_driver,
     check_folders,
     check_locks,
     check_memory,
     check_packages,
     check_port,
-    check_timeouts,
 )
 from launcher.module import become_module
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
@@ -88,9 +86,8 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
     per_host = request.num_gpus or len(visible_gpus()) or CPU_RANKS
     num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
-    launcher_checks, others = _other_hosts(chosen, request, [*arguments, *num_gpus])
-    checks += [*launcher_checks, *others]
-    if any(check.state == "FAIL" for check in launcher_checks) or (chosen == "slurm" and not in_allocation(os.environ)):
+    checks += _other_hosts(chosen, request, [*arguments, *num_gpus])
+    if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
         return [*checks, Check("ranks", "WARN", "not tested: they cannot be started", "see the checks above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest at another port
@@ -110,36 +107,35 @@ def check_this_host(
 ) -> list[Check]:
     """Check everything that concerns this host alone, for `ranks` ranks on it."""
     config = None if loaded is None else loaded.config
-    checks = [*check_packages(), *check_driver(), *check_locks(), check_port(port), *check_timeouts(config)]
+    checks = [*check_packages(), *check_driver(), *check_locks(), check_port(port)]
     probed, need = probe(arguments, ranks)
     return [
         *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(visible_gpus()))
     ]  # fmt: skip
 
 
-def _other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> tuple[list[Check], list[Check]]:
+def _other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> list[Check]:
     if chosen == "slurm":
         if not in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
-            return [check_srun()], []
+            return []
         allocation = read_allocation(
             os.environ, include=request.include, exclude=request.exclude, num_nodes=request.num_nodes
         )
-        return [], ask_by_srun(allocation, arguments)
-    launcher_checks = [*check_mpi()] if chosen == "mpi" else []
+        return ask_by_srun(allocation, arguments)
     if request.hostfile is None:
-        return launcher_checks, []
+        return []
     reached = list(check_ssh(list(select_slots(request))))
-    return [*launcher_checks, *reached], ask_by_ssh([check.host for check in reached if check.state == "OK"], arguments)
+    return [*reached, *ask_by_ssh([check.host for check in reached if check.state == "OK"], arguments)]
 
 
-def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
-    """Run the checks of this machine that need torch in a child process."""
+def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
+    """Run the checks of this machine that need torch in a child process; return them and `estimate_need`'s bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     found, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
-        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], Need()
-    return [Check(**check) for check in found["checks"]], Need(**found["need"])
+        return [Check("torch", "FAIL", problem, "python -m trainer.commands.doctor.probe shows all output")], {}
+    return [Check(**check) for check in found["checks"]], found["need"]
 
 
 def measure_ranks(command: Command) -> list[Check]:

@@ -1,12 +1,10 @@
-"""Checks of `zerolora doctor` for other hosts and the launcher that reaches them."""
+"""Checks of `zerolora doctor` for other hosts."""
 
 import base64
-import importlib.util
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +24,6 @@ from trainer.contract.rendezvous import host_name
 # srun forwards lines in pieces of 1,024 bytes, interleaved with those of other nodes.
 PIECE = 400
 _PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)
-PATIENCE_S = 20.0
 HOST_PATIENCE_S = 300.0
 
 
@@ -51,7 +48,7 @@ def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_local_doctor_command(arguments))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(lambda host: _run([*SSH, host, line], HOST_PATIENCE_S), hosts))
+        answers = list(pool.map(lambda host: _run([*SSH, host, line]), hosts))
     checks: list[Check] = []
     for host, done in zip(hosts, answers, strict=True):
         fix = "run `zerolora doctor` there"
@@ -64,7 +61,7 @@ def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]
     """Run the doctor on every node of an allocation except this one, and return its checks."""
     count = len(allocation.nodes)
     srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
-    done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_local_doctor_command(arguments)], HOST_PATIENCE_S)
+    done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_local_doctor_command(arguments)])
     checks = parse_answers(done.stdout)
     silent = set(allocation.nodes) - {check.host for check in checks}
     checks += [Check("doctor", "FAIL", f"does not run there: {_last_line(done)}", "sinfo -R", node) for node in silent]
@@ -98,42 +95,13 @@ def parse_answers(printed: str) -> list[Check]:
     return checks
 
 
-def check_srun() -> Check:
-    """Check that SLURM answers, outside of an allocation."""
-    if shutil.which("srun") is None:
-        return Check("srun", "FAIL", "not installed here", "run on a node of the SLURM cluster")
-    done = _run(["sinfo", "--noheader", "--format=%P %a %D %T"])
-    if done.returncode:
-        return Check("srun", "FAIL", f"SLURM does not answer: {_last_line(done)}", "is slurmctld up? `scontrol ping`")
-    partitions = "; ".join(done.stdout.strip().splitlines())
-    fix = "run zerolora doctor --launcher slurm in `salloc` or a batch script, to test the nodes as well"
-    return Check("srun", "WARN", f"SLURM answers ({partitions}), but this is not inside an allocation", fix)
-
-
-def check_mpi() -> Iterator[Check]:
-    """Check mpirun, and that mpi4py can load its MPI library."""
-    if shutil.which("mpirun") is None:
-        yield Check("mpirun", "FAIL", "not installed", "apt install openmpi-bin, or load the cluster's module")
-    else:
-        yield Check("mpirun", "OK", _run(["mpirun", "--version"]).stdout.strip().splitlines()[0])
-    if importlib.util.find_spec("mpi4py") is None:
-        fix = "pip install mpi4py, built against the cluster's MPI"
-        yield Check("mpi4py", "FAIL", "not installed; ranks of mpirun need it to find each other", fix)
-        return
-    # In a child process: a broken MPI library ends the process that loads it.
-    done = _run([sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"])
-    if done.returncode:
-        fix = "pip install --no-binary mpi4py --force-reinstall mpi4py, with the cluster's mpicc in PATH"
-        yield Check("mpi4py", "FAIL", f"does not load: {_last_line(done)}", fix)
-    else:
-        yield Check("mpi4py", "OK", done.stdout.strip())
-
-
-def _run(command: Sequence[str], patience_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=patience_s, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=HOST_PATIENCE_S, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"no answer within {patience_s:g} s")
+        return subprocess.CompletedProcess(command, 124, "", f"no answer within {HOST_PATIENCE_S:g} s")
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
 

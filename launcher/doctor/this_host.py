@@ -10,15 +10,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from launcher.supervision.build_locks import extensions_folder, find_locks
-from trainer.config import RunConfig, collective_timeout
+from trainer.config import RunConfig
 from trainer.contract.doctor_check import Check, State
 from trainer.contract.home import HOME
 from trainer.contract.known_versions import describe_untested
@@ -43,17 +42,6 @@ PROCESS_GIB = 2.0
 TRIAL_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes that the run needs according to the memory estimate; None without an estimate."""
-
-    host_per_rank: int | None = None
-    """Host memory in addition to the process itself."""
-    process_per_rank: int | None = None
-    """Total host memory of a rank that runs on a CPU."""
-    disk: int | None = None
-
-
 def check_packages() -> Iterator[Check]:
     """Check Python and every dependency in pyproject.toml against the versions known to work."""
     version = ".".join(map(str, sys.version_info[:3]))
@@ -70,7 +58,6 @@ def check_packages() -> Iterator[Check]:
 
 
 def _check_dependencies() -> Iterator[Check]:
-    """Yield a check for each dependency in pyproject.toml that is missing or has another version."""
     from packaging.requirements import Requirement
 
     for text in tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]:
@@ -120,7 +107,6 @@ def check_driver() -> Iterator[Check]:
 
 
 def _why_too_small(total: str, capability: str) -> str:
-    """Return what a GPU lacks; empty if it suffices or its numbers are unknown."""
     numbers = re.findall(r"\d+", capability)
     if len(numbers) == len(LEAST_CAPABILITY) and tuple(map(int, numbers)) < LEAST_CAPABILITY:
         return "compute capability 7.0 or newer is needed"
@@ -143,7 +129,7 @@ def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
 
 
-def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
+def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator[Check]:
     """Check free space in the folders a run writes to, by writing."""
     folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": extensions_folder()}
     if config is not None:
@@ -152,7 +138,7 @@ def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
             "dataset.cache_dir": Path(config.dataset.cache_dir).expanduser(),
         } | folders
     for name, folder in folders.items():
-        needed = (need.disk or 0) / GIB if name == "output_dir" else 0.0
+        needed = need.get("disk", 0) / GIB if name == "output_dir" else 0.0
         yield check_space(f"disk: {name}", folder, needed)
 
 
@@ -177,15 +163,12 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
     return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", found, fix if free < RECOMMENDED_GIB else "")
 
 
-def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
+def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Iterator[Check]:
     """Check host memory and /dev/shm for `ranks` ranks on this host."""
     bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
-    known = need.process_per_rank is not None or need.host_per_rank is not None
-    each = PROCESS_GIB + (need.host_per_rank or 0) / GIB
-    if need.process_per_rank is not None:
-        each = need.process_per_rank / GIB
-    needed, estimated = ranks * each, "by the estimate" if known else "before any model"
+    each = need.get("process_per_rank", PROCESS_GIB * GIB + need.get("host_per_rank", 0)) / GIB
+    needed, estimated = ranks * each, "by the estimate" if need else "before any model"
     found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
     fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)
@@ -223,36 +206,6 @@ def check_port(port: int | None) -> Check:
         try:
             listener.bind(("", port))
         except OSError as error:
-            users = _list_listeners(port)
-            by = f" by {', '.join(users)}" if users else ""
-            fix = "use another --master-port, or end that process"
-            return Check("port", "FAIL", f"{port} on {host_name()} is taken{by} ({error.strerror})", fix)
+            fix = "use another --master-port, or end the process that listens there"
+            return Check("port", "FAIL", f"{port} on {host_name()} is taken ({error.strerror})", fix)
     return Check("port", "OK", f"{port} is free on {host_name()}")
-
-
-def _list_listeners(port: int) -> list[str]:
-    found = []
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            try:
-                found.append(f"{psutil.Process(connection.pid).name()} (process {connection.pid})")
-            except (psutil.Error, ValueError, TypeError):
-                continue  # another user's
-    return sorted(set(found))
-
-
-def check_timeouts(config: RunConfig | None) -> Iterator[Check]:
-    """Check the time limits in force, and whether a hang would be detected."""
-    if config is None:
-        return
-    training = config.training
-    found = f"collectives {collective_timeout(training):g} min, "
-    found += f"hang {training.hang_timeout:g} min (first step three times)"
-    state: State = "OK"
-    fix = ""
-    if not training.hang_timeout:
-        state, fix = "WARN", "training.hang_timeout: 10, so that a hung run is stopped and its rank named"
-    for name in ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_TIMEOUT", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_IB_TIMEOUT"):
-        if name in os.environ:
-            found += f", {name}={os.environ[name]}"
-    yield Check("time limits", state, found, fix)

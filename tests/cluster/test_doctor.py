@@ -61,9 +61,9 @@ def doctor(workplace: Path, *options: str, **variables: str) -> tuple[int, dict[
 def test_a_healthy_machine_passes_all_checks(workplace: Path, extensions: Path) -> None:
     code, checks, err = doctor(workplace, TORCH_EXTENSIONS_DIR=str(extensions))
     assert code == 0, (checks, err)
-    expected = "python packages driver torch operators model data port ranks versions clocks all-reduce output_dir"
+    expected = "python packages driver torch operators port ranks versions clocks all-reduce output_dir"
     assert set(expected.split()) < set(checks)
-    assert {"build locks", "time limits", "host memory", "/dev/shm", "disk: output_dir", "hub cache"} < set(checks)
+    assert {"build locks", "run", "host memory", "/dev/shm", "disk: output_dir"} < set(checks)
     assert "sums over 2 ranks are exact" in checks["all-reduce"][0]["found"]
     assert "GB/s at 16 MiB" in checks["all-reduce speed"][0]["found"]
     assert not (workplace / "runs").exists(), "the doctor writes nothing"
@@ -103,8 +103,8 @@ def test_all_problems_are_found_at_once(workplace: Path, full_disk: Path, extens
         )  # fmt: skip
     assert code == 1
     failed = {name: check for name, found in checks.items() for check in found if check["state"] == "FAIL"}
-    assert set(failed) == {"port", "build lock", "disk: output_dir", "versions"}
-    assert f"(process {os.getpid()})" in failed["port"]["found"]
+    assert set(failed) == {"port", "build lock", "disk: output_dir", "run", "versions"}
+    assert "is taken" in failed["port"]["found"]
     assert failed["build lock"]["fix"] == f"rm {lock}"
     assert "No space left on device" in failed["disk: output_dir"]["found"]
     assert "peft differs" in failed["versions"]["found"] and "0.1.0 on n2" in failed["versions"]["found"]
@@ -129,7 +129,7 @@ def test_mpi_is_tested_by_its_own_launcher(workplace: Path) -> None:
         workplace, "--launcher", "mpi", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"
     )
     assert code == 0, (checks, err)
-    assert "MPI" in checks["mpi4py"][0]["found"] and "2 ranks" in checks["ranks"][0]["found"]
+    assert "2 ranks" in checks["ranks"][0]["found"]
 
 
 @pytest.mark.nightly

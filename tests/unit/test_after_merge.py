@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.families import save_family
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
-from trainer.commands import evaluate
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import check_saved, main, merge
@@ -52,24 +51,15 @@ def test_merged_logits_are_the_adapters(
     assert len(AutoTokenizer.from_pretrained(output)) == len(tokenizer) <= merged.config.vocab_size
 
 
-def test_a_part_of_the_update_is_merged_as_the_commands_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`eval --scale auto` names the scale that `merge --scale auto` takes, and the weights have so much of B A."""
+def test_a_part_of_the_update_is_merged(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
-    assert evaluate.main([str(run_dir), "--scale", "auto"]) == 0
-    said = capsys.readouterr().out
-    best = float(said.partition("best scale ")[2].partition(";")[0])
-    assert f"merge {run_dir} --scale {best:g}" in said and 0.0 < best < 1.0, "B was drawn, not learned"
-    merged = {}
-    for scale in ("auto", f"{best:g}", "0.5"):
-        assert main([str(run_dir), "--scale", scale, "--output", str(tmp_path / scale)]) == 0
-        merged[scale] = load_file(tmp_path / scale / "model.safetensors")
-    assert f"--scale=auto: {best:g} is best on 9 held-out documents" in capsys.readouterr().err
-    assert all(torch.equal(value, merged["auto"][name]) for name, value in merged[f"{best:g}"].items())
+    assert main([str(run_dir), "--scale", "0.5", "--output", str(tmp_path / "half")]) == 0
+    merged = load_file(tmp_path / "half" / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     base = load_file(tmp_path / "model" / "model.safetensors")[f"{name}.weight"]
     adapter = load_file(run_dir / "adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
-    torch.testing.assert_close(merged["0.5"][f"{name}.weight"], base + 0.5 * (8 / 4) * b @ a)
+    torch.testing.assert_close(merged[f"{name}.weight"], base + 0.5 * (8 / 4) * b @ a)
 
 
 def test_a_16_bit_sum_is_rounded_once(tmp_path: Path) -> None:
@@ -133,11 +123,11 @@ def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monke
         check_output(Path(output))
 
 
-@pytest.mark.parametrize("text", ["x", "", "0", "11", "nan"])
-def test_a_scale_is_auto_or_a_factor(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="must be auto, or a factor above 0"):
+@pytest.mark.parametrize("text", ["x", "", "0", "11", "nan", "auto"])
+def test_a_scale_is_a_factor(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="must be a factor above 0"):
         parse_scale(text)
-    assert parse_scale("auto") == "auto" and parse_scale("0.35") == 0.35
+    assert parse_scale("0.35") == 0.35
 
 
 def test_adapters_of_layers_that_share_a_weight_are_not_merged(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.served import serve
 from tests.tiny import make_tokenizer, record_base
 from tests.unit.test_experts import base_of, saved
-from trainer.checkpoint.finished_run import find_run, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
-from trainer.commands.export.verify import verify
 from trainer.commands.merge import merge
 from trainer.config import RunConfig, UserError
 from trainer.model.adapter import apply_adapter
@@ -89,9 +89,12 @@ def test_merged_experts_are_stored_as_the_checkpoint_stores_them(model_type: str
 def test_what_servers_read_expert_by_expert_gives_the_same_logits(
     model_type: str, lora: dict[str, Any], form: str, tmp_path: Path
 ) -> None:
-    run_dir, _ = make_run(tmp_path, model_type, **lora)
-    said, command = export(find_run(run_dir), form, tmp_path / "out", verified=True)
-    assert said.startswith("verified by the rules of ")
+    run_dir, logits = make_run(tmp_path, model_type, **lora)
+    [command] = export(find_run(run_dir), form, tmp_path / "out")
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+        served = serve(base, form, tmp_path / "out")(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(served, logits, rtol=1e-4, atol=1e-4)
     assert ("--enable-mixed-moe-lora-format" in command) is (form == "vllm")
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     names = [name for name in stored if ".experts." in name]
@@ -105,28 +108,6 @@ def test_what_servers_read_expert_by_expert_gives_the_same_logits(
     assert len(parts) == 3, "servers take all parts of an expert or none"
     ranks = {len(value) for name, value in stored.items() if ".lora_A." in name}
     assert ranks == ({2, 4} if form == "vllm" and "expert_rank" in lora else {4})
-
-
-@pytest.mark.parametrize(
-    ("model_type", "form", "name", "other"),
-    [
-        ("gpt_oss", "vllm", "w1", "gate_proj"),
-        ("mixtral", "vllm", "w1", "gate_proj"),
-        ("qwen3_moe", "vllm", "gate_proj", "w1"),
-        ("mixtral", "sglang", "gate_proj", "w1"),
-    ],
-)
-def test_a_name_that_the_server_does_not_know_is_found(
-    model_type: str, form: str, name: str, other: str, tmp_path: Path
-) -> None:
-    run = find_run(make_run(tmp_path, model_type)[0])
-    export(run, form, tmp_path / "out")
-    file = tmp_path / "out" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    assert any(f".{name}." in key for key in tensors)
-    save_file({key.replace(f".{name}.", f".{other}."): value for key, value in tensors.items()}, file)
-    with pytest.raises(RuntimeError, match=rf"\.{other}: "):
-        verify(run, form, tmp_path / "out", saved_tokenizer(run))
 
 
 def test_experts_under_a_name_that_no_server_knows_are_refused(tmp_path: Path) -> None:

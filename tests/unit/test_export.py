@@ -200,29 +200,9 @@ def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Pa
     assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
 
 
-def test_a_converter_of_the_users_is_run(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "convert_hf_to_gguf.py"
-    script.write_text(
-        "import pathlib, sys\n"
-        "model, options = pathlib.Path(sys.argv[1]), dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
-        "assert (model / 'config.json').is_file(), model\n"
-        "pathlib.Path(options['--outfile']).write_text(options['--outtype'])\n"
-    )
-    command = [str(run_dir), "--format", "gguf", "--converter", str(script)]
-    assert main([*command, "--output", str(tmp_path / "a.gguf")]) == 0
-    assert (tmp_path / "a.gguf").read_text() == "auto"
-    assert f"written by {script}" in capsys.readouterr().out
-    script.write_text("raise SystemExit('no such architecture')")
-    assert main([*command, "--output", str(tmp_path / "b.gguf")]) == 1
-    assert "convert_hf_to_gguf.py ended with exit code 1: no such architecture" in capsys.readouterr().err
-    assert not (tmp_path / "b.gguf").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--format", "gguf", "--converter", "none.py"], "--converter none.py: no such file"),
-        (["--format", "hf", "--converter", "none.py"], "is for GGUF files, not for --format hf"),
         (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: is for GGUF files"),
         (["--format", "peft", "--dtype", "f16"], "--dtype f16: --format peft keeps the adapter's dtype"),
         (["--format", "gguf", "--output", "."], "is a folder, but --format gguf writes a file"),

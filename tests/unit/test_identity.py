@@ -55,7 +55,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
     "eval": lambda run, out: [str(run), "--samples", "5", "--json", str(out)],
     "generate": lambda run, out: [str(run), "hello", "--max-new-tokens", "2"],
     "chat": lambda run, out: [str(run)],
-    "export": lambda run, out: [str(run), "--format", "vllm", "--verify", "--output", str(out)],
+    "export": lambda run, out: [str(run), "--format", "vllm", "--output", str(out)],
     "push": lambda run, out: [str(run), "me/tiny", "--dry-run"],
 }
 MODULES = {"eval": evaluate, "export": export, "merge": merge, "generate": generate, "chat": chat, "push": push}

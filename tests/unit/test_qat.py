@@ -17,7 +17,6 @@ from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands.integers import mixed_format_warnings
 from trainer.commands.merge import main as merge_main
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -281,15 +280,8 @@ def test_a_plain_run_is_rounded_with_a_note(tmp_path: Path, capsys: pytest.Captu
     output = merge(run, tmp_path / "served", quantize="int4")
     printed = capsys.readouterr().err
     assert "note: the run was not trained for integers (training.qat)" in printed
-    assert "warning: k_proj, v_proj without an adapter stays in 16 bits, unlike q_proj" in printed
     stored = load_file(output / "model.safetensors")
     assert f"{LAYER}.weight_packed" in stored and "model.layers.1.mlp.gate_proj.weight" in stored
-
-
-def test_servers_want_all_of_what_they_compute_as_one() -> None:
-    assert mixed_format_warnings(["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj", "lm_head"]) == []
-    (line,) = mixed_format_warnings(["a.gate_proj"], ["a.up_proj"])
-    assert "up_proj without an adapter stays in 16 bits, unlike gate_proj" in line
 
 
 def test_a_merge_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -333,7 +333,7 @@ def test_commands_that_write_text_refuse(
     ground: Path, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     commands: list[tuple[Any, list[str]]] = [
-        (chat.main, []), (generate.main, ["red"]), (evaluate.main, ["--scale", "0.5"]),
+        (chat.main, []), (generate.main, ["red"]), (evaluate.main, ["--tasks", "gsm8k"]),
         (export.main, ["--format", "gguf", "--output", str(tmp_path / "x.gguf")]),
         (export.main, ["--format", "vllm", "--output", str(tmp_path / "x")]),
         (merge.main, ["--scale", "0.5", "--output", str(tmp_path / "x")]),

@@ -46,9 +46,7 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     share = f"{adapter:,} parameters ({adapter / (model + adapter):.2%} of all): "
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
-    assert lines["steps"] == (
-        "4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks; fewer steps on more"
-    )
+    assert lines["steps"] == ("4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks")
     assert lines["warning"].startswith("4 optimizer steps in all, the first of them at a learning rate of 0 (18 sam")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
@@ -104,7 +102,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("training.max_steps=7", "accumulation 2 x 2 ranks; larger batches on more"),
+        ("training.max_steps=7", "accumulation 2 x 2 ranks"),
         ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen at the start"),
         (
             "training.global_batch_size=12",

@@ -1,46 +1,30 @@
 """`zerolora chat RUN`: a conversation with a trained adapter, with streamed answers."""
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass, field
-from io import TextIOWrapper
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.finished_run import (
-    BASE_MODEL_HELP,
-    add_run_arguments,
-    find_run,
-    quiet_libraries,
-    refuse_reward_model,
-    saved_tokenizer,
-)
+from trainer.checkpoint.finished_run import BASE_MODEL_HELP, add_run_arguments, quiet_libraries
 from trainer.commands.generate import (
-    IMAGE_HELP,
     AnswerStreamer,
     Sampling,
     add_answer_options,
-    find_prompt_form,
     generate_answers,
-    load_for_inference,
-    prompt_settings,
+    load_for_prompts,
     prompts_on_stdin,
     replace_invalid,
 )
-from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
-from trainer.data.image_parts import IMAGE, show_marks, stored_file
+from trainer.data.image_parts import IMAGE
 from trainer.data.vision import PromptImages
 from trainer.model.answers import prompt_ids
 from trainer.model.base import context_length
-from trainer.model.image_reader import read_prompt_images
 
-HELP = """/new         start over
-/save FILE   add the conversation to a .jsonl file, as a record with messages
-/help        this list; Ctrl-D ends the chat"""
+HELP = """/new    start over
+/help   this list; Ctrl-D ends the chat"""
 
 
 @dataclass
@@ -85,28 +69,14 @@ class Conversation:
             print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
         return row, images
 
-    def save(self, file: Path) -> None:
-        """Append the conversation to a file. Raises UserError if it cannot be written."""
-        record: dict[str, Any] = {"messages": [turn | {"content": show_marks(turn["content"])} for turn in self.turns]}
-        if self.images is not None and self.images.stored:
-            record["images"] = [str(stored_file(image)) for image in self.images.stored]
-        try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise UserError(f"/save {file}: cannot be written ({error.strerror}); use another file") from None
-
 
 def converse(conversation: Conversation) -> None:
     """Answer each line of standard input as a turn, or execute it if it is a command."""
     for line in prompts_on_stdin(sys.stdin.isatty()):
-        command, _, argument = line.partition(" ")
         try:
             if line == "/new":
                 conversation.turns = []
-            elif command == "/save" and argument:
-                conversation.save(Path(argument.strip()).expanduser())
-            elif line in ("/help", "/save"):
+            elif line == "/help":
                 print(HELP, file=sys.stderr)
             else:
                 conversation.ask(str(replace_invalid(line)))
@@ -122,7 +92,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=IMAGE_HELP)
     return parser.parse_args(argv)
 
 
@@ -132,20 +101,9 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     sampling.check()
-    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, USE_DIFFUSERS)
-    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
-    tokenizer = saved_tokenizer(run)
-    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
-    section = prompt_settings(run, arguments.system)
-    images = read_prompt_images(run.config, tokenizer, arguments.image)
-    if text is not None and arguments.image:
-        raise UserError("--image: needs prompts in the chat template; add --chat")
+    model, tokenizer, section, text, images = load_for_prompts(arguments, both=False)
     if text is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
-    model = load_for_inference(run, tokenizer, both=False)
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     converse(Conversation(model, tokenizer, sampling, section, text, images))
 
 

@@ -25,6 +25,13 @@ from trainer.config import CommandParser, UserError, reports_errors
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 # Subfolders hold the same weights for other programs.
 EXCLUDED = ("*/*",)
+REASONS = {
+    HFValidationError: "not a name on the hub; it is OWNER/NAME, such as Qwen/Qwen2.5-7B",
+    GatedRepoError: "gated; accept its licence at https://huggingface.co/{model}, then run `hf auth login`",
+    RevisionNotFoundError: "has no revision {revision}; check its branches and tags on the hub",
+    RepositoryNotFoundError: "not on the hub, or private; check the name, or run `hf auth login`",
+}
+"""A gated repository is also one that is not found."""
 
 
 def download(model: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
@@ -32,25 +39,12 @@ def download(model: str, *, revision: str | None = None, folder: Path | None = N
     if Path(model).is_dir():
         raise UserError(f"{model}: already a folder on this machine; set base_model to it")
     try:
-        found = Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                local_dir=folder,
-                allow_patterns=list(PATTERNS),
-                ignore_patterns=list(EXCLUDED),
-            )
+        found = snapshot_download(
+            model, revision=revision, local_dir=folder, allow_patterns=list(PATTERNS), ignore_patterns=list(EXCLUDED)
         )
-    except HFValidationError:
-        raise UserError(f"{model}: not a name on the hub; it is OWNER/NAME, such as Qwen/Qwen2.5-7B") from None
-    except GatedRepoError:
-        raise UserError(
-            f"{model}: gated; accept its licence at https://huggingface.co/{model}, then run `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise UserError(f"{model}: has no revision {revision}; check its branches and tags on the hub") from None
-    except RepositoryNotFoundError:
-        raise UserError(f"{model}: not on the hub, or private; check the name, or run `hf auth login`") from None
+    except (HFValidationError, GatedRepoError, RevisionNotFoundError, RepositoryNotFoundError) as error:
+        reason = next(text for kind, text in REASONS.items() if isinstance(error, kind))
+        raise UserError(f"{model}: {reason.format(model=model, revision=revision)}") from None
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HTTPError, HfHubHTTPError, OSError) as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else type(error).__name__
         raise UserError(
@@ -58,9 +52,9 @@ def download(model: str, *, revision: str | None = None, folder: Path | None = N
             f"`{hub_command(model, revision, folder or Path(model.rpartition('/')[2]))}`, copy that folder here and "
             "set base_model to it"
         ) from None
-    if not any(found.glob("*.safetensors")):
+    if not any(Path(found).glob("*.safetensors")):
         raise UserError(f"{model}: has no safetensors; only those are loaded, so convert it first")
-    return found
+    return Path(found)
 
 
 def hub_command(model: str, revision: str | None, folder: Path) -> str:

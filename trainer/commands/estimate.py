@@ -8,10 +8,8 @@ be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2
 
 import json
 import os
-import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +17,11 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands import speed
+from trainer.commands.inspect import read_data
 from trainer.commands.longest_sequence import find_longest, longest_lines
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data import prepare_data
-from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.memory.advice import describe_misfit
@@ -34,8 +31,7 @@ from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
-from trainer.model.base import context_length, load_model_config, load_tokenizer
-from trainer.model.image_reader import load_image_reader
+from trainer.model.base import context_length, load_model_config
 from trainer.model.published_shapes import PREFIX, find_shape
 from trainer.model.random_weights import random_config
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -52,33 +48,20 @@ SHOWN = {"attention": "attention", "fused_head": "loss fused with the head", "fl
 
 def parse_memory(text: str, option: str = "--gpu-memory") -> int:
     """Parse `80GiB`, `80GB`, `81920MiB` or `80` (GiB) to bytes; raises UserError if invalid or below 1 GiB."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = UNITS.get(match.group(2).upper()) if match else None
-    if match is None or unit is None:
+    size = speed.parse_quantity(text, UNITS)
+    if size is None:
         raise UserError(f"{option} {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
-    size = int(float(match.group(1)) * unit)
     if not MIN_GPU_MEMORY <= size <= 2**50:
         raise UserError(
             f"{option} {text}: {size / GIB:.3g} GiB is not a device's memory; write 80GiB, 24GB or 40960MiB"
         )
-    return size
+    return int(size)
 
 
 def read_lengths(config: RunConfig) -> tuple[Lengths, int, str]:
     """Return sequence lengths, the tokenizer's size, and a line on where they come from."""
     try:
-        tokenizer = load_tokenizer(config.base_model, config.model)
-        if config.dataset.chat_template:
-            tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
-        model_config = load_model_config(config.base_model, config.model)
-        data = prepare_data(
-            config.dataset,
-            tokenizer,
-            seed=config.seed,
-            cache_dir=Path(config.dataset.cache_dir).expanduser(),
-            max_length_of_model=context_length(model_config),
-            images=load_image_reader(config, tokenizer, model_config),
-        )
+        tokenizer, data = read_data(config)
         reference = load_reference(config, tokenizer)
     except UserError as error:
         return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({error})"
@@ -124,10 +107,8 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "bytes_received": planner.traffic(resolved),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
-        "batch_size_is_bounded_by": None if best is None else _explain_batch_limit(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).to_json(),
-        "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
@@ -146,26 +127,6 @@ def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     """Return the largest micro-batch that fits with a reserve, or the configured one if it fits without."""
     configured = config.training.batch_size if planner.estimate(config).needed <= memory else 0
     return max(configured, planner.largest_batch(config, memory))
-
-
-def _explain_batch_limit(planner: Planner, best: RunConfig, memory: int) -> str:
-    """Return what bounds the recommended micro-batch."""
-    most, reason = planner.most_rows(best)
-    if best.training.batch_size > (largest := planner.largest_batch(best, memory)):
-        return "as configured; more may not fit" if largest < most else f"as configured; {reason}"
-    return f"the most that fit in {gib(memory)}" if largest < most else reason
-
-
-def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
-    choice = plan_on_cpu(planner, config)
-    if choice.found is None:
-        return None
-    precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    return {
-        "precision": precision,
-        "batch_size": choice.config.training.batch_size,
-        "process_bytes": choice.found.needed,
-    }
 
 
 def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
@@ -223,14 +184,9 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(stages)
     for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
-    if found["on_cpu"] is not None:
-        cpu = found["on_cpu"]
-        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} per rank"
-        console.print(f"on CPUs instead: {each}", highlight=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
-        reason = found["batch_size_is_bounded_by"]
-        line = f"the lowest stage that fits, with the largest micro-batch: {settings} ({reason})"
+        line = f"the lowest stage that fits, with the largest micro-batch: {settings}"
         console.print(line if found["fits"] else f"too large as configured; {line}", highlight=False)
 
 

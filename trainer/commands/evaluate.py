@@ -10,9 +10,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ from trainer.data.batches import MicroBatch, PairBatch, collate
 from trainer.data.samples import split_documents
 from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
-from trainer.model.adapter_scale import AUTO, SCALES, best_scale, cross_validated_losses, parse_scale, scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.model.image_reader import image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -59,64 +58,25 @@ from trainer.tasks.reward import RewardLoss
 
 CONFIDENCE = 0.95
 FEW_DOCUMENTS = 30
-COLUMNS = {
-    "documents": {
-        "loss": ("loss (nats/token)", ".4f"), "bits_per_token": ("bits/token", ".4f"),
-        "perplexity": ("perplexity", ",.2f"),
-    },
-    "pairs": {"loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f")},
-}  # fmt: skip
-"""Columns of the table, for texts and for pairs: the value's name -> title and format."""
+Interval = tuple[float, float, float]
+"""A value and the bounds of its bootstrap interval."""
 Losses = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A loss in nats per token and the bounds of its bootstrap interval."""
-
-    loss: float
-    low: float
-    high: float
-
-    def named(self, name: str) -> dict[str, Any]:
-        """Return the value and its interval for JSON, under `name`."""
-        return {name: self.loss, f"{name}_interval": [self.low, self.high]}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return loss (nats), bits per token and perplexity, each with its interval.
-
-        For a difference of losses, `perplexity` is the ratio of perplexities; see `Evaluation.to_dict`.
-        """
-        values = (self.loss, self.low, self.high)
-        bits, perplexity = Estimate(*(value / math.log(2) for value in values)), Estimate(*map(_exp, values))
-        return self.named("loss") | bits.named("bits_per_token") | perplexity.named("perplexity")
+def _exp(nats: float) -> float:
+    """Return exp, or infinity on overflow, which an untrained base may reach."""
+    return math.exp(nats) if nats < 700 else math.inf
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation; `difference` is adapter minus base."""
-
-    documents: int
-    target_tokens: int
-    base: Estimate
-    adapter: Estimate
-    difference: Estimate
-    scale: float = 1.0
-    """Factor of the adapter's update."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return values for JSON; `difference` has perplexity_ratio = perplexity of adapter / perplexity of base."""
-        difference = {
-            name.replace("perplexity", "perplexity_ratio"): value for name, value in self.difference.to_dict().items()
-        }
-        return {
-            "documents": self.documents,
-            "target_tokens": self.target_tokens,
-            "scale": self.scale,
-            "base": self.base.to_dict(),
-            "adapter": self.adapter.to_dict(),
-            "difference": difference,
-        }
+DOCUMENT_COLUMNS: dict[str, tuple[str, str, Callable[[float], float]]] = {
+    "loss": ("loss (nats/token)", ".4f", float),
+    "bits_per_token": ("bits/token", ".4f", lambda nats: nats / math.log(2)),
+    "perplexity": ("perplexity", ",.2f", _exp),
+}
+"""Columns of the table for texts: the value's name -> title, format and function of the loss in nats."""
+PAIR_COLUMNS = {
+    "loss": ("loss (nats/pair)", ".4f"), "accuracy": ("accuracy", ".1%"), "margin": ("reward margin", ".4f"),
+}  # fmt: skip
 
 
 def evaluate(
@@ -127,51 +87,44 @@ def evaluate(
     batch_size: int,
     resamples: int,
     seed: int,
-    scale: float | str = 1.0,
     images: ImageReader | None = None,
-) -> Evaluation:
-    """Measure a PEFT model with and without its adapter on the same documents.
+) -> dict[str, Any]:
+    """Measure a PEFT model with and without its adapter on the same documents; return values for JSON.
 
-    `scale` is the factor of the adapter's update. With `auto`, each half of the documents is measured at the scale
-    that is best on the other half, and the returned scale is the best on all.
+    `difference` is adapter minus base, and has perplexity_ratio = perplexity of adapter / perplexity of base.
     """
-    factors = SCALES if isinstance(scale, str) else (scale,)
     inputs = None if images is None else image_inputs(images, model, every_rank=False)
-    console = Console(stderr=True)
-    # Without a terminal, a transient bar would leave an empty line.
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("evaluating", total=(1 + len(factors)) * len(documents))
-        rows = []
-        for factor in (0.0, *factors):
-            done: list[tuple[int, float]] = []
-            with scaled_adapter(model, factor):
-                measured = model, documents, pad_token_id, batch_size, inputs
-                for part in _document_losses(*measured, with_adapter=factor > 0):
-                    done += part
-                    progress.advance(bar, len(part))
-            rows.append(np.array([loss for _, loss in sorted(done)]))
+    base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
     tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)
-    scaled_FD = np.stack(rows[1:])
-    evaluation = bootstrap(rows[0], cross_validated_losses(scaled_FD), tokens, resamples=resamples, seed=seed)
-    return replace(evaluation, scale=factors[best_scale(scaled_FD)])
+    found: dict[str, Any] = {"documents": len(documents), "target_tokens": int(tokens.sum())}
+    for part, values in bootstrap(base, adapter, tokens, resamples=resamples, seed=seed).items():
+        found[part] = {}
+        for name, (_, _, convert) in DOCUMENT_COLUMNS.items():
+            name = "perplexity_ratio" if (part, name) == ("difference", "perplexity") else name
+            found[part] |= _name_interval(name, [convert(value) for value in values])
+    return found
 
 
-def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, seed: int) -> Evaluation:
-    """Return token-weighted losses with 95 % intervals from each document's loss sum and number of target tokens."""
+def bootstrap(base: Losses, adapter: Losses, weights: Losses, *, resamples: int, seed: int) -> dict[str, Interval]:
+    """Return sum / sum of weights of base, adapter and difference, with 95 % intervals, from values by document."""
     generator = np.random.default_rng(seed)
     draws = np.empty((3, resamples))
     for index in range(resamples):
-        drawn = generator.integers(len(tokens), size=len(tokens))
-        count = tokens[drawn].sum()
+        drawn = generator.integers(len(weights), size=len(weights))
+        count = weights[drawn].sum()
         before, after = base[drawn].sum() / count, adapter[drawn].sum() / count
         draws[:, index] = before, after, after - before
     tail = (1 - CONFIDENCE) / 2
-    bounds = np.quantile(draws, [tail, 1 - tail], axis=1)
-    total = tokens.sum()
-    means = (base.sum() / total, adapter.sum() / total, (adapter.sum() - base.sum()) / total)
-    estimates = [Estimate(float(mean), float(low), float(high)) for mean, low, high in zip(means, *bounds, strict=True)]
-    return Evaluation(len(tokens), int(total), estimates[0], estimates[1], estimates[2])
+    low, high = np.quantile(draws, [tail, 1 - tail], axis=1)
+    means = np.array([base.sum(), adapter.sum(), adapter.sum() - base.sum()]) / weights.sum()
+    parts = ("base", "adapter", "difference")
+    return {part: (float(means[row]), float(low[row]), float(high[row])) for row, part in enumerate(parts)}
+
+
+def _name_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
+    value, low, high = values
+    return {name: value, f"{name}_interval": [low, high]}
 
 
 def evaluate_pairs(
@@ -182,10 +135,10 @@ def evaluate_pairs(
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
     found: dict[str, Any] = {"pairs": pairs, "base": {}, "adapter": {}, "difference": {}}
-    for name, base, adapter in zip(COLUMNS["pairs"], *values, strict=True):
+    for name, base, adapter in zip(PAIR_COLUMNS, *values, strict=True):
         result = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
-        for part in ("base", "adapter", "difference"):
-            found[part] |= getattr(result, part).named(name)
+        for part, interval in result.items():
+            found[part] |= _name_interval(name, interval)
     return found
 
 
@@ -215,19 +168,6 @@ def _measure_pairs(
             with without():
                 parts.append(loss.measure_pairs(model, batch, model.device).double())
     return torch.stack([torch.cat(parts[::2], 1), torch.cat(parts[1::2], 1)]).cpu().numpy()
-
-
-def held_out_documents(
-    run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
-) -> list[Sample]:
-    """Return the documents that the run held out, or all of `data`; see `held_out_samples`.
-
-    Raises UserError for pairs of answers.
-    """
-    samples, has_pairs = held_out_samples(run, tokenizer, data, split, images)
-    if has_pairs:
-        raise UserError(f"{run.folder}: held-out data are pairs of answers; use zerolora eval {run.folder}")
-    return [document for sample in samples for document in split_documents(sample)]
 
 
 def held_out_samples(
@@ -288,27 +228,23 @@ def _check_reference(run: FinishedRun) -> None:
         raise UserError(f"{run.folder}: lora.adapter_path={run.config.lora.adapter_path}: {problem}; {metrics}")
 
 
-def _document_losses(
-    model: Any,
-    documents: Sequence[Sample],
-    pad_token_id: int,
-    batch_size: int,
-    images: ImageInputs | None,
-    *,
-    with_adapter: bool,
-) -> Iterator[list[tuple[int, float]]]:
-    """Yield batches of (document index, sum of token losses), with documents of similar length in a batch."""
+def _measure_documents(
+    model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, images: ImageInputs | None
+) -> Losses:
+    """Return the sum of token losses of every document, of the base and with the adapter [2, D]."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        rows = [documents[index] for index in chosen]
-        batch = collate(rows, pad_token_id, packed=False, flat=False, images=images)
-        if with_adapter:
-            sums = row_losses(model, batch)
-        else:
-            with model.disable_adapter():
-                sums = row_losses(model, batch)
-        yield list(zip(chosen, sums.tolist(), strict=True))
+    sums = np.empty((2, len(documents)))
+    console = Console(stderr=True)
+    # Without a terminal, a transient bar would leave an empty line.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for start in progress.track(range(0, len(order), batch_size), description="evaluating"):
+            chosen = order[start : start + batch_size]
+            rows = [documents[index] for index in chosen]
+            batch = collate(rows, pad_token_id, packed=False, flat=False, images=images)
+            for row, without in enumerate((model.disable_adapter, nullcontext)):
+                with without():
+                    sums[row, chosen] = row_losses(model, batch).cpu().numpy()
+    return sums
 
 
 @torch.no_grad()
@@ -320,13 +256,14 @@ def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
 def show(found: dict[str, Any], heading: str, console: Console) -> None:
     """Print the results, as they are written in JSON, in a table with intervals below the values."""
     unit = "pairs" if "pairs" in found else "documents"
-    columns, table = COLUMNS[unit], Table(box=None, pad_edge=False)
+    columns: dict[str, Any] = PAIR_COLUMNS if unit == "pairs" else DOCUMENT_COLUMNS
+    table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for title, _ in columns.values():
+    for title, *_ in columns.values():
         table.add_column(title, justify="right")
     for row, model in (("base", "base"), ("base + adapter", "adapter"), ("difference", "difference")):
         sign = "+" * (model == "difference")
-        table.add_row(row, *(_cell(found[model], name, sign + form) for name, (_, form) in columns.items()))
+        table.add_row(row, *(_cell(found[model], name, sign + form) for name, (_, form, *_) in columns.items()))
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"[dim]below: {CONFIDENCE:.0%} bootstrap intervals over {unit}[/dim]", highlight=False)
@@ -340,11 +277,6 @@ def _cell(values: dict[str, Any], name: str, form: str) -> str:
         name, form, mark = f"{name}_ratio", ".3f", "x "
     low, high = values[f"{name}_interval"]
     return f"{mark}{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]"
-
-
-def _exp(nats: float) -> float:
-    """Return exp, or infinity on overflow, which an untrained base may reach."""
-    return math.exp(nats) if nats < 700 else math.inf
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -363,9 +295,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="documents per batch (as in training)")
     parser.add_argument("--samples", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
-    parser.add_argument(
-        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update, or auto (1)"
-    )
     return parser.parse_args(argv)
 
 
@@ -381,9 +310,8 @@ def _check_task_options(arguments: argparse.Namespace) -> None:
 
 
 def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int) -> dict[str, Any]:
-    """Print the scores of --tasks for base and adapter, and return them for JSON."""
-    if arguments.data is not None or arguments.scale != 1.0:
-        raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data or --scale; remove them")
+    if arguments.data is not None:
+        raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data; remove one")
     asked = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
     try:
         scorer = TaskScores(EvaluationSection(**asked), tokenizer, batch_size, Ranks(0, 1, 0))
@@ -413,21 +341,24 @@ def main(argv: list[str] | None = None) -> None:
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
     config = run.config
-    if arguments.scale != 1.0:
-        refuse_reward_model(run, "--scale is for models that write text; evaluate without it")
     tokenizer = saved_tokenizer(run)
     batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
+    record: dict[str, Any] = {"run": str(arguments.run), "base_model": config.base_model}
     if arguments.tasks is not None:
         refuse_reward_model(run, "--tasks are for models that write text; evaluate without it")
-        scores = _score_tasks(arguments, run, tokenizer, batch_size)
-        if arguments.json is not None:
-            record = {"run": str(arguments.run), "base_model": config.base_model, **scores}
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        return
+        record |= _score_tasks(arguments, run, tokenizer, batch_size)
+    else:
+        record |= _measure_held_out(arguments, run, tokenizer, batch_size)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _measure_held_out(
+    arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any, batch_size: int
+) -> dict[str, Any]:
+    config = run.config
     images = load_image_reader(config, tokenizer)
     samples, has_pairs = held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
-    if has_pairs and arguments.scale != 1.0:
-        raise UserError(f"--scale={arguments.scale}: the held-out data are pairs of answers, not texts; leave it out")
     device = default_device()
     model = load_trained(run, tokenizer, device)
     given: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
@@ -437,8 +368,7 @@ def main(argv: list[str] | None = None) -> None:
         size = f"{found['pairs']:,} pairs"
     else:
         documents = [document for sample in samples for document in split_documents(sample)]
-        given |= {"seed": config.seed, "scale": arguments.scale, "images": images}
-        found = evaluate(model, documents, tokenizer.pad_token_id, **given).to_dict()
+        found = evaluate(model, documents, tokenizer.pad_token_id, seed=config.seed, images=images, **given)
         size = f"{found['documents']:,} documents, {found['target_tokens']:,} target tokens"
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
@@ -446,22 +376,15 @@ def main(argv: list[str] | None = None) -> None:
     elif config.training.qat:
         precision = f"{precision}, merged weights in {config.training.qat}"
     show(found, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
-    if arguments.scale == AUTO:
-        print(f"best scale {found['scale']:g}; each half of the documents measured at the best scale of the other")
-        print(f"zerolora merge {arguments.run} --scale {found['scale']:g}")
-    if arguments.json is not None:
-        record = {
-            "run": str(arguments.run),
-            "base_model": config.base_model,
-            "data": arguments.data or "held out by the run",
-            "precision": precision,
-            "device": device.type,
-            "confidence": CONFIDENCE,
-            "resamples": arguments.samples,
-            "seed": config.seed,
-            **found,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return {
+        "data": arguments.data or "held out by the run",
+        "precision": precision,
+        "device": device.type,
+        "confidence": CONFIDENCE,
+        "resamples": arguments.samples,
+        "seed": config.seed,
+        **found,
+    }
 
 
 if __name__ == "__main__":

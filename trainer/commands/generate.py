@@ -32,7 +32,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
-from trainer.commands.image_adapter import USE_DIFFUSERS, refuse_images
+from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.errors import printable, shown
 from trainer.config.files import check_shape, read_json
@@ -45,8 +45,6 @@ from trainer.model.base import context_length
 from trainer.model.image_reader import read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
-
-IMAGE_HELP = "image shown before the prompt, for models of text and images; may be repeated"
 
 
 class AnswerStreamer(TextStreamer):
@@ -151,10 +149,27 @@ def encode_prompts(
             print(f"error: {shown(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
 
-def prompt_settings(run: FinishedRun, system: str | None) -> DatasetSection:
-    """Return the run's data settings with the system prompt of --system, if given."""
+def load_for_prompts(
+    arguments: argparse.Namespace, *, both: bool
+) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
+    """Return model, tokenizer, data settings, form of plain-text prompts and images for the command's options.
+
+    The settings have the system prompt of --system, if given. Raises UserError.
+    """
+    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
+    refuse_images(run, "images are generated with diffusers; see its README.md")
+    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
+    tokenizer = saved_tokenizer(run)
+    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
-    return section if system is None else section.model_copy(update={"system_prompt": system or None})
+    if arguments.system is not None:
+        section = section.model_copy(update={"system_prompt": arguments.system or None})
+    images = read_prompt_images(run.config, tokenizer, arguments.image)
+    if arguments.image and text is not None:
+        raise UserError("--image: needs prompts in the chat template; add --chat")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # answers may hold characters that the terminal cannot show
+    return load_for_inference(run, tokenizer, both=both), tokenizer, section, text, images
 
 
 def show(answers: dict[str, str], console: Console) -> None:
@@ -212,6 +227,8 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     help_ = f"nucleus sampling: sample from the most likely tokens with total probability P ({top_p})"
     parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
     parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
+    help_ = "image shown before the prompt, for models of text and images; may be repeated"
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
     form.add_argument("--chat", action="store_true", help="use the chat template, whatever was trained")
@@ -228,7 +245,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", action="store_true", help="show the base model's answer as well")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts per batch (1)")
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=IMAGE_HELP)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
         raise UserError("--image: is shown before each PROMPT, one at a time; remove --batch-size, --prompts and --raw")
@@ -249,22 +265,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     quiet_libraries()
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
-    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
-    refuse_images(run, USE_DIFFUSERS)
-    refuse_reward_model(run, "it scores answers and writes none; see the guide on preference training")
-    tokenizer = saved_tokenizer(run)
-    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
-    section = prompt_settings(run, arguments.system)
-    model = load_for_inference(run, tokenizer, both=arguments.base)
+    model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # answers may hold characters that the terminal cannot show
     prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
     failed: list[str] = []
-
-    images = read_prompt_images(run.config, tokenizer, arguments.image)
-    if images is not None and images.stored and text is not None:
-        raise UserError("--image: needs prompts in the chat template; add --chat")
 
     def encode(prompt: Prompt) -> torch.Tensor:
         if arguments.image:

@@ -22,7 +22,6 @@ from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
 
 KOHYA = "lora.safetensors"
-USE_DIFFUSERS = "images are generated with diffusers; see its README.md"
 
 
 def _pipeline(run: FinishedRun) -> Pipeline:
@@ -77,13 +76,11 @@ def image_model_card(run: FinishedRun, records: list[Record], name: str) -> str:
     return image_card(run.config, _pipeline(run), records, name)
 
 
-def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | str) -> Path:
+def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
     """Write the pipeline with the adapter merged, W + s B A in 32 bits, rounded once.
 
     Raises UserError if `output` is not empty, or the base is random.
     """
-    if isinstance(scale, str):
-        raise UserError(f"--scale={scale}: needs held-out text; use a number, such as --scale 0.8")
     check_output(output)
     pipeline = _pipeline(run)
     if pipeline.folder is None:
@@ -106,7 +103,6 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | s
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the denoiser's first weight."""
     from safetensors import safe_open
 
     file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))

@@ -19,13 +19,14 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.finished_run import quiet_libraries
-from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config, reports_errors
+from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.config.command_line import positive_int
 from trainer.config.errors import printable
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.data.conversations import find_chat_template
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import decode_parts, split_documents
@@ -43,6 +44,23 @@ SHOWN_DOCUMENTS = 2
 STREAM_EXAMPLES = 200
 # Characters shown per document of a step.
 SHOWN_CHARACTERS = 100
+
+
+def read_data(config: RunConfig) -> tuple[Any, PreparedData]:
+    """Return the tokenizer and the tokenized data of a run. Raises UserError."""
+    tokenizer = load_tokenizer(config.base_model, config.model)
+    if config.dataset.chat_template:
+        tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
+    model_config = load_model_config(config.base_model, config.model)
+    longest = context_length(model_config)
+    return tokenizer, prepare_data(
+        fit_max_length(config, longest).dataset,
+        tokenizer,
+        seed=config.seed,
+        cache_dir=Path(config.dataset.cache_dir).expanduser(),
+        max_length_of_model=longest,
+        images=load_image_reader(config, tokenizer, model_config),
+    )
 
 
 def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
@@ -73,17 +91,7 @@ def show_step(
     """
     if not isinstance(data.train, Samples):
         raise UserError("dataset.streaming=true: the samples of a step are only known during the run; leave out --step")
-    ranks = config.data_ranks(ranks)
-    training = _resolve_training(config, len(data.train), ranks)
-    batches = Batches(
-        data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
-        world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
-    )  # fmt: skip
-    if (last := count_steps(training, len(data.train), ranks)) is not None and step > last:
-        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
-    epoch, in_epoch = divmod(step - 1, batches.steps_per_epoch)
-    size = global_batch(training, ranks)
-    for index in batches.order(epoch)[in_epoch * size : (in_epoch + 1) * size].tolist():
+    for index in _find_step(config, data.train, step, ranks):
         for number, document in enumerate(split_documents(data.train[index])):
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             place = f"sample {index}" + (f", document {number + 1}" if number else "")
@@ -93,12 +101,22 @@ def show_step(
             )  # fmt: skip
 
 
-def _resolve_training(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
-    """Return the settings of a run on `ranks` ranks. Raises UserError if the batch size is chosen at the start."""
-    training = resolve_global_batch(config, samples, ranks).training
+def _find_step(config: RunConfig, samples: Any, step: int, ranks: int) -> list[int]:
+    """Return the samples of a step; raises UserError if the run has no such step, or its batch size is open."""
+    ranks = config.data_ranks(ranks)
+    training = resolve_global_batch(config, len(samples), ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: chosen at the start; use the training_config.json of the run")
-    return training
+    if (last := count_steps(training, len(samples), ranks)) is not None and step > last:
+        raise UserError(f"--step {step}: the run has {last:,} steps; use one of them")
+    size, seed, shuffle = global_batch(training, ranks), config.seed, config.dataset.shuffle
+    epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
+    if isinstance(samples, Samples):
+        batches = Batches(samples, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
+        order = batches.order(epoch)
+    else:
+        order = draw_order(samples, epoch, together=size, seed=seed, shuffle=shuffle)
+    return order[in_epoch * size : (in_epoch + 1) * size].tolist()
 
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
@@ -107,10 +125,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:
-        size = global_batch(_resolve_training(config, len(samples), ranks), ranks)
-        epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
-        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
-        chosen = order[in_epoch * size : (in_epoch + 1) * size].tolist()
+        chosen = _find_step(config, samples, step, ranks)
     for index in chosen:
         entry = samples[index]
         (width, height), (left, top) = entry.original, entry.crop
@@ -189,18 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         show_images(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
         return
     PROGRESS.show(f"reading {config.base_model} and the data")
-    tokenizer = load_tokenizer(config.base_model, config.model)
-    model_config = load_model_config(config.base_model, config.model)
-    longest = context_length(model_config)
-    config = fit_max_length(config, longest)
-    data = prepare_data(
-        config.dataset,
-        tokenizer,
-        seed=config.seed,
-        cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=longest,
-        images=load_image_reader(config, tokenizer, model_config),
-    )
+    tokenizer, data = read_data(config)
     if config.training.loss != "nll" or config.training.neftune_noise_alpha:
         noise = config.training.neftune_noise_alpha
         console.print(f"loss: {config.training.loss}" + f"; noise on embeddings: {noise:g}" * (noise > 0))

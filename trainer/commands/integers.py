@@ -7,14 +7,13 @@ layers are unchanged and listed under `ignore`.
 
 import importlib.util
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ops.fake_quantised import dequantised, quantised_merged
-from trainer.commands.export.factors import FUSED_LAYERS, PREFIX
+from trainer.commands.export.factors import PREFIX
 from trainer.config import UserError
 from trainer.model.integer_weights import (
     INSTALL,
@@ -87,21 +86,8 @@ class IntegerMerge:
         others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
         others = [path for path in others if path not in self._layers]
         model.config.quantization_config = _quantization_config(self._form, others)
-        for line in (f"{len(self._layers)} layers in {self._form}", *mixed_format_warnings(self._layers, others)):
-            print(line, file=sys.stderr)
+        print(f"{len(self._layers)} layers in {self._form}", file=sys.stderr)
         return values
-
-
-def mixed_format_warnings(rounded: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return a warning for each group of layers that servers fuse if only some of them are in integers."""
-    here, there = ({path.rpartition(".")[2] for path in paths} for paths in (rounded, others))
-    return [
-        f"warning: {', '.join(sorted(there & set(names)))} without an adapter stays in 16 bits, unlike "
-        f"{', '.join(sorted(here & set(names)))}: vLLM and SGLang compute {', '.join(names)} as one layer and refuse "
-        "mixed formats; adapt all of them"
-        for names in FUSED_LAYERS
-        if here & set(names) and there & set(names)
-    ]
 
 
 def _quantization_config(form: IntegerForm, others: list[str]) -> dict[str, Any]:

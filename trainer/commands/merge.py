@@ -7,7 +7,6 @@ requested dtype.
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,18 @@ from trainer.checkpoint.finished_run import (
     default_device,
     find_run,
     load_full_base,
-    load_trained,
     quiet_libraries,
     refuse_reward_model,
     saved_tokenizer,
 )
 from trainer.checkpoint.identity import ALLOW
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
-from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_image_run, merge_images
 from trainer.commands.integers import IntegerMerge
 from trainer.config import CommandParser, RunConfig, UserError, reports_errors
 from trainer.model import mxfp4
-from trainer.model.adapter_scale import AUTO, parse_scale, scale_adapter
+from trainer.model.adapter_scale import parse_scale, scale_adapter
 from trainer.model.base import load_model_config
-from trainer.model.image_reader import load_image_reader
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights
@@ -52,33 +48,27 @@ SHARD_SIZE = "5GB"
 
 
 def merge(
-    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0, quantize: Integers | None = None
+    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
 ) -> Path:
     """Write the merged model and its tokenizer to `output`; `dtype` `auto` is the dtype the base is stored in.
 
-    `scale`: factor of the adapter's update; `auto`: the best on the run's held-out text.
+    `scale`: factor of the adapter's update.
     `quantize`: adapted layers as integers (trainer/commands/integers.py); `dtype` `auto` is then that of training.
 
-    Raises UserError if `output` is not empty, its disk is too full, or the base is not in full precision; RuntimeError
-    if the files differ from memory or are not finite.
+    Raises UserError if `output` is not empty, or the base is not in full precision; RuntimeError if its disk is too
+    full, or the files differ from memory or are not finite.
     """
     check_output(output)
     if scale != 1.0 or quantize is not None:
         refuse_reward_model(run, "--scale and --quantize are for models that write text; merge without them")
-    integers = None if quantize is None else prepare_integers(run, quantize, dtype)
-    model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
-    if integers is not None:
-        values: dict[str, torch.Tensor] | None = integers.build_state_dict(model)
-    else:
-        values = requantize_mxfp4(model, run.config) if dtype == "auto" else None
-    check_room(model, output)
+    merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
     with temporary_output(output) as folder:
-        save_merged(model, tokenizer, folder, values)
+        save_merged(folder, *merged)
         move_into_place(folder, output)
     return output
 
 
-def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
+def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
     """Build the rounding of the adapted layers; `auto` is the dtype that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
@@ -94,41 +84,18 @@ def prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMer
     return IntegerMerge(kind, _merged_dtype(run, dtype), default_device())
 
 
-def load_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: IntegerMerge | None = None
-) -> tuple[Any, Any]:
-    """Return the merged model on the CPU, and its tokenizer. Raises UserError if the base is not in full precision.
+def build_merged(
+    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
+) -> tuple[Any, Any, dict[str, Tensor] | None]:
+    """Return the merged model on the CPU, its tokenizer, and the state dict to save if not the model's own.
 
-    With `integers` it has their dtype, and its adapted layers are rounded.
+    Raises UserError if the base is not in full precision.
     """
     tokenizer = saved_tokenizer(run)
+    integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
     wanted = _merged_dtype(run, dtype)  # refuses a quantized base
-    factor = _find_best_scale(run, tokenizer) if isinstance(scale, str) else scale
-    if integers is not None:
-        wanted = integers.dtype
-    return build_merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
-
-
-def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Write model and tokenizer and verify the weights; raises RuntimeError if they differ.
-
-    `values` is the state dict to save, if not the model's own.
-    """
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
-    write_files(tokenizer_files(tokenizer), folder)
-    check_saved(model, folder, values)
-
-
-def build_merged_model(
-    run: FinishedRun,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    *,
-    scale: float = 1.0,
-    integers: IntegerMerge | None = None,
-) -> Any:
-    """Load the base in `dtype` on the CPU, resized for added tokens, and merge the adapter into its weights."""
-    base = load_full_base(run, dtype)
+    wanted = wanted if integers is None else integers.dtype
+    base = load_full_base(run, wanted)
     types = {name: each.dtype for name, each in (*base.named_parameters(), *base.named_buffers())}
     # With an adapter in 32 bits only the sum is rounded.
     adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
@@ -140,37 +107,23 @@ def build_merged_model(
     model = adapted.merge_and_unload()
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if each.is_floating_point():
-            each.data = each.data.to(types.get(name, dtype))
+            each.data = each.data.to(types.get(name, wanted))
     model.config.use_cache = True  # training switched it off
     if run.config.task == "reward":
         model.config.pad_token_id = tokenizer.pad_token_id  # where transformers finds the end of the text
-    return model
+    if integers is not None:
+        return model, tokenizer, integers.build_state_dict(model)
+    return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
 
 
-def _find_best_scale(run: FinishedRun, tokenizer: Any) -> float:
-    """Return and print the scale with the lowest held-out loss. Raises UserError if the run held nothing out."""
-    images = load_image_reader(run.config, tokenizer)
-    try:
-        documents = held_out_documents(run, tokenizer, None, None, images)
-    except UserError as error:
-        raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; use a number, such as --scale 0.5") from None
-    training = run.config.training
-    found = evaluate(
-        load_trained(run, tokenizer, default_device()),
-        documents,
-        tokenizer.pad_token_id,
-        batch_size=training.eval_batch_size or training.batch_size,
-        resamples=1,
-        seed=run.config.seed,
-        scale=AUTO,
-        images=images,
-    )
-    print(f"--scale=auto: {found.scale:g} is best on {found.documents:,} held-out documents", file=sys.stderr)
-    return found.scale
+def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
+    """Write what `build_merged` returned and verify the weights; raises RuntimeError if they differ."""
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
+    write_files(tokenizer_files(tokenizer), folder)
+    check_saved(model, folder, values)
 
 
 def _untie_head(adapted: Any) -> None:
-    """Untie the output head from the embedding if either has an adapter."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.other import TrainableTokensWrapper
@@ -212,18 +165,6 @@ def _merged_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.bfloat16
 
 
-def check_room(model: nn.Module, output: Path) -> None:
-    """Raise UserError if the disk of `output` has too little free space for the weights."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(
-            f"{output}: the model takes {needed / 2**30:.1f} GiB and its disk has {free / 2**30:.1f} GiB free; "
-            "make room, or use another folder with --output"
-        )
-
-
 def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
     """Read the saved files back tensor by tensor; raises RuntimeError if one is missing, differs or is not finite.
 
@@ -261,11 +202,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="dtype of the weights (auto: as the base is stored, with --quantize as trained)",
     )
     parser.add_argument(
-        "--scale",
-        type=parse_scale,
-        default=1.0,
-        metavar="X",
-        help="factor of the adapter's update, or auto (1)",
+        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor of the adapter's update (1)"
     )
     parser.add_argument(
         "--quantize",

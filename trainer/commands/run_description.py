@@ -45,7 +45,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
-    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_describe_more_ranks(config)}")
+    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}")
     if smaller := smaller_batch_line(config.training, resolved.training, ranks):
         lines.append(f"note: {smaller}")
     lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
@@ -75,7 +75,6 @@ def _describe_model(config: RunConfig, prepared: Prepared, model: Any, size: int
 
 
 def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: int) -> tuple[int, list[str]]:
-    """Return the number of trained parameters, and lines about the adapter of a model of `size` parameters."""
     is_image = isinstance(prepared.model_config, Pipeline)
     # A model without weights cannot hold initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
@@ -94,10 +93,3 @@ def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: i
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
     return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")
-
-
-def _describe_more_ranks(config: RunConfig) -> str:
-    """Describe how adding ranks changes the batch size and the number of steps."""
-    if config.training.global_batch_size is not None:
-        return ""
-    return "; larger batches on more" if config.training.max_steps else "; fewer steps on more"

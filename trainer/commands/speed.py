@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -57,11 +58,16 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
 
 def parse_speed(text: str) -> float:
     """Parse `50GB/s` or `400Gbit/s` to bytes per second; raises UserError if invalid."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
-    unit = BYTES_PER_S.get(match.group(2).upper()) if match else None
-    if match is None or unit is None or not float(match.group(1)):
+    if not (found := parse_quantity(text, BYTES_PER_S)):
         raise UserError(f"--network {text}: not a speed; write 50GB/s or 400Gbit/s, for each GPU")
-    return float(match.group(1)) * unit
+    return found
+
+
+def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
+    """Return a number with a unit, such as `50GB/s`, in the measure of `units`; None if it is not one."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
+    unit = units.get(match[2].upper()) if match else None
+    return None if match is None or unit is None else float(match[1]) * unit
 
 
 def describe(found: dict[str, Any], gpus: int) -> list[str]:

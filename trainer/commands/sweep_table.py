@@ -41,11 +41,6 @@ class Outcome:
         """The name of its folder."""
         return self.folder.name
 
-    @property
-    def last(self) -> float | None:
-        """The final held-out loss."""
-        return float(self.held_out.values[-1]) if len(self.held_out) else None
-
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no record of one."""
@@ -81,12 +76,11 @@ def _has_result(folder: Path) -> bool:
 def show(console: Console, runs: list[Outcome]) -> None:
     held_out = any(len(run.held_out) for run in runs)
     criterion = "lowest held-out loss" if held_out else "training loss, last tenth"
-    table = Table("", "run", criterion, "step", *(["at the end"] if held_out else []), "", box=None, pad_edge=False)
+    table = Table("", "run", criterion, "step", "", box=None, pad_edge=False)
     for place, run in enumerate(runs, start=1):
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
-        last = [] if not held_out else ["-" if run.last is None else f"{run.last:.4f}"]
         name = escape(printable(run.name))
-        table.add_row(str(place) if run.loss is not None else "", name, loss, str(run.step), *last, run.state)
+        table.add_row(str(place) if run.loss is not None else "", name, loss, str(run.step), run.state)
     console.print(table)
 
 

@@ -47,13 +47,8 @@ SHORT_RUN_STEPS = 200
 WIDTH = 110
 
 
-@dataclass(frozen=True)
-class Line:
-    """A setting and the reason for its value."""
-
-    name: str
-    value: Any
-    why: str
+Settings = dict[str, tuple[Any, str]]
+"""Setting -> its value, and the reason for it."""
 
 
 @dataclass(frozen=True)
@@ -95,43 +90,38 @@ class Profile:
         return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
 
 
-def choose_settings(request: Request) -> tuple[list[Line], list[str]]:
+def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     """Return settings with reasons, and warnings. Raises UserError for a model or data that cannot be used."""
-    prepared, context = _read_data(request)
-    profile = _build_profile(prepared, context)
-    data = _data_lines(request, profile)
-    rank, warnings = _choose_rank(profile)
-    settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": request.model}
-    settings |= {"output_dir": request.output_dir} | {line.name: line.value for line in _target_lines(profile)}
-    samples = _count_samples(settings, profile)
-    length = _length_lines(samples, request.gpus, profile)
-    settings |= {line.name: line.value for line in length}
-    batch = resolve_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, request.gpus)
-    global_batch = batch.training.global_batch_size
-    settings["training.global_batch_size"] = global_batch
-    placement = _choose_placement(request, prepared, settings, samples)
-    settings |= {line.name: line.value for line in placement}
-    steps = count_steps(_config(settings).training, samples, request.gpus) or 1
-    batch_line = Line(
-        "training.global_batch_size",
-        global_batch,
-        f"small batches suit adapters: {steps:,} steps of {global_batch} sequences",
-    )
-    lines = [
-        Line("base_model", request.model, f"{profile.parameters / 1e6:,.1f} million parameters"),
-        Line("output_dir", request.output_dir, "adapter, checkpoints and report"),
-        *placement[:1], rank, Line("lora.alpha", 32, "fits every rank, with the learning rate below"),
-        *_target_lines(profile),
-        *data, *length, batch_line, *placement[1:], _choose_learning_rate(profile, steps), *_evaluation_lines(settings),
-    ]  # fmt: skip
-    return lines, warnings
-
-
-def _read_data(request: Request) -> tuple[Prepared, int | None]:
     context = context_length(load_model_config(request.model, ModelSection()))
-    longest = min(context or LONGEST_READ, LONGEST_READ)
-    settings = {"base_model": request.model, "output_dir": request.output_dir, "dataset.path": request.data}
-    return prepare(_config(settings | {"dataset.max_length": longest}), to_train=False), context
+    settings: Settings = {
+        "base_model": (request.model, ""),
+        "output_dir": (request.output_dir, "adapter, checkpoints and report"),
+        "adapter": ("lora", ""),
+        "dataset.path": (request.data, ""),
+    }
+    longest = {"dataset.max_length": (min(context or LONGEST_READ, LONGEST_READ), "")}
+    prepared = prepare(_build_config(settings | longest), to_train=False)
+    profile = _build_profile(prepared, context)
+    documents = len(profile.tokens)
+    warnings = _choose_adapter(settings, profile)
+    _choose_data(settings, request, profile)
+    kept, packs = 1 - settings.get("dataset.val_split", (0.0, ""))[0], settings["dataset.packing"][0]
+    whole = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
+    samples = max(1, (math.ceil if packs else round)(kept * whole))
+    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _usual_epochs(documents)
+    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if least > usual else "the best checkpoint is kept"
+    settings["training.epochs"] = (max(least, usual), f"{documents:,} documents; {why}")
+    settings["training.global_batch_size"] = ("auto", "")
+    batch = resolve_global_batch(_build_config(settings), samples, request.gpus).training.global_batch_size
+    settings["training.global_batch_size"] = (batch, "")
+    _choose_placement(settings, request, prepared, samples)
+    steps = count_steps(_build_config(settings).training, samples, request.gpus) or 1
+    why = f"small batches suit adapters: {steps:,} steps of {batch} sequences"
+    settings["training.global_batch_size"] = (batch, why)
+    settings["training.learning_rate"] = _choose_learning_rate(profile, steps)
+    settings |= _evaluation_settings(has_held_out="dataset.val_split" in settings)
+    settings["base_model"] = (request.model, f"{profile.parameters / 1e6:,.1f} million parameters")
+    return settings, warnings
 
 
 def _build_profile(prepared: Prepared, context: int | None) -> Profile:
@@ -153,38 +143,8 @@ def _build_profile(prepared: Prepared, context: int | None) -> Profile:
     )  # fmt: skip
 
 
-def _data_lines(request: Request, profile: Profile) -> list[Line]:
-    documents, total = len(profile.tokens), int(profile.tokens.sum())
-    needed = int(np.quantile(profile.tokens, UNCUT_FRACTION, method="higher"))
-    length = min(-(-needed // 64) * 64, profile.context or needed * 2)
-    pack = min(max(length, PACK_LENGTH), profile.context or PACK_LENGTH)
-    short = bool(documents > 1 and profile.tokens.mean() < 0.5 * pack)
-    steps = _usual_epochs(documents) * total // (pack * request.gpus)
-    packs = short and steps >= ENOUGH_STEPS
-    cut = int((profile.tokens > (pack if packs else length)).sum())
-    held_out = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
-    middle, longest = int(np.median(profile.tokens)), int(profile.tokens.max())
-    trained = int(profile.targets.sum())
-    lines = [
-        Line("dataset.path", request.data, f"{documents:,} documents, {total:,} tokens, {trained:,} of them trained"),
-        Line(
-            "dataset.max_length",
-            pack if packs else length,
-            f"the median document has {middle:,} tokens, the longest {longest:,}; {cut:,} are truncated",
-        ),
-    ]
-    full = profile.tokens.mean() / pack
-    why_not = f"packed, the run would have {steps} steps" if short else "documents fill their sequences"
-    reason = f"a single document would fill {full:.0%} of a sequence" if packs else why_not
-    lines.append(Line("dataset.packing", packs, reason))
-    if held_out:
-        count = max(1, round(held_out * documents))
-        lines.append(Line("dataset.val_split", held_out, f"{count:,} documents for evaluation"))
-    return lines
-
-
-def _choose_rank(profile: Profile) -> tuple[Line, list[str]]:
-    """Choose the lowest usual rank with enough capacity for the data; return it with a warning if none has."""
+def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
+    """Adapt all linear layers, with the lowest usual rank that has enough capacity; return a warning if none has."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.expert_rank(rank) <= profile.expert_width] or [8]
@@ -193,53 +153,71 @@ def _choose_rank(profile: Profile) -> tuple[Line, list[str]]:
     parameters = profile.adapter_parameters(rank)
     capacity = capacity_bits(parameters)
     why = f"{parameters:,} parameters hold about {capacity / 1e6:,.1f} Mbit, the data about {information / 1e6:,.1f}"
-    warning = capacity_warning(parameters, trained, rank)
-    return Line("lora.r", rank, why), [warning] if warning else []
-
-
-def _target_lines(profile: Profile) -> list[Line]:
-    """Return settings that adapt all linear layers, and experts with their part of the rank."""
-    lines = [Line("lora.target_modules", "all-linear", "attention layers alone learn less, at any rank")]
+    settings["lora.r"] = (rank, why)
+    settings["lora.alpha"] = (32, "fits every rank, with the learning rate below")
+    settings["lora.target_modules"] = ("all-linear", "attention layers alone learn less, at any rank")
     if profile.per_expert_rank:
-        lines += [
-            Line("lora.experts", True, "most weights of an MoE model are in its experts"),
-            Line("lora.expert_rank", "r/top_k", f"a token visits {profile.visited} experts, with a total rank of r"),
-        ]
-    return lines
+        settings["lora.experts"] = (True, "most weights of an MoE model are in its experts")
+        why = f"a token visits {profile.visited} experts, with a total rank of r"
+        settings["lora.expert_rank"] = ("r/top_k", why)
+    warning = capacity_warning(parameters, trained, rank)
+    return [warning] if warning else []
 
 
-def _count_samples(settings: dict[str, Any], profile: Profile) -> int:
-    kept = 1 - settings.get("dataset.val_split", 0.0)
-    if settings["dataset.packing"]:
-        return max(1, math.ceil(kept * float(profile.tokens.sum()) / settings["dataset.max_length"]))
-    return max(1, round(kept * len(profile.tokens)))
+def _choose_data(settings: Settings, request: Request, profile: Profile) -> None:
+    documents, total = len(profile.tokens), int(profile.tokens.sum())
+    needed = int(np.quantile(profile.tokens, UNCUT_FRACTION, method="higher"))
+    length = min(-(-needed // 64) * 64, profile.context or needed * 2)
+    pack = min(max(length, PACK_LENGTH), profile.context or PACK_LENGTH)
+    short = bool(documents > 1 and profile.tokens.mean() < 0.5 * pack)
+    steps = _usual_epochs(documents) * total // (pack * request.gpus)
+    packs = short and steps >= ENOUGH_STEPS
+    length = pack if packs else length
+    cut = int((profile.tokens > length).sum())
+    held_out = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
+    middle, longest = int(np.median(profile.tokens)), int(profile.tokens.max())
+    why = f"{documents:,} documents, {total:,} tokens, {int(profile.targets.sum()):,} of them trained"
+    settings["dataset.path"] = (request.data, why)
+    why = f"the median document has {middle:,} tokens, the longest {longest:,}; {cut:,} are truncated"
+    settings["dataset.max_length"] = (length, why)
+    why_not = f"packed, the run would have {steps} steps" if short else "documents fill their sequences"
+    why = f"a single document would fill {profile.tokens.mean() / pack:.0%} of a sequence" if packs else why_not
+    settings["dataset.packing"] = (packs, why)
+    if held_out:
+        settings["dataset.val_split"] = (held_out, f"{max(1, round(held_out * documents)):,} documents for evaluation")
 
 
 def _usual_epochs(documents: int) -> int:
-    """Return the usual number of epochs for a number of documents."""
     return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
 
 
-def _length_lines(samples: int, gpus: int, profile: Profile) -> list[Line]:
-    documents = len(profile.tokens)
-    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / gpus)), _usual_epochs(documents)
-    why = f"fewer epochs are fewer than {FEW_STEPS} steps" if least > usual else "the best checkpoint is kept"
-    return [Line("training.epochs", max(least, usual), f"{documents:,} documents; {why}")]
-
-
-def _choose_placement(request: Request, prepared: Prepared, settings: dict[str, Any], samples: int) -> list[Line]:
-    """Return the settings, `adapter` first, of the fastest placement that fits the GPUs. Raises UserError if none."""
-    tried = []
+def _choose_placement(settings: Settings, request: Request, prepared: Prepared, samples: int) -> None:
+    given = _build_config(settings)
+    shapes = read_shapes(
+        prepared.model_config, given.model, given.lora, vocabulary_at_least=len(prepared.tokenizer)
+    )  # fmt: skip
+    longest = given.dataset.max_length
+    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(request.gpus, "bf16"))
+    tried: list[str] = []
     for adapter, stage, recompute, offload in _placements(request.gpus):
-        changes = {
-            "adapter": adapter, "zero.stage": stage, "training.gradient_checkpointing": recompute,
-            "zero.offload_parameters": offload,
-        }  # fmt: skip
-        config = _config(settings | changes)
-        largest = _largest_batch(request, prepared, config, samples)
+        why_not = f"; too large: {'; '.join(tried)}" if tried else ""
+        base = "the base only fits in 4 bits" if adapter == "qlora" else "the base fits in 16 bits"
+        kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
+        chosen: Settings = {
+            "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
+            "training.batch_size": (1, "at most the global batch per GPU"),
+            "training.gradient_checkpointing": (recompute, kept),
+            "zero.stage": (stage, f"the base is {'replicated on' if stage == 2 else 'sharded over'} the GPUs"),
+        }
+        if offload:
+            chosen["zero.offload_parameters"] = (True, "the base stays in host memory, to fit")
+        alone = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
+        if largest := planner.largest_batch(_build_config(settings | chosen | alone), request.memory):
+            rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
+            chosen["training.batch_size"] = (rows, f"{largest} fit a GPU; at most the global batch per GPU")
+            settings |= chosen
+            return
         tried.append(f"{adapter} at stage {stage}{', recomputed' * (recompute != 'none')}")
-        if largest:
-            return _placement_lines(request, config, largest, tried[:-1])
     raise UserError(
         f"--gpu-memory {request.memory / GIB:.3g}GiB: {request.model} does not fit {request.gpus} of these GPUs in "
         f"any way ({'; '.join(tried)}); use more GPUs, or a smaller model"
@@ -256,56 +234,26 @@ def _placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
     yield "qlora", 3, "non_reentrant", True
 
 
-def _largest_batch(request: Request, prepared: Prepared, config: RunConfig, samples: int) -> int:
-    vocabulary = len(prepared.tokenizer)
-    shapes = read_shapes(prepared.model_config, config.model, config.lora, vocabulary_at_least=vocabulary)
-    longest = config.dataset.max_length
-    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(request.gpus, "bf16"))
-    alone = config.training.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 1})
-    return planner.largest_batch(config.model_copy(update={"training": alone}), request.memory)
-
-
-def _placement_lines(request: Request, config: RunConfig, largest: int, before: list[str]) -> list[Line]:
-    rows = min(largest, (config.training.global_batch_size or request.gpus) // request.gpus or 1)
-    too_large = f"; too large: {'; '.join(before)}" if before else ""
-    base = "the base only fits in 4 bits" if config.adapter == "qlora" else "the base fits in 16 bits"
-    stage = "the base is replicated on every GPU" if config.zero.stage == 2 else "the base is sharded over the GPUs"
-    recompute = config.training.gradient_checkpointing
-    kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
-    lines = [
-        Line("adapter", config.adapter, f"{base} on GPUs {request.gpu_text}{too_large}"),
-        Line("training.batch_size", rows, f"{largest} fit a GPU; at most the global batch per GPU"),
-        Line("training.gradient_checkpointing", recompute, kept),
-        Line("zero.stage", config.zero.stage, stage),
-    ]
-    if config.zero.offload_parameters:
-        lines.append(Line("zero.offload_parameters", True, "the base stays in host memory, to fit"))
-    return lines
-
-
-def _choose_learning_rate(profile: Profile, steps: int) -> Line:
-    """Return ten times the usual rate of full fine-tuning, or fifteen times for few steps."""
+def _choose_learning_rate(profile: Profile, steps: int) -> tuple[float, str]:
     full = 5e-5 if profile.parameters < 2e9 else 2e-5 if profile.parameters < 2e10 else 1e-5
     factor = 15 if steps < SHORT_RUN_STEPS else 10
     why = f"{factor} times the usual rate for full fine-tuning of such a model"
-    return Line(
-        "training.learning_rate", float(f"{full * factor:.2g}"), why + ", since the run is short" * (factor > 10)
-    )
+    return float(f"{full * factor:.2g}"), why + ", since the run is short" * (factor > 10)
 
 
-def _evaluation_lines(settings: dict[str, Any]) -> list[Line]:
-    if "dataset.val_split" not in settings:
-        return [Line("training.saves_per_epoch", 1, "too few documents to hold some out")]
-    return [
-        Line("training.evals_per_epoch", 4, "often enough to see overfitting"),
-        Line("training.saves_per_epoch", 4, "at every evaluation"),
-        Line("training.best_checkpoint", True, "the run ends with its best adapter"),
-    ]
+def _evaluation_settings(*, has_held_out: bool) -> Settings:
+    if not has_held_out:
+        return {"training.saves_per_epoch": (1, "too few documents to hold some out")}
+    return {
+        "training.evals_per_epoch": (4, "often enough to see overfitting"),
+        "training.saves_per_epoch": (4, "at every evaluation"),
+        "training.best_checkpoint": (True, "the run ends with its best adapter"),
+    }
 
 
-def _config(settings: dict[str, Any]) -> RunConfig:
+def _build_config(settings: Settings) -> RunConfig:
     tree: dict[str, Any] = {}
-    for dotted, value in settings.items():
+    for dotted, (value, _) in settings.items():
         *sections, last = dotted.split(".")
         node = tree
         for section in sections:
@@ -323,20 +271,19 @@ def _gpu_memory(given: str | None) -> tuple[int, str]:
     return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed; set --gpu-memory)"
 
 
-def render_yaml(lines: list[Line], output: Path, warnings: Sequence[str] = ()) -> str:
+def render_yaml(settings: Settings, output: Path, warnings: Sequence[str] = ()) -> str:
     """Return the configuration as YAML with each reason above its setting, sections in order of first use."""
     text = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
     for warning in warnings:
         text += textwrap.wrap(f"Warning: {warning}.", WIDTH, initial_indent="# ", subsequent_indent="# ")
     text.append("")
-    sections = dict.fromkeys(line.name.rpartition(".")[0] for line in lines)
-    for section in sections:
+    for section in dict.fromkeys(name.rpartition(".")[0] for name in settings):
         indent = "  " if section else ""
         text += [f"{section}:"] if section else []
-        for line in (line for line in lines if line.name.rpartition(".")[0] == section):
-            mark = f"{indent}# "
-            text += textwrap.wrap(line.why, WIDTH, initial_indent=mark, subsequent_indent=mark)
-            text.append(indent + dump({line.name.rpartition(".")[2]: line.value}).rstrip("\n"))
+        for name, (value, why) in settings.items():
+            if name.rpartition(".")[0] == section:
+                text += textwrap.wrap(why, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+                text.append(indent + dump({name.rpartition(".")[2]: value}).rstrip("\n"))
     return "\n".join(text) + "\n"
 
 
@@ -358,8 +305,8 @@ def main(argv: list[str] | None = None) -> None:
     check_output_file(arguments.output, f"--output {arguments.output}")
     memory, gpu_text = _gpu_memory(arguments.gpu_memory)
     request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
-    lines, warnings = choose_settings(request)
-    write_whole(arguments.output, render_yaml(lines, arguments.output, warnings))
+    settings, warnings = choose_settings(request)
+    write_whole(arguments.output, render_yaml(settings, arguments.output, warnings))
     load_config(arguments.output)
     for warning in warnings:
         print(f"warning: {warning}")

@@ -72,11 +72,6 @@ class ImageParts:
         )
 
 
-def show_marks(text: str) -> str:
-    """Return the text of a turn with `<image>` for each image."""
-    return text.replace(IMAGE, MARK)
-
-
 def store_image(value: Any, folder: Path | None, where: str) -> bytes:
     """Return the bytes of an image, or a reference to its file. Raises UserError if it is neither.
 

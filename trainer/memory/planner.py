@@ -135,17 +135,15 @@ class Planner:
                 return stage
         return None
 
-    def most_rows(self, config: RunConfig) -> tuple[int, str]:
-        """Return the largest useful micro-batch regardless of memory, and why no larger one is useful."""
+    def most_rows(self, config: RunConfig) -> int:
+        """Return the largest useful micro-batch regardless of memory."""
         together, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
         if together not in (None, AUTO):
-            return min(LARGEST_BATCH, max(1, together // ranks)), f"global_batch_size is {together}"
-        rows = LARGEST_BATCH
+            return min(LARGEST_BATCH, max(1, together // ranks))
         if self.lengths.samples:
-            rows = max(1, self.lengths.samples // (ranks * config.training.gradient_accumulation_steps))
-        if rows < LARGEST_BATCH:
-            return rows, f"an epoch of {self.lengths.samples:,} samples has no more for one step"
-        return LARGEST_BATCH, "larger ones are no faster"
+            of_epoch = self.lengths.samples // (ranks * config.training.gradient_accumulation_steps)
+            return min(LARGEST_BATCH, max(1, of_epoch))
+        return LARGEST_BATCH
 
     def sample_text(self, config: RunConfig) -> str:
         """Format the size of a sample."""
@@ -153,7 +151,7 @@ class Planner:
 
     def largest_batch(self, config: RunConfig, memory: int) -> int:
         """Return the largest micro-batch within `memory` bytes, less `SPARE` if several rows; 0 if none fits."""
-        most, _ = self.most_rows(config)
+        most = self.most_rows(config)
         fits, too_large = 0, most + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Candidates of `auto`."""
-AUTO = "auto"
+"""Parts of an update from which the best is chosen."""
 
 
 @contextmanager
@@ -55,14 +54,12 @@ def cross_validated_losses(losses_FD: NDArray[np.float64]) -> NDArray[np.float64
     return chosen
 
 
-def parse_scale(text: str) -> float | str:
-    """Parse the value of --scale: `auto`, or a factor."""
-    if text == AUTO:
-        return AUTO
+def parse_scale(text: str) -> float:
+    """Parse the value of --scale."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0.0 < value <= 10.0:
-        raise argparse.ArgumentTypeError(f"{text}: must be auto, or a factor above 0 and at most 10, such as 0.5")
+        raise argparse.ArgumentTypeError(f"{text}: must be a factor above 0 and at most 10, such as 0.5")
     return value

@@ -87,7 +87,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_clocks(ranks: Ranks) -> Iterator[Check]:
+def check_clocks() -> Iterator[Check]:
     """Check how far the hosts' clocks are apart, with the precision of a barrier."""
     dist.barrier()
     times = gather_objects((host_name(), time.time()))
@@ -101,48 +101,31 @@ def check_clocks(ranks: Ranks) -> Iterator[Check]:
     yield Check("clocks", state, found, "" if state == "OK" else f"let {host} follow an NTP server (chronyd)")
 
 
-def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Check]:
-    """Check which folders all hosts share: rank 0 creates a file that the others look for."""
+def check_shared(config: RunConfig, ranks: Ranks) -> Check:
+    """Check that all hosts share the output folder: rank 0 creates a file that the others look for."""
     token: list[Any] = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0, device=ranks.device())
-    for name, folder, must_be_shared in _folders(config):
-        file = folder / f".zerolora-doctor-{token[0]}"
-        error = ""
-        if ranks.is_main:
-            try:
-                file.touch()
-            except OSError as failure:
-                error = failure.strerror or str(failure)
-        dist.barrier()
-        seen = gather_objects((host_name(), _is_listed(file), error))
-        if ranks.is_main:
-            file.unlink(missing_ok=True)
-        hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
-        if seen[0][2]:
-            yield Check(name, "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
-        elif not hosts_without:
-            hosts = len({host for host, _, _ in seen})
-            yield Check(name, "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
-        elif must_be_shared:
-            fix = "a folder on a file system that all hosts share: checkpoints are written by all ranks"
-            yield Check(name, "FAIL", f"{folder}: another one on {', '.join(hosts_without)}", fix)
-        else:
-            yield Check(name, "OK", f"{folder}: local, every host has its own")
-
-
-def _folders(config: RunConfig | None) -> list[tuple[str, Path, bool]]:
-    """Return for each folder its name, nearest existing parent, and whether all hosts must share it."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folders = [("hub cache", home, False)]
-    if config is not None:
-        folders.insert(0, ("tokenised data", Path(config.dataset.cache_dir).expanduser(), False))
-        folders.insert(0, ("output_dir", Path(config.output_dir), True))
-    found = []
-    for name, folder, must_be_shared in folders:
-        path = folder.absolute()
-        existing = next(each for each in (path, *path.parents) if each.exists())
-        found.append((name, existing, must_be_shared))
-    return found
+    path = Path(config.output_dir).absolute()
+    folder = next(each for each in (path, *path.parents) if each.exists())
+    file = folder / f".zerolora-doctor-{token[0]}"
+    error = ""
+    if ranks.is_main:
+        try:
+            file.touch()
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+    dist.barrier()
+    seen = gather_objects((host_name(), _is_listed(file), error))
+    if ranks.is_main:
+        file.unlink(missing_ok=True)
+    hosts_without = sorted({host for host, is_listed, _ in seen if not is_listed})
+    if seen[0][2]:
+        return Check("output_dir", "FAIL", f"{folder}: {seen[0][2]}", "use a folder that can be written to")
+    if hosts_without:
+        fix = "a folder on a file system that all hosts share: checkpoints are written by all ranks"
+        return Check("output_dir", "FAIL", f"{folder}: another one on {', '.join(hosts_without)}", fix)
+    hosts = len({host for host, _, _ in seen})
+    return Check("output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
 
 
 def _is_listed(file: Path) -> bool:
@@ -174,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides).config if arguments.config else None
     try:
-        ranks = Ranks.from_environment()
+        ranks = Ranks.from_environment(expected=arguments.world_size)
         form_process_group(ranks, PATIENCE_MINUTES)
     except UserError as error:
         print(MARK + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
@@ -182,12 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     device = ranks.device()
     reports = gather_objects(build_report(ranks, config or ANY_RUN))
     hosts = list(dict.fromkeys(report.host for report in reports))
-    known = f"{ranks.world_size} ranks on {', '.join(hosts)}"
-    findings = [Check("ranks", "OK", known)]
-    if arguments.world_size not in (None, ranks.world_size):
-        fix = "the launcher's variables did not reach the ranks: start with zerolora train --launcher"
-        findings = [Check("ranks", "FAIL", f"{known}; {arguments.world_size} were requested", fix)]
-    findings += [*check_versions(reports), *check_clocks(ranks), *check_shared(config, ranks)]
+    findings = [Check("ranks", "OK", f"{ranks.world_size} ranks on {', '.join(hosts)}")]
+    findings += [*check_versions(reports), *check_clocks()]
+    findings += [check_shared(config, ranks)] if config else []
     findings += check_all_reduce(device)
     if ranks.is_main:
         print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)

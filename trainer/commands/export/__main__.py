@@ -9,7 +9,6 @@ import argparse
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
-from trainer.commands.export.gguf import FORMATS, check_architecture, convert, max_context_length, write_gguf
+from trainer.commands.export.gguf import FORMATS, check_architecture, max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.generate import find_prompt_form
 from trainer.commands.image_adapter import export_images, is_image_run
-from trainer.commands.merge import check_room, load_merged, merge, save_merged
+from trainer.commands.merge import build_merged, merge, save_merged
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.data.conversations import template_variables
 from trainer.model.base import load_model_config
@@ -37,82 +36,43 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 """Formats that are a single file."""
 
 
-def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
-    """Write the merged model as one GGUF file; return what to print."""
-    source = MergedModel.load(run, output, converter)
+def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+    """Write the merged model as one GGUF file, for `ollama` in a folder with a Modelfile; return what to print."""
+    config = load_model_config(run.config.base_model, run.config.model)
+    check_architecture(config)
+    model, tokenizer, values = build_merged(run)
     with temporary_output(output) as folder:
-        lines = source.write(folder / GGUF_NAME, dtype)
-        move_into_place(folder / GGUF_NAME, output)
+        file, merged = folder / GGUF_NAME, folder / ".merged"
+        save_merged(merged, model, tokenizer, values)
+        dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
+        shutil.rmtree(merged)
+        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by the gguf package"]
+        if form == "gguf":
+            move_into_place(file, output)
+        else:
+            lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
+            move_into_place(folder, output)
+    if (context := max_context_length(config)) < config.max_position_embeddings:
+        lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
+    if chats_differ(tokenizer):
+        lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
     return lines
 
 
-def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
-    """Write a folder with the GGUF file and a Modelfile; return what to print."""
-    source = MergedModel.load(run, output, converter)
-    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, source.tokenizer)
+def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
+    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, tokenizer)
     variables = template_variables(run.config.dataset)
-    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form, variables=variables)
-    with temporary_output(output) as folder:
-        lines = source.write(folder / GGUF_NAME, dtype)
-        (folder / "Modelfile").write_text(text, encoding="utf-8")
-        move_into_place(folder, output)
+    text = modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
+    file.write_text(text, encoding="utf-8")
+    lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
     if "TEMPLATE" not in text.partition("#")[0]:
         lines.append("without TEMPLATE: Ollama cannot format prompts as this run trained them; see the Modelfile")
     if "\n# No SYSTEM" in text:
         lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
-    return [*lines, f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
+    return lines
 
 
-@dataclass(frozen=True)
-class MergedModel:
-    """A merged model in memory, to be written as GGUF."""
-
-    model: Any
-    tokenizer: Any
-    config: Any
-    name: str
-    converter: Path | None
-
-    @classmethod
-    def load(cls, run: FinishedRun, output: Path, converter: Path | None) -> "MergedModel":
-        """Merge the run's model and check that it can be written. Raises UserError."""
-        config = load_model_config(run.config.base_model, run.config.model)
-        if converter is None:
-            check_architecture(config)
-        elif not converter.is_file():
-            raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_hf_to_gguf.py")
-        model, tokenizer = load_merged(run)
-        check_room(model, output)
-        return cls(model, tokenizer, config, run.run_dir.resolve().name, converter)
-
-    def write(self, file: Path, dtype: str) -> list[str]:
-        """Write `file` from a temporary safetensors model next to it; return what to print."""
-        merged, own = file.with_name(".merged"), self.converter is None
-        save_merged(self.model, self.tokenizer, merged)
-        if self.converter is None:
-            dtype = write_gguf(merged, file, dtype=dtype, name=self.name)
-        else:
-            convert(merged, file, dtype=dtype, converter=self.converter)
-        shutil.rmtree(merged)
-        written_by = "the gguf package" if own else str(self.converter)
-        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
-        context = max_context_length(self.config)
-        if own and context < self.config.max_position_embeddings:
-            lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp does not support")
-        if own and chats_differ(self.tokenizer):
-            lines.append("llama.cpp handles spaces after special tokens differently, so tokens of chats may differ")
-        return lines
-
-
-def export(
-    run: FinishedRun,
-    form: str,
-    output: Path,
-    *,
-    dtype: str = "auto",
-    converter: Path | None = None,
-    verified: bool = False,
-) -> list[str]:
+def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
     """Write the run's adapter in format `form` to `output`; return what to print. Raises UserError, RuntimeError."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} writes a file; --output {output / FILES[form]}")
@@ -124,13 +84,11 @@ def export(
     if form == "kohya":
         raise UserError("--format kohya: is for image models, and this run trained a language model; use peft")
     if form in ADAPTER_FORMS:
-        return export_adapter(run, form, output, verified=verified, converter=converter)
+        return export_adapter(run, form, output)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM and text-generation-inference load it"]
-    if form == "gguf":
-        return export_gguf(run, output, dtype=dtype, converter=converter)
-    return export_ollama(run, output, dtype=dtype, converter=converter)
+    return export_gguf(run, form, output, dtype=dtype)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -142,16 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="compare the logits of the exported adapter with the trained model's"
-    )
-    parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="dtype of the weights (auto: as the base is stored)"
-    )
-    parser.add_argument(
-        "--converter",
-        type=Path,
-        metavar="FILE",
-        help="convert_hf_to_gguf.py of llama.cpp (gguf-lora: convert_lora_to_gguf.py), for other architectures",
     )
     return parser.parse_args(argv)
 
@@ -162,23 +111,13 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
-    if options.verify and options.format not in ADAPTER_FORMS:
-        raise UserError(f"--verify: is for adapters ({', '.join(ADAPTER_FORMS)}), not for --format {options.format}")
-    if options.format in ("peft", "vllm", "sglang", "hf") and options.converter is not None:
-        raise UserError(f"--converter {options.converter}: is for GGUF files, not for --format {options.format}")
     if options.dtype != "auto" and options.format in ADAPTER_FORMS:
         raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove it")
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: is for GGUF files, not for --format {options.format}; remove it")
-    run = find_run(
-        options.run,
-        options.base_model,
-        needs_base=options.format != "peft" or options.verify,
-        allow_mismatch=options.allow_mismatch,
-    )
-    lines = export(
-        run, options.format, output, dtype=options.dtype, converter=options.converter, verified=options.verify
-    )
+    needs_base = options.format != "peft"
+    run = find_run(options.run, options.base_model, needs_base=needs_base, allow_mismatch=options.allow_mismatch)
+    lines = export(run, options.format, output, dtype=options.dtype)
     print(f"exported to {output}")
     for line in lines:
         print(f"  {line}")

@@ -11,9 +11,8 @@ from gguf.constants import MODEL_ARCH_NAMES, GGUFType
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
-from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, convert, pair_rotary_rows
+from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
 from trainer.commands.export.servers import MERGED, check_applied, lora_arguments, write_for_server
-from trainer.commands.export.verify import verify
 from trainer.config import UserError
 from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.base import load_model_config
@@ -23,71 +22,31 @@ from trainer.monitor.report.model_card import is_on_hub, public_name
 ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
-def export_adapter(
-    run: FinishedRun, form: str, output: Path, *, verified: bool = False, converter: Path | None = None
-) -> list[str]:
+def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
     """Write the adapter to `output`, a folder (gguf-lora: a file); return what to print.
 
-    With `verified`, nothing is written unless the files reproduce the trained model's logits. Raises UserError for an
-    adapter that the target program cannot apply, RuntimeError if the comparison fails.
+    Raises UserError for an adapter that the target program cannot apply.
     """
     tokenizer = saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
-        written = folder
         if form == "gguf-lora":
-            written = folder / "adapter.gguf"
-            lines = _write_gguf(run, written, converter, output)
-        else:
-            settings = _write_folder(run, form, folder, tokenizer)
-            lines = [_command(form, output, settings, folder)]
-        if verified:
-            lines.insert(0, verify(run, form, written, tokenizer))
-        move_into_place(written, output)
-    return lines
-
-
-def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> dict[str, Any]:
-    """Write PEFT's files and the tokenizer, with the base's name on the hub if known; return the settings."""
-    base = public_name(run.config.base_model)
-    for name in ADAPTER:
-        shutil.copyfile(run.folder / name, folder / name)
-    settings = read_adapter_settings(folder)
-    settings |= {"base_model_name_or_path": base if is_on_hub(base) else run.config.base_model}
-    (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if form != "peft":
-        settings = write_for_server(folder, form, run.config.base_model, run.config.model)
-    write_files(tokenizer_files(tokenizer), folder)
-    return settings
-
-
-def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -> str:
-    """Return the command that loads the adapter, now in `written` and later at `output`."""
-    base = settings["base_model_name_or_path"]
+            count = write_gguf_lora(run, folder / "adapter.gguf")
+            move_into_place(folder / "adapter.gguf", output)
+            return [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
+        for name in ADAPTER:
+            shutil.copyfile(run.folder / name, folder / name)
+        public = public_name(run.config.base_model)
+        base = public if is_on_hub(public) else run.config.base_model
+        settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
+        (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if form != "peft":
+            write_for_server(folder, form, run.config.base_model, run.config.model)
+        write_files(tokenizer_files(tokenizer), folder)
+        move_into_place(folder, output)
     if form == "peft":
-        return f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"
+        return [f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"]
     program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[form]
-    return f"{program} {base} " + " ".join(lora_arguments(form, written, "NAME", output))
-
-
-def _write_gguf(run: FinishedRun, file: Path, converter: Path | None, output: Path) -> list[str]:
-    if converter is None:
-        line = f"A and B of {write_gguf_lora(run, file)} layers in f32, written by the gguf package"
-    else:
-        _convert(run, file, converter)
-        line = f"written by {converter}"
-    return [line, f"llama-server -m BASE.gguf --lora {output}"]
-
-
-def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
-    """Run the user's copy of llama.cpp's convert_lora_to_gguf.py, which supports a single scale for all layers."""
-    if not converter.is_file():
-        raise UserError(f"--converter {converter}: no such file; pass llama.cpp's convert_lora_to_gguf.py")
-    adapter, base = file.with_name(".adapter"), run.config.base_model
-    adapter.mkdir()
-    _write_folder(run, "gguf-lora", adapter, saved_tokenizer(run))
-    options = ("--base" if Path(base).is_dir() else "--base-model-id", base)
-    convert(adapter, file, dtype="f32", converter=converter, options=options)
-    shutil.rmtree(adapter)
+    return [f"{program} {base} " + " ".join(lora_arguments(form, output, "NAME"))]
 
 
 def write_gguf_lora(run: FinishedRun, output: Path) -> int:

@@ -7,7 +7,6 @@ Experts have the checkpoint's names (`block_sparse_moe.experts.7.w1`) if it stor
 up_proj and down_proj. PEFT stores A of all experts as one matrix [E R, in] and B as [out, R E].
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.config import UserError
-from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
 from trainer.model.base import empty_model, load_model_config
 from trainer.model.expert_forward import detect_activation
@@ -68,12 +66,9 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none; with
     `whole_groups` also unadapted layers of q, k, v and gate, up. Raises UserError for anything but low-rank products.
     """
-    settings = read_adapter_settings(folder)
-    tensors = load_file(folder / "adapter_model.safetensors")
     config = load_model_config(base_model, section)
-    tensors = _rename_to_model(tensors, folder, empty_model(config, section))
     model = empty_model(config, section)
-    factors = _factors(tensors, settings, model)
+    factors = _factors(folder, empty_model(config, section), model)
     factors |= _zero_parts(factors, model)
     if whole_groups:
         factors |= _zero_fused_layers(factors, model)
@@ -81,51 +76,35 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     return {names.find(path): found for path, found in factors.items()}
 
 
-def _rename_to_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
-    """Return the tensors by their names in the model, from files that use these or the checkpoint's names.
+def _factors(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
+    """Return the factors by layer path in the model; `adapted` is another such model, which gets the adapter.
 
-    Raises UserError if a tensor is missing or does not fit the model.
+    The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not fit.
     """
     from peft import get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
 
     with torch.device("meta"):
-        adapted = load_adapter(model, str(folder))
+        adapted = load_adapter(adapted, str(folder))
     check_separate_weights(adapted, "export")
+    tensors = load_file(folder / "adapter_model.safetensors")
     in_file = names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    return {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
-
-
-def _factors(tensors: dict[str, Tensor], settings: dict[str, Any], model: Any) -> dict[str, Factors]:
-    """Return the factors by layer path in the model."""
+    tensors = {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
     experts = expert_modules(model)
     found: dict[str, Factors] = {}
-    for name, a in tensors.items():
-        path, is_a, rest = name.removeprefix(PREFIX).partition(".lora_A.")
-        if not is_a:
-            continue
-        b = tensors[f"{PREFIX}{path}.lora_B.{rest}"]
-        holder = path.replace(".base_layer", "")
-        if holder not in experts:
-            found[path] = Factors(a, b, _scale(settings, len(a), path))
-            continue
-        parameter = _find_parameter(path, holder, experts[holder], tensors)
-        rank = len(a) // expert_shape(experts[holder], parameter)[0]
-        scale = _scale(settings, rank, f"{holder}.{parameter}")
-        pairs = _split_experts(holder, experts[holder], parameter, a, b)
-        found |= {part: Factors(*pair, scale) for part, pair in pairs.items()}
+    for path, layer in adapted.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = (tensors[f"{PREFIX}{path}.lora_{side}.weight"] for side in "AB")
+            scale, holder = float(layer.scaling[layer.active_adapters[0]]), path.replace(".base_layer", "")
+            if holder in experts:
+                pairs = _split_experts(holder, experts[holder], layer.parameter_name, a, b)
+                found |= {part: Factors(*pair, scale) for part, pair in pairs.items()}
+            else:
+                found[path] = Factors(a, b, scale)
     return found
 
 
-def _scale(settings: dict[str, Any], rank: int, path: str) -> float:
-    """Return PEFT's scale: alpha over the rank or its root; patterns match the ends of paths."""
-    patterns: dict[str, float] = settings.get("alpha_pattern") or {}
-    alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), None)
-    alpha = float(settings["lora_alpha"] if alpha is None else alpha)
-    return alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
-
-
 def _zero_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
-    """Return zero factors for unadapted parts of adapted experts."""
     made: dict[str, Factors] = {}
     for holder, module in expert_modules(model).items():
         own = next((found for path, found in factors.items() if path.startswith(f"{holder}.")), None)
@@ -159,21 +138,7 @@ def _zeros(like: Factors, wide: int, out: int) -> Factors:
     return Factors(like.a_RI.new_zeros(rank, wide), like.b_OR.new_zeros(out, rank), like.scale)
 
 
-def _find_parameter(path: str, holder: str, module: Any, tensors: dict[str, Tensor]) -> str:
-    """Return the experts' tensor that PEFT's path refers to; PEFT nests them, the first innermost."""
-    names = expert_names(module)
-    if path != holder:
-        return names[0]
-    if f"{PREFIX}{holder}.base_layer.lora_A.weight" in tensors:
-        return names[-1]
-    width = tensors[f"{PREFIX}{holder}.lora_B.weight"].shape[0]
-    fits = [name for name in names if width in expert_shape(module, name)[1:]]
-    a_width = tensors[f"{PREFIX}{holder}.lora_A.weight"].shape[1]
-    return next(name for name in fits if {width, a_width} == set(expert_shape(module, name)[1:]))
-
-
 def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Split PEFT's matrices of all experts into A and B of each part of each expert."""
     experts = expert_shape(module, name)[0]
     a_ERI = a.unflatten(0, (experts, -1))
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)

@@ -6,9 +6,6 @@ are stored in the requested format and vectors in 32 bits.
 """
 
 import math
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, ge
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, RopeScalingType
 from safetensors import safe_open
 
-from trainer.commands.export.gguf_vocabulary import add_vocabulary
+from trainer.commands.export.gguf_vocabulary import USE_SCRIPT, add_vocabulary
 from trainer.config import UserError
 
 # Architecture -> its name in GGUF, and whether llama.cpp rotates neighbouring pairs where transformers rotates halves.
@@ -42,20 +39,12 @@ STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
-def convert(source: Path, output: Path, *, dtype: str, converter: Path, options: Sequence[str] = ()) -> None:
-    """Run one of llama.cpp's converter scripts on a folder. Raises RuntimeError with its last line if it fails."""
-    command = [sys.executable, str(converter), str(source), "--outfile", str(output), "--outtype", dtype, *options]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode or not output.is_file():
-        last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"{converter.name} ended with exit code {result.returncode}: {' '.join(last)}")
-
-
 def check_architecture(config: Any, form: str = "gguf") -> None:
     """Raise UserError if this package cannot write a model of that configuration, or an adapter of it."""
     name = (config.architectures or ["unknown"])[0]
-    script = "convert_hf_to_gguf.py" if form == "gguf" else "convert_lora_to_gguf.py"
-    fix = f"pass llama.cpp's {script} with --converter"
+    fix = USE_SCRIPT
+    if form != "gguf":
+        fix = "write --format vllm, and convert that folder with llama.cpp's convert_lora_to_gguf.py"
     if name not in ARCHITECTURES:
         raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
     if form != "gguf":
@@ -150,7 +139,6 @@ class _SavedTensor:
 
 
 def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]:
-    """Return all tensors of the folder's safetensors; raises UserError if one has no name in GGUF."""
     architecture, rotates = ARCHITECTURES[config.architectures[0]]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads} if rotates else {}
@@ -161,7 +149,7 @@ def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTensor]
                 part = handle.get_slice(original)
                 name = names.get_name(original, try_suffixes=(".weight", ".bias"))
                 if name is None:
-                    raise UserError(f"--format gguf: {original} has no name in GGUF; use --converter")
+                    raise UserError(f"--format gguf: {original} has no name in GGUF; {USE_SCRIPT}")
                 now = STORED_AS.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
                 kind = _kind(shape, now if dtype == "auto" else dtype)

@@ -22,6 +22,7 @@ SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p
 NAMES_OF_SPLITS = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
 # The same rule with and without `ignore_merges`, which keeps words that are tokens.
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
+USE_SCRIPT = "convert what `zerolora merge` writes with llama.cpp's convert_hf_to_gguf.py"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -33,7 +34,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE":
-        raise UserError(f"--format gguf: tokenizers of type {model['type']} are not supported; use --converter")
+        raise UserError(f"--format gguf: tokenizers of type {model['type']} are not supported; {USE_SCRIPT}")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
@@ -118,7 +119,7 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
     if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
         raise UserError(
             f"--format gguf: tokenizers with byte fallback that change text by {' and '.join(kinds)} are not "
-            "supported; pass llama.cpp's convert_hf_to_gguf.py with --converter"
+            f"supported; {USE_SCRIPT}"
         )
     own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
     return next((space for space in (own, not own) if tokenizes_chats_alike(tokenizer, space)), own)
@@ -150,12 +151,10 @@ def chats_differ(tokenizer: Any) -> bool:
 
 
 def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer: several, one or none."""
     return [] if step is None else step.get(several, [step])
 
 
 def _find_split_name(state: dict[str, Any]) -> str:
-    """Return llama.cpp's name of a byte-level tokenizer's pre-tokenization."""
     steps = _steps(state["pre_tokenizer"], "pretokenizers")
     changes = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
     kinds = [step["type"] for step in steps]
@@ -174,5 +173,5 @@ def _find_split_name(state: dict[str, Any]) -> str:
                 return name
     raise UserError(
         f"--format gguf: llama.cpp has no known name for this tokenizer's rules ({' and '.join([*changes, *kinds])}); "
-        "pass llama.cpp's convert_hf_to_gguf.py with --converter"
+        + USE_SCRIPT
     )

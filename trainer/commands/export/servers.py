@@ -35,8 +35,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MERGED = "zerolora export --format hf writes the merged model"
 
 
-def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> dict[str, Any]:
-    """Rewrite the adapter in `folder` for `server` and return its settings.
+def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> None:
+    """Rewrite the adapter in `folder` for `server`.
 
     Raises UserError, before writing anything, for what the server does not support.
     """
@@ -63,12 +63,11 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     settings |= {"rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return settings
 
 
-def lora_arguments(server: str, folder: Path, name: str, final: Path | None = None) -> list[str]:
-    """Return the server's options for the exported adapter in `folder`, or later at `final`, under a name."""
-    place = f"{name}={final or folder}"
+def lora_arguments(server: str, folder: Path, name: str) -> list[str]:
+    """Return the server's options for the exported adapter in `folder`, under a name."""
+    place = f"{name}={folder}"
     if server == "sglang":
         return ["--enable-lora", "--lora-paths", place]
     rank = read_adapter_settings(folder)["r"]
@@ -104,7 +103,6 @@ def check_applied(folder: Path, server: str) -> None:
 
 
 def _rename_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
-    """Rename the parts of experts to the server's names."""
     names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
         names = EXPERT_NUMBERS
