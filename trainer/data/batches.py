@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
-from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
+from trainer.data.samples import Gather, Sample, SampleIterator, Samples, SampleStream, split_documents
 from trainer.data.sequence_parts import SequencePart
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
@@ -183,7 +183,8 @@ class StreamBatches(GlobalBatches):
     """Global batches from a stream: every rank reads all samples and keeps its own.
 
     A stream that ends starts again as the next epoch. Consecutive steps continue the stream. A repeated step, or one
-    after `load_state_dict`, starts at its state; any other offset reads up to it. `layout` are arguments of `collate`.
+    after `load_state_dict`, starts at its state; any other offset reads up to it. With `gather`, the ranks tokenize for
+    each other. `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -194,10 +195,11 @@ class StreamBatches(GlobalBatches):
         accumulation: int,
         rank: int,
         world_size: int,
+        gather: Gather | None = None,
         **layout: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
-        self.stream = stream
+        self.stream, self._gather = stream, gather
         self._layout = {"packed": stream.packed, **layout}
         self._position = -1
         self._epoch = 0
@@ -263,9 +265,8 @@ class StreamBatches(GlobalBatches):
         return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
 
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
-        shared = self.stream.shared if self.world_size > 1 else None
         self._epoch, self._in_epoch = epoch, 0
-        self._samples = self.stream.read(epoch, state, shared)
+        self._samples = self.stream.read(epoch, state, self.rank, self._gather)
 
     def _take(self, count: int) -> list[Sample]:
         """Return the next samples, across the ends of epochs."""

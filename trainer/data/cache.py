@@ -22,8 +22,7 @@ from trainer.data.formats import UNPAIRED
 from trainer.data.grouping import DataStats, Figures, Sources, plan
 from trainer.data.image_parts import FILE, has_changed, stored_file
 from trainer.data.samples import Samples, SampleStream
-from trainer.data.shared_blocks import host_blocks_folder
-from trainer.data.sources import content_key, stamps
+from trainer.data.sources import content_key
 from trainer.data.streams import look_ahead, stream_samples
 from trainer.data.vision import ImageReader
 
@@ -93,9 +92,7 @@ def prepare_data(
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
         stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_prompt_form(reports))
-        name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
-        stream = SampleStream(read, section.packing, host_blocks_folder(name), name)
-        return PreparedData(stream, held_out, stats, key, origin)
+        return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 

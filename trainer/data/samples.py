@@ -1,9 +1,8 @@
 """Samples of tokenized documents for training, from disk or from a stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,6 +96,10 @@ def _numbers(array: Array) -> NDArray[Any]:
     return np.unpackbits(octets, bitorder="little")[first % 8 :][: len(array)].astype(bool)
 
 
+Gather = Callable[[Any], list[Any]]
+"""Returns the objects of all ranks, on every rank."""
+
+
 class SampleIterator(Protocol):
     """An iterator of samples made on demand."""
 
@@ -112,23 +115,13 @@ class SampleIterator(Protocol):
         ...
 
 
-class ReadStream(Protocol):
-    """A function that starts a pass over the sources, from the beginning or from an earlier state."""
-
-    def __call__(
-        self, epoch: int, state: dict[str, Any] | None = None, shared: Path | None = None
-    ) -> SampleIterator: ...
-
-
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples made while they are read; `shared` is the folder in which ranks share blocks."""
+    """Samples made while they are read."""
 
-    read: ReadStream
+    read: Callable[..., SampleIterator]
+    """Starts a pass over the sources (see `stream_samples`)."""
     packed: bool
-    shared: Path | None = None
-    name: str = ""
-    """Equal for equal sources read in the same order."""
 
 
 def document_lengths(tokens: int, rejected: int) -> list[int]:

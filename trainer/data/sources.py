@@ -105,16 +105,6 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
     return [file for name in split_names(source.split, label) for file in find_data_files(source, local, name, label)]
 
 
-def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
-    """Return path, size and mtime of each local file of a streamed source, which is too large for a `content_key`.
-
-    Empty for a hub data set. Raises UserError if the files are missing.
-    """
-    local = local_path(source, label)
-    files = local_files(source, local, label) if local else []
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
 def _empty(source: SourceSection, label: str) -> UserError:
     head = "; the first line of a CSV file names its columns" if ".csv" in str(source.path).lower() else ""
     return UserError(f"{describe_source(source, label)}: no records in it{head}; use a dataset that has some")

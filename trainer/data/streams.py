@@ -2,10 +2,8 @@
 
 The order does not depend on the ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's order. The
 start of the next global batch is only known once all blocks before it are tokenized, since records without trained
-tokens are left out and packs depend on lengths. So every rank needs all blocks, and they share the work: a rank that
-needs a missing block makes the first unclaimed one ahead, and reads those of other ranks from files (`SharedBlocks`),
-which are in the host's temporary folder on one host and in the run's folder on several. This needs no collective, and
-the number and speed of the ranks make no difference.
+tokens are left out and packs depend on lengths. So every rank needs all blocks, and they share the work: of the blocks
+to come, each rank tokenizes one, and they gather those of all (`gather`). Every rank reads all records.
 
 `state_dict` has the block and the document in it (for each source of a mix, at the start of the current packing
 window), so that a resumed run skips earlier records without tokenizing them.
@@ -14,7 +12,6 @@ window), so that a resumed run skips earlier records without tokenizing them.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +21,7 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
 from trainer.data.formats import Shape, find_shape
 from trainer.data.grouping import best_fit
-from trainer.data.samples import Sample, SampleIterator, document_lengths, join
-from trainer.data.shared_blocks import Block, SharedBlocks
+from trainer.data.samples import Gather, Sample, SampleIterator, document_lengths, join
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_rows, read_source
 
@@ -35,6 +31,8 @@ SHUFFLE_BUFFER = 10_000
 # Documents that a packed stream packs at a time.
 PACKING_WINDOW = 1_000
 State = dict[str, Any]
+Block = tuple[list[Sample], int]
+"""The documents of a block and the number of its skipped records."""
 
 
 def stream_samples(
@@ -45,15 +43,15 @@ def stream_samples(
     seed: int,
     epoch: int,
     state: State | None = None,
-    shared: Path | None = None,
+    rank: int = 0,
+    gather: Gather | None = None,
 ) -> SampleIterator:
-    """Return the samples of one pass, from the beginning or from `state`; `shared` is a folder for blocks."""
+    """Return the samples of one pass, from the beginning or from `state`; without `gather`, for one rank alone."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
-        folder = shared / f"{number}-{epoch}" if shared else None
         at = at or {"block": 0, "taken": 0}
-        return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, folder)
+        return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, rank, gather)
 
     weights = [source.weight for _, source in sources]
     if section.packing:
@@ -88,14 +86,18 @@ class SourceStream:
         encoder: DocumentEncoder,
         seed: int,
         state: State,
-        folder: Path | None,
+        rank: int,
+        gather: Gather | None,
     ) -> None:
         self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
         self._place = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
         self._block, self._taken = int(state["block"]), int(state["taken"])
         self._skipped, self._skipped_in_block = int(state.get("skipped", 0)), 0
         self._documents: list[Sample] | None = None
-        self._blocks = SharedBlocks(self._records(section, seed), self._encode, folder)
+        self._records = self._read_blocks(section, seed)
+        self._read = 0
+        self._rank, self._gather = (rank, gather) if gather else (0, lambda made: [made])
+        self._made: dict[int, Block | UserError | None] = {}
 
     def __iter__(self) -> Iterator[Sample]:
         return self
@@ -103,7 +105,7 @@ class SourceStream:
     def __next__(self) -> Sample:
         while True:
             if self._documents is None:
-                if (block := self._blocks.block(self._block)) is None:
+                if (block := self._take_block()) is None:
                     raise StopIteration
                 self._documents, self._skipped_in_block = block
             if self._taken < len(self._documents):
@@ -121,7 +123,27 @@ class SourceStream:
         """Return the block, the number of its documents already yielded, and the records skipped before it."""
         return {"block": self._block, "taken": self._taken, "skipped": self._skipped}
 
-    def _records(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
+    def _take_block(self) -> Block | None:
+        """Return the current block, None after the last. A UserError of any rank is raised by all, in the same step."""
+        if self._block not in self._made:
+            own = self._block + self._rank
+            self._made = dict(self._gather((own, self._make_block(own))))
+        made = self._made[self._block]
+        if isinstance(made, UserError):
+            raise made
+        return made
+
+    def _make_block(self, number: int) -> Block | UserError | None:
+        try:
+            for records in self._records:
+                self._read += 1
+                if self._read > number:
+                    return self._encode(number, records)
+        except UserError as error:  # raised when the block is needed
+            return error
+        return None
+
+    def _read_blocks(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
         """Yield the blocks of rows, in order."""
         from datasets import IterableDataset
 
