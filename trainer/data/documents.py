@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.replacements import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
-from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, listed
 from trainer.data.marks import strip_reasoning
 from trainer.data.pairs import Labelled, Pair, join_labelled, join_pair, read_pair, read_unpaired
@@ -295,25 +295,29 @@ def encode_source(
     assert isinstance(records, Dataset)
     first = encoder.open(list(records.take(ROWS_AT_ONCE)))
     shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
-    environment = os.environ
+    environment, count = os.environ, min(workers, len(records))
+    # If a handler is installed, CPython loses a signal that reaches a forked worker before its first instruction, and
+    # a pool that ends its workers because one has failed would wait forever.
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if count > 1 else None
     try:
-        with ended_by_sigterm():
-            documents = records.map(
-                _encode_batch,
-                batched=True,
-                batch_size=ROWS_AT_ONCE,
-                with_indices=True,
-                remove_columns=records.column_names,
-                features=Features(columns),
-                fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
-                num_proc=min(workers, len(records)) if workers > 1 else None,
-                cache_file_name=str(file),
-                new_fingerprint=file.stem,
-                desc=f"tokenising {source.path}",
-            )
+        documents = records.map(
+            _encode_batch,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            with_indices=True,
+            remove_columns=records.column_names,
+            features=Features(columns),
+            fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
+            num_proc=count if count > 1 else None,
+            cache_file_name=str(file),
+            new_fingerprint=file.stem,
+            desc=f"tokenising {source.path}",
+        )
     finally:
         # With several workers, datasets replaces os.environ by a copy: other code would keep using the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
+        if count > 1:
+            signal.signal(signal.SIGTERM, handler)
         del records
         shutil.rmtree(scratch, ignore_errors=True)
         if scratch.exists():
