@@ -19,7 +19,7 @@ from trainer.config import DatasetSection, UserError
 from trainer.data.built_folder import load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
-from trainer.data.grouping import DataStats, Figures, Sources, plan
+from trainer.data.grouping import DataStats, Sources, plan, read_figures
 from trainer.data.image_parts import FILE, has_changed, stored_file
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.sources import content_key
@@ -147,7 +147,7 @@ def _build(
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"
         documents, report = encode_source(source, label, encoder, workers=section.workers, file=file)
-        parts.append(Figures.of(documents.data))
+        parts.append(read_figures(documents.data))
         reports.append(report)
     training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
     np.savez(
