@@ -9,7 +9,7 @@ from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.paths import expand_path
 from trainer.data.splits import no_such_split
-from trainer.data.text_files import OPENERS
+from trainer.data.text_files import data_suffix
 
 READERS = {
     ".jsonl": "json",
@@ -58,11 +58,6 @@ def read_template(configured: str) -> str:
     raise UserError(f"dataset.chat_template={configured}: {problem}")
 
 
-def data_suffix(path: Path) -> str:
-    """Return the file's suffix without .gz or another compression."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
-
-
 def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
     """Return the data files of a path: the file itself, or the folder's files of the split."""
     where = describe_source(source, label)
@@ -71,10 +66,9 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
         if source.data_files:
             raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file itself; remove one")
         if data_suffix(local) not in READERS:
-            ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
-            ending = ending or "a file without an ending"
-            packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
-            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
+            ending = "".join(local.suffixes[-1:]) or "a file without an ending"
+            packed = ending in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
+            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
         if not is_in_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
             raise UserError(no_such_split(label, split, shown(source.path)))

@@ -16,9 +16,9 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, data_suffix, describe_source, find_data_files, is_in_split
+from trainer.data.source_files import READERS, describe_source, find_data_files, is_in_split
 from trainer.data.splits import no_such_split, read_split, split_names
-from trainer.data.text_files import RAW, raw_records
+from trainer.data.text_files import RAW, data_suffix, raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
