@@ -239,9 +239,9 @@ def make_special(name: str) -> str:
 
 
 SPECIAL = {
-    "a pipe": "is a pipe, and data is read more than once; write it to a file first",
-    "a socket": "is a socket, and data",
-    "a device": "is a device, and data",
+    "a pipe": "is a pipe, socket or device, and data is read more than once; write it to a file",
+    "a socket": "is a pipe, socket or device, and data",
+    "a device": "is a pipe, socket or device, and data",
     "a folder": "is a folder without data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",

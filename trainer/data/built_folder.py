@@ -1,6 +1,7 @@
 """Folders that one of several processes builds and all read; damaged ones are rebuilt."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -95,11 +96,8 @@ def _checked(folder: Path, load: Callable[[Path], Loaded]) -> Loaded:
 def _digest(path: Path) -> str:
     if path.stat().st_size > CHECKED_BYTES:
         return ""
-    digest = xxhash.xxh3_64()
     with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:

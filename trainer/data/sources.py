@@ -23,13 +23,6 @@ from trainer.data.text_files import RAW, data_suffix, raw_records
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-_NOT_DATA = {
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-}
-
 
 def read_source(
     source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
@@ -127,9 +120,8 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     except (OSError, ValueError) as error:  # no permission, a name too long, a loop of links, a NUL byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
-    kind = next((name for is_kind, name in _NOT_DATA.items() if is_kind(mode)), None)
-    if kind:
-        raise UserError(f"{where}: is {kind}, and data is read more than once; write it to a file first")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"{where}: is a pipe, socket or device, and data is read more than once; write it to a file")
     return path.absolute()
 
 
@@ -139,14 +131,7 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or data_suffix(path) in READERS
     if not looks_local:
         return
-    existing = path.parent
-    while not existing.is_dir():
-        existing = existing.parent
-    near = (
-        get_close_matches(path.name, [entry.name for entry in existing.iterdir()], n=1)
-        if existing == path.parent
-        else []
-    )
+    near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub data set"
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
 
@@ -187,17 +172,12 @@ def _read_files(
             return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return Dataset.from_generator(
-            _iterate_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
+            raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _read_errors() as error:
         raise _unreadable(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
-
-
-def _iterate_records(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
-    """Yield `raw_records`; `state` is part of the name under which the datasets library caches them."""
-    return raw_records(**arguments)
 
 
 def _library() -> Any:
@@ -298,10 +278,8 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
     except (DatasetNotFoundError, FileNotFoundError) as error:
         raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None
     except ValueError as error:
-        if "split" in str(error).lower():
-            raise UserError(f"{label}.split={split}: {error}") from None
-        if "config" in str(error).lower():
-            raise UserError(f"{label}.name={source.name}: {error}") from None
-        raise UserError(f"{where}: {error}") from None
+        settings = {"split": f"{label}.split={split}", "config": f"{label}.name={source.name}"}
+        named = (setting for word, setting in settings.items() if word in str(error).lower())
+        raise UserError(f"{next(named, where)}: {error}") from None
     except DatasetGenerationError as error:
         raise UserError(f"{where}: cannot be read ({error.__cause__ or error})") from None

@@ -34,11 +34,12 @@ class _BadLine(str):
 
 
 def raw_records(
-    files: list[str], kind: str, where: str, label: str, split: str, text_mode: str = "line"
+    files: list[str], kind: str, where: str, label: str, split: str, text_mode: str = "line", state: Any = None
 ) -> Iterator[dict[str, str]]:
     """Yield the records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
 
-    A `split` other than train is the name of a list in a JSON file, `label` the setting that names it.
+    A `split` other than train is the name of a list in a JSON file, `label` the setting that names it. `state` is only
+    part of the name under which the datasets library caches the records.
     """
     texts = partial(_text_records, mode=text_mode)
     readers: dict[str, Callable[..., Iterator[Any]]] = {"json": _json_records, "csv": _csv_records, "text": texts}
