@@ -80,8 +80,6 @@ READ: dict[str, tuple[str, str | bytes, list[dict[str, Any]]]] = {
         '{"text": "a"}\n{"text": "b", "c": {}}\n',
         [{"text": "a"}, {"text": "b", "c": {}}],
     ),
-    "a list in data": ("a.json", json.dumps({"version": 1, "data": [PAIR, PAIR]}), [PAIR, PAIR]),
-    "a list in data, over several lines": ("a.json", json.dumps({"data": [PAIR]}, indent=2), [PAIR]),
     "one record": ("a.json", json.dumps(PAIR, indent=2), [PAIR]),
     "one conversation": (
         "a.json",
@@ -153,11 +151,6 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a list with a hole": ("a.json", json.dumps([PAIR, None]), ("item 2 of a.json holds nothing, not a record",)),
     "a text": ("a.json", '"hello"', ("a.json holds text, not a record",)),
     "a list that is cut": ("a.json", json.dumps([PAIR, PAIR], indent=1)[:-6], ("of a.json is not JSON",)),
-    "lists of other names": (
-        "a.json",
-        json.dumps({"a": [PAIR], "b": [PAIR]}),
-        ("several lists of records", "dataset.split: a or b"),
-    ),
     "single quotes": ("a.jsonl", "{'text': 'a'}\n" + LINE, ("line 1 of a.jsonl is not JSON",)),
     "a comma after each": (
         "a.jsonl",
@@ -306,7 +299,6 @@ SPLITS: dict[str, tuple[str, list[int] | str]] = {
     "dev": ("validation.jsonl", list(range(20))),
     "validation[:1]": ("folder", [7]),
     "train[:1]+validation[:1]": ("folder", [0, 7]),
-    "test": ("lists.json", [5]),
     "validation": ("a.jsonl", "dataset.split=validation: a.jsonl has no such split; remove the setting"),
     "test[:2]": ("a.jsonl", "dataset.split=test: a.jsonl has no such split"),
     "test[3:]": ("a.csv", "dataset.split=test: a.csv has no such split"),
@@ -316,7 +308,6 @@ SPLITS: dict[str, tuple[str, list[int] | str]] = {
     "train[": ("a.jsonl", "dataset.split=train[: not a split"),
     "": ("a.jsonl", "dataset.split=: not a split"),
     "nosuch": ("folder", "dataset.split=nosuch: folder has the splits train, validation"),
-    "nosuch[:1]": ("lists.json", "dataset.split=nosuch: lists.json has no such split"),
     "nosuch[1:]": ("a.parquet", "dataset.split=nosuch: a.parquet has no such split"),
     "nosuch[2:]": ("saved", "dataset.split=nosuch: saved has no such split"),
 }
@@ -328,7 +319,6 @@ def test_splits_and_parts_of_them(split: str) -> None:
     for name in ("a.jsonl", "validation.jsonl", "folder/train.jsonl"):
         write(name, lines)
     write("folder/dev.jsonl", json.dumps(NUMBERED[7]))
-    write("lists.json", json.dumps({"train": NUMBERED, "test": [NUMBERED[5]]}))
     write("a.csv", "text\n1\n")
     table = datasets.Dataset.from_list(NUMBERED)
     table.to_parquet("a.parquet")

@@ -7,11 +7,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
 from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
-from trainer.data.render import RenderError, render
 
 Message = dict[str, Any]
 _PROBE, _VALUE = "Sentinel", "Argument"
@@ -33,6 +33,10 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": ""}}, "required": []},
     },
 }
+
+
+class RenderError(Exception):
+    """A failure of a chat template."""
 
 
 class ChatTemplate:
@@ -57,7 +61,7 @@ class ChatTemplate:
             self._marked_source = mark_template(source)
             self._find_part_roles()
             self._find_call_form()
-        except (TemplateError, RenderError, TimeoutError) as error:
+        except (TemplateError, RenderError) as error:
             problem = f"the template, the tokenizer's own unless one is set, cannot be used ({error}); set another one"
             raise UserError(f"dataset.chat_template: {problem}") from None
 
@@ -81,7 +85,12 @@ class ChatTemplate:
         self, chat: Sequence[Message], source: str, tools: list[Message] | None, more: Mapping[str, Any]
     ) -> str:
         fitted = [self._fit(message) for message in chat]
-        return render(self._tokenizer, fitted, source, tools=tools, **{**self._variables, **more})
+        variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
+        try:
+            # Not apply_chat_template, which removes content that is None: some templates need it with tool calls.
+            return str(render_jinja_template([fitted], chat_template=source, **variables)[0][0])
+        except Exception as error:  # the template is a program of the user's and may raise anything
+            raise RenderError(f"{error}" or type(error).__name__) from None
 
     def _fit(self, message: Message) -> Message:
         """Return a message in the form that the template reads."""
@@ -199,7 +208,7 @@ class ChatTemplate:
         second = {**first, "id": "call00001", "function": {**first["function"], "name": name}}
         try:
             return name in self.render([_QUESTION, {**_CALL, "tool_calls": [first, second]}], [_TOOL])
-        except (RenderError, TimeoutError):
+        except RenderError:
             return True  # it refuses such turns itself
 
     @cached_property
@@ -234,7 +243,7 @@ class ChatTemplate:
     def _observe_closing(self, *messages: Message) -> str:
         try:
             marked = self._probe(*messages)
-        except (RenderError, TimeoutError):
+        except RenderError:
             return ""
         token, stop = self.end_of_answer(marked.text, *marked.turns.get(1, [(0, 0)])[-1])
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""

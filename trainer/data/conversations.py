@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.chat_template import ChatTemplate, Message
+from trainer.data.chat_template import ChatTemplate, Message, RenderError
 from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
 from trainer.data.records import Turns
-from trainer.data.render import RenderError
 from trainer.data.source_files import read_template
 from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
@@ -69,7 +68,7 @@ def render_prompt(
         return ChatTemplate(tokenizer, source, template_variables(section)).render(
             chat, tools, add_generation_prompt=True
         )
-    except (RenderError, TimeoutError) as error:
+    except RenderError as error:
         raise UserError(f"the chat template refuses the conversation ({error})") from None
 
 
@@ -137,7 +136,7 @@ class ChatEncoder:
             rendered.check_end()
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
-        except (RenderError, TimeoutError) as error:
+        except RenderError as error:
             raise UserError(f"{where}: the chat template refuses it ({error})") from None
         return rendered
 

@@ -46,8 +46,8 @@ COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
 )
 # Rejected answers, which must never be trained on.
 REJECTED = {"rejected", "rejected_response", "response_rejected", "dispreferred", "losing"}
-# Fields of a record that may be a list of turns.
-TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+# Names of a list of turns.
+TURN_LISTS = ("messages", "conversations", "conversation")
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
 
 
@@ -87,7 +87,7 @@ def find_shape(
 def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> Shape:
     names = {name: source.fields.get(name, name) for name in REQUIRED[format_] + OPTIONAL[format_]}
     for name in {"messages", "conversations"} & {*REQUIRED[format_]} - {*columns, *source.fields}:
-        names[name] = next((other for other in TURN_LISTS[:3] if other in columns), name)
+        names[name] = next((other for other in TURN_LISTS if other in columns), name)
     missing = [names[name] for name in REQUIRED[format_] if names[name] not in columns]
     is_paired = format_ == UNPAIRED and all(names[name] in columns for name in REQUIRED[PREFERENCE])
     if missing and not is_paired:
@@ -124,7 +124,7 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
         return shape(UNPAIRED, {"label": present["label"]})
-    for name in ("messages", "conversations", "conversation"):
+    for name in TURN_LISTS:
         turns = first.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
             if source.fields.get("role", "role") in turns[0]:

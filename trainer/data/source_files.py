@@ -70,7 +70,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
             packed = ending in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not is_in_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
+        if split != "train" and _find_split(Path(local.name)) != _split_word(split):
             raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
     try:
@@ -120,11 +120,6 @@ def _one_kind(files: list[Path], where: str) -> list[Path]:
 def _split_word(split: str) -> str:
     """Return `validation` for dev and valid, else the split."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
-
-
-def is_in_split(file: Path, split: str) -> bool:
-    """Return whether a single file has the split: any file has train, and others a file with that name."""
-    return split == "train" or _find_split(Path(file.name)) == _split_word(split)
 
 
 def _find_split(path: Path) -> str | None:

@@ -16,7 +16,7 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, describe_source, find_data_files, is_in_split
+from trainer.data.source_files import READERS, describe_source, find_data_files
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import RAW, data_suffix, raw_records
 
@@ -164,9 +164,7 @@ def _read_files(
     try:
         if kind == "parquet":
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
-        inside = split if local.is_file() and not is_in_split(local, split) else "train"
-        arguments = {"files": names, "kind": kind, "where": where, "label": label, "split": inside}
-        arguments["text_mode"] = source.text_mode
+        arguments = {"files": names, "kind": kind, "where": where, "text_mode": source.text_mode}
         features = Features({RAW: Value("string")})
         if streaming:
             return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.data.formats import TURN_LISTS, describe_type
-from trainer.data.splits import no_such_split
+from trainer.data.formats import describe_type
 
 RAW = "zerolora_record"
 SEPARATORS = ",;\t|"
@@ -34,24 +33,17 @@ class _BadLine(str):
 
 
 def raw_records(
-    files: list[str], kind: str, where: str, label: str, split: str, text_mode: str = "line", state: Any = None
+    files: list[str], kind: str, where: str, text_mode: str = "line", state: Any = None
 ) -> Iterator[dict[str, str]]:
     """Yield the records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
 
-    A `split` other than train is the name of a list in a JSON file, `label` the setting that names it. `state` is only
-    part of the name under which the datasets library caches the records.
+    `state` is only part of the name under which the datasets library caches the records.
     """
     texts = partial(_text_records, mode=text_mode)
-    readers: dict[str, Callable[..., Iterator[Any]]] = {"json": _json_records, "csv": _csv_records, "text": texts}
+    readers: dict[str, Callable[..., Iterator[str]]] = {"json": _json_records, "csv": _csv_records, "text": texts}
     for name in files:
         for text in readers[kind](Path(name), where):
-            if isinstance(text, dict):
-                for record in _list_inside(text, Path(name), where, label, split):
-                    yield {RAW: json.dumps(record)}
-            elif split != "train":
-                raise UserError(no_such_split(label, split, name))
-            else:
-                yield {RAW: text}
+            yield {RAW: text}
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +131,8 @@ def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
             yield json.dumps({"text": text.rstrip("\r\n")})
 
 
-def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
-    """Yield one object per line or the objects of one list, as JSON; or the single object of the file, as a dict."""
+def _json_records(file: Path, where: str) -> Iterator[str]:
+    """Yield one object per line, the objects of one list, or the single object of the file."""
     lines = enumerate(_lines(file, where, keep_bad=True), start=1)
     written = ((number, line) for number, line in lines if line.strip())
     number, first = next(written, (0, ""))
@@ -185,38 +177,15 @@ def _describe_wrong_type(value: Any) -> str:
     return f'holds {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
-def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]:
+def _items(value: Any, file: Path, where: str) -> Iterator[str]:
     """Yield the records of a file that is one JSON value."""
-    if isinstance(value, dict):
-        yield value
-        return
-    if not isinstance(value, list):
+    if not isinstance(value, list | dict):
         raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
-    for number, record in enumerate(value, start=1):
+    for number, record in enumerate([value] if isinstance(value, dict) else value, start=1):
         is_record = isinstance(record, dict)
         yield json.dumps(
             record if is_record else f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
         )
-
-
-def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
-    """Return the records in an object such as {"data": [...]} or {"train": [...], "test": [...]}, or the object."""
-    lists = {
-        name: items
-        for name, items in value.items()
-        if isinstance(items, list) and items and all(isinstance(item, dict) for item in items)
-    }
-    if split in lists:
-        return lists[split]
-    if split != "train":
-        raise UserError(no_such_split(label, split, file.name))
-    if not lists or any(name in value for name in TURN_LISTS):
-        return [value]
-    if len(lists) > 1:
-        raise UserError(
-            f"{where}: {file.name} holds several lists of records; choose one with {label}.split: {' or '.join(lists)}"
-        )
-    return next(iter(lists.values()))
 
 
 def _csv_records(file: Path, where: str) -> Iterator[str]:
