@@ -11,7 +11,6 @@ from trainer.data.step_count import (
     count_steps,
     resolve_eval_and_save_steps,
     resolve_global_batch,
-    smaller_batch_line,
     step_warnings,
     steps_line,
 )
@@ -96,25 +95,6 @@ def test_the_global_batch_fits_the_data(
     found = once.training
     assert (found.global_batch_size, found.batch_size, found.gradient_accumulation_steps) == resolved
     assert resolve_global_batch(once, samples, ranks) == once, "what is recorded resolves to itself"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "training", "said"),
-    [
-        (1, {"global_batch_size": 4, "batch_size": 10}, "gives the only rank 4 a step, so 4 are taken at a time"),
-        (2, {"global_batch_size": 12, "batch_size": 4}, "gives each of 2 ranks 6 a step, so 3 are taken at a time"),
-        (2, {"global_batch_size": 16, "batch_size": 4}, None),
-        (1, {"global_batch_size": "auto", "batch_size": 8}, None),
-        (1, {"batch_size": 8}, None),
-        (1, {"global_batch_size": 8, "batch_size": "auto"}, None),
-    ],
-)
-def test_a_micro_batch_that_is_not_the_one_asked_for_is_said(
-    ranks: int, training: dict[str, Any], said: str | None
-) -> None:
-    asked = config_of(**training)
-    line = smaller_batch_line(asked.training, resolve_global_batch(asked, 1000, ranks).training, ranks)
-    assert line is said or (line is not None and said is not None and line.endswith(said)), line
 
 
 def test_a_global_batch_that_ranks_cannot_share() -> None:

@@ -9,22 +9,57 @@ step, micro-batches have about equally many padded tokens: few long rows or many
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
-from trainer.data.samples import Gather, Sample, SampleIterator, Samples, SampleStream, split_documents
-from trainer.data.sequence_parts import SequencePart
+from trainer.data.samples import Gather, Sample, Samples, SampleStream, split_documents
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
 from trainer.data.vision import ImageInputs
 
+if TYPE_CHECKING:
+    from trainer.data.streams import MixedStream, PackedStream
+
 IGNORED = -100  # torch's cross-entropy ignores these targets
 # Long enough for the convolutions of recurrent models, short enough to cost nothing.
 _DUMMY_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The part of every sequence that this rank computes (`parallel.sequence`): number `rank` of `size` equal parts."""
+
+    rank: int
+    size: int
+    group: Any = None
+    """Process group of the ranks that share a sequence."""
+
+    def cut(self, batch: "MicroBatch") -> "MicroBatch":
+        """Return this rank's part of a flat batch [1, T], T a multiple of `size`.
+
+        Targets were shifted before: the last token of a part has the first one of the next part as its target. The
+        bounds of the documents remain those of the whole batch.
+        """
+        assert batch.position_ids is not None
+        length = batch.input_ids.shape[1] // self.size
+        first = self.rank * length
+        before = replace(batch, targets=batch.targets[:, :first]).target_count
+        part = replace(
+            batch,
+            input_ids=batch.input_ids[:, first : first + length],
+            targets=batch.targets[:, first : first + length],
+            tokens=min(max(batch.tokens - first, 0), length),
+            position_ids=batch.position_ids[:, first : first + length],
+            sequence=self,
+            targets_before=before,
+        )
+        if batch.weights is None:
+            return part
+        return replace(part, weights=batch.weights[before : before + part.target_count])
 
 
 @dataclass(frozen=True)
@@ -204,7 +239,7 @@ class StreamBatches(GlobalBatches):
         self._position = -1
         self._epoch = 0
         self._in_epoch = 0  # samples of this epoch
-        self._samples: SampleIterator | None = None
+        self._samples: MixedStream | PackedStream | None = None
         self._states: list[dict[str, Any]] = []
         self._skipped: dict[str, int] = {}  # records per source, in earlier epochs
 

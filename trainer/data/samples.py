@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,27 +100,12 @@ Gather = Callable[[Any], list[Any]]
 """Returns the objects of all ranks, on every rank."""
 
 
-class SampleIterator(Protocol):
-    """An iterator of samples made on demand."""
-
-    def __iter__(self) -> Iterator[Sample]: ...
-    def __next__(self) -> Sample: ...
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Number of skipped records per source so far."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values, from which `SampleStream.read` can continue."""
-        ...
-
-
 @dataclass(frozen=True)
 class SampleStream:
     """Samples made while they are read."""
 
-    read: Callable[..., SampleIterator]
-    """Starts a pass over the sources (see `stream_samples`)."""
+    read: Callable[..., Any]
+    """Starts a pass over the sources from epoch, state, rank and `gather` (see `stream_samples`)."""
     packed: bool
 
 

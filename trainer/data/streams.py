@@ -21,7 +21,7 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
 from trainer.data.formats import Shape, find_shape
 from trainer.data.grouping import best_fit
-from trainer.data.samples import Gather, Sample, SampleIterator, document_lengths, join
+from trainer.data.samples import Gather, Sample, document_lengths, join
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_rows, read_source
 
@@ -45,7 +45,7 @@ def stream_samples(
     state: State | None = None,
     rank: int = 0,
     gather: Gather | None = None,
-) -> SampleIterator:
+) -> "MixedStream | PackedStream":
     """Return the samples of one pass, from the beginning or from `state`; without `gather`, for one rank alone."""
 
     def start(number: int, at: State | None) -> SourceStream:

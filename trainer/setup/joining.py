@@ -11,7 +11,7 @@ from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.replacements import replaces
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
+from trainer.data.step_count import step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -83,8 +83,6 @@ def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ran
         say.show(f"sequences: each is shared by {size} ranks, which count as one below (parallel.sequence)")
     warnings = step_warnings(resolved, samples, ranks)
     say.show(f"steps: {steps_line(resolved.training, samples, ranks)}")
-    if smaller := smaller_batch_line(given.training, resolved.training, ranks):
-        say(f"note: {smaller}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
 

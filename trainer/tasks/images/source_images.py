@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.files import read_bytes, read_text
-from trainer.data.image_files import damaged_image_error, decode_image, refuse_deep
+from trainer.data.image_parts import damaged_image_error, decode_image, refuse_deep
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row, raw_records
 
