@@ -228,19 +228,18 @@ class ChatTemplate:
         header = marked.text[marked.turns[1][0][0] : marked.texts[1][0][0]]
         return header if header.strip() else ""
 
-    def closing(self, *, after_call: bool) -> str:
-        """Return the token that ends an answer within a conversation: in its turn, or the first of the next turn."""
-        return self._call_closing if after_call else self._answer_closing
-
     @cached_property
-    def _answer_closing(self) -> str:
-        return self._observe_closing(_QUESTION, _ANSWER, _QUESTION)
+    def closings(self) -> dict[bool, str]:
+        """The token that ends an answer within a conversation, by whether it calls a tool.
 
-    @cached_property
-    def _call_closing(self) -> str:
-        return self._observe_closing(_QUESTION, _CALL, _RESULT)
+        It is in the answer's turn, or the first of the next turn.
+        """
+        return {
+            False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
+            True: self._find_closing(_QUESTION, _CALL, _RESULT),
+        }
 
-    def _observe_closing(self, *messages: Message) -> str:
+    def _find_closing(self, *messages: Message) -> str:
         try:
             marked = self._probe(*messages)
         except RenderError:

@@ -107,33 +107,30 @@ class DocumentEncoder:
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
         """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
-        columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
-            self._add(columns, rows, shape, where)
+            return self._columns(rows, shape, where)
         except UserError:
             if not self.skips:
                 raise
-            columns = {name: [] for name in columns}
-            good: list[tuple[Mapping[str, Any], str]] = []
-            for row, place in zip(rows, where, strict=True):
-                try:
-                    # Labelled answers are added together below, because they are exchanged.
-                    alone = {name: [] for name in columns} if shape.format == UNPAIRED else columns
-                    self._add(alone, [row], shape, [place])
-                    good.append((row, place))
-                except UserError as error:
-                    for name, column in columns.items():
-                        empty = {"bool": False, "string": str(error)}
-                        column.append([] if name in LISTS else empty.get(VALUES[name], 0))
-            if good and shape.format == UNPAIRED:
-                self._add(columns, [row for row, _ in good], shape, [place for _, place in good])
+        problems: dict[str, str] = {}
+        for row, place in zip(rows, where, strict=True):
+            try:
+                self._columns([row], shape, [place])
+            except UserError as error:
+                problems[place] = str(error)
+        good = [(row, place) for row, place in zip(rows, where, strict=True) if place not in problems]
+        columns = self._columns([row for row, _ in good], shape, [place for _, place in good])
+        for problem in problems.values():
+            for name, column in columns.items():
+                column.append([] if name in LISTS else {"bool": False, "string": problem}.get(VALUES[name], 0))
         return columns
 
-    def _add(
-        self, rows: dict[str, list[Any]], records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
-    ) -> None:
-        """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
+    def _columns(
+        self, records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """Return the columns of some rows of a source. Raises UserError for a bad record."""
+        rows: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(shape.format, read_record)
         found = [
             read(parse_row(record), shape, place, self.system_prompt)
@@ -149,8 +146,6 @@ class DocumentEncoder:
             sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [example]
             sides = [each.answer if isinstance(each, Labelled) else each for each in sides]
             answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
-            # A document's first token is not predicted.
-            at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length
             rows["input_ids"].append(document.input_ids[: self.max_length])
             weights = document.trained[: self.max_length]
@@ -167,7 +162,6 @@ class DocumentEncoder:
             rows["images"].append(document.images)
             rows["image_tokens"].append(sum(each in image_ids for each in document.input_ids) if document.images else 0)
             rows["targets"].append(0 if left_out else sum(rows["trained"][-1][1:]))
-            rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(too_long or document.cut)
             rows["answers"].append(len(answers))
             rows["empty"].append(sum(not answer for answer in answers))
@@ -178,6 +172,7 @@ class DocumentEncoder:
             rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
             rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
+        return rows
 
     def _check_images(self, example: Example, where: str) -> None:
         """Raise UserError for images of preference data, or with a model that is not trained on images."""

@@ -235,7 +235,9 @@ def _grouped(
         target_tokens=int(figures["targets"][members].sum()),
         dropped=int((figures["targets"][records] == 0).sum() - figures["skipped"][records].sum()) - int(left_out.sum()),
         too_long=int(left_out.sum()),
-        **{name: int(figures[name][records].sum()) for name in ("answers", "empty", "control")},
+        answers=int(figures["answers"][records].sum()),
+        empty=int(figures["empty"][records].sum()),
+        control=int(figures["control"][records].sum()),
         copies=len(unique) - len(np.unique(figures["digest"][unique])),
         max_length=section.max_length,
         packed=section.packing,
@@ -244,7 +246,8 @@ def _grouped(
         undesirable=int((figures["label"][members] < 0).sum()),
         margins=int((figures["margin"][members] != 0).sum()),
         with_images=int((figures["image_tokens"][members] > 0).sum()),
-        **{name: int(figures[name][members].sum()) for name in ("truncated", "image_tokens")},
+        truncated=int(figures["truncated"][members].sum()),
+        image_tokens=int(figures["image_tokens"][members].sum()),
     )
 
 
@@ -257,8 +260,7 @@ def _nothing_said(source: SourceSection, figures: Figures, label: str) -> UserEr
 
 
 def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
-    needed = figures["first_target"][records]
-    if not needed.any():
+    if not figures["truncated"][records].any():
         roles = ", ".join(section.train_on)
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
@@ -271,7 +273,7 @@ def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Ind
         )
     return UserError(
         f"dataset.max_length={section.max_length}: cuts off all trained tokens of {label} ({len(records):,} records); "
-        f"set it above {int(needed[needed > 0].min()):,}, the position of the earliest one"
+        "raise it, or set dataset.too_long: split for texts"
     )
 
 

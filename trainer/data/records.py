@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -187,30 +186,8 @@ def after_system(system: str | None, prompt: str) -> str:
 
 
 def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> Turns:
-    """Read a list of turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value)."""
-    sharegpt = shape.format == "sharegpt"
-    column = shape.names["conversations" if sharegpt else "messages"]
-    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
-    keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
-    turns, images = _turns(record[column], column, where), ImageParts(record, shape)
-    messages = [
-        _message(turn, keys, f"{where}, turn {number}", shape.roles, images)
-        for number, turn in enumerate(turns, start=1)
-    ]
-    ignored = _lead_with_system(messages, record, shape, where)
-    weights = _turn_weights(turns, f"{where}, turn", len(messages) - len(turns))
-    tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    unread = ignored + _list_unread(turns, column)
-    return Turns(messages, tools, weights, unread, images.stored(where))
-
-
-def _turns(value: Any, column: str, where: str) -> list[Any]:
-    """Return a list of turns that record which of their fields were read."""
-    return [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
-
-
-def _list_unread(turns: list[Any], column: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
+    column = shape.names["conversations" if shape.format == "sharegpt" else "messages"]
+    return _read_turns([(record[column], column, "", True)], record, shape, where)
 
 
 def read_conversational_pair(
@@ -219,27 +196,43 @@ def read_conversational_pair(
     """Read a prompt and a completion as lists of turns, one of which may be text; only the completion has a loss."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    pair = {"prompt": prompt, "completion": completion}
-    columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
-    images = ImageParts(record, shape)
-    lists = [
-        [
-            _message(turn, _keys(turn, shape), f"{where}, {name} turn {number}", shape.roles, images)
-            for number, turn in enumerate(turns, start=1)
-        ]
-        for name, turns in columns.items()
+    parts = [
+        (prompt, shape.names["prompt"], "prompt ", False),
+        (completion, shape.names["completion"], "completion ", True),
     ]
-    ignored = _lead_with_system(lists[0], record, shape, where)
-    weights = dict.fromkeys(range(len(lists[0])), 0.0)
-    weights |= _turn_weights(columns["completion"], f"{where}, completion turn", len(lists[0]))
-    ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
+    return _read_turns(parts, record, shape, where)
+
+
+def _read_turns(
+    parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], shape: Shape, where: str
+) -> Turns:
+    """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
+
+    `parts` are lists of turns, each with its column, its name in messages, and whether it has a loss.
+    """
+    images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
+    unread: list[str] = []
+    for number, (value, column, name, is_trained) in enumerate(parts):
+        turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
+        place = f"{where}, {name}turn"
+        read = [
+            _message(turn, _keys(turn, shape), f"{place} {index}", shape.roles, images)
+            for index, turn in enumerate(turns, start=1)
+        ]
+        unread += _lead_with_system(read, record, shape, where) if number == 0 else ()
+        first = len(messages) + len(read) - len(turns)
+        weights |= _turn_weights(turns, place, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
+        unread += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.unread())
+        messages += read
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(lists[0] + lists[1], tools, weights, ignored, images.stored(where))
+    return Turns(messages, tools, weights, tuple(unread), images.stored(where))
 
 
 def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
     keys = shape.names.get("role", "role"), shape.names.get("content", "content")
-    return ("from", "value") if isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn else keys
+    if shape.format == "sharegpt" or (isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn):
+        keys = shape.names.get("from", "from"), shape.names.get("value", "value")
+    return keys
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
@@ -251,16 +244,14 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_pro
     if not shape.alpaca_as_chat:
         prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
         return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), output)
-    messages: list[dict[str, Any]] = []
-    _lead_with_system(messages, record, shape, where)
+    turns: list[dict[str, Any]] = []
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: history holds {describe_type(pair)}, not pairs of question and answer")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    request = f"{instruction}\n\n{extra}" if extra else instruction
-    turns, images = [*messages, {"role": "user", "content": request}], ImageParts(record, shape)
-    turns = [turn | {"content": images.read_marks(turn["content"])} for turn in turns]
-    return Turns([*turns, {"role": "assistant", "content": output}], images=images.stored(where))
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    turns.append({"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction})
+    turns.append({"role": "assistant", "content": output})
+    return _read_turns([(turns, shape.names["instruction"], "", True)], record, shape, where)
 
 
 def _message(
@@ -318,17 +309,14 @@ def _turn_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
 
 def _content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
     """Return text, or OpenAI's list of parts as one text, with IMAGE for an image."""
-    if content is None:
-        return ""
     if isinstance(content, list):
-        values = [_part(part, images) for part in content]
-        texts = [value for value in values if isinstance(value, str)]
-        if len(texts) == len(content):
+        texts = [_part(part, images) for part in content]
+        if all(isinstance(text, str) for text in texts):
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them")
-    if not isinstance(content, str):
+    if not isinstance(content, str | None):
         raise UserError(f"{where}: {key} is {describe_type(content)}, not text")
-    return content
+    return content or ""
 
 
 def _part(part: Any, images: ImageParts | None) -> Any:
