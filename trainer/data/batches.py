@@ -395,7 +395,6 @@ def collate(
 def _join_rows(
     rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]], tokens: int, weights: torch.Tensor | None
 ) -> MicroBatch:
-    """Return rows as a flat batch."""
     lengths = [length for row in rows for length in row.document_lengths]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     return MicroBatch(

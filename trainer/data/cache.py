@@ -142,7 +142,6 @@ def _digest(value: Any) -> str:
 def _build(
     section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
-    """Write documents, index and statistics into a folder."""
     parts, reports = [], []
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"

@@ -93,7 +93,6 @@ class ChatTemplate:
             raise RenderError(f"{error}" or type(error).__name__) from None
 
     def _fit(self, message: Message) -> Message:
-        """Return a message in the form that the template reads."""
         fitted = dict(message)
         if IMAGE in message["content"]:
             fitted["content"] = _split_images(message["content"])
@@ -287,7 +286,6 @@ class ChatTemplate:
 
 
 def _split_images(text: str) -> list[Message]:
-    """Return a text with images as a list of parts."""
     parts: list[Message] = []
     for number, piece in enumerate(text.split(IMAGE)):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)

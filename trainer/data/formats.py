@@ -178,7 +178,6 @@ def _preference_names(
 
 
 def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:
-    """Return the message for records of no known format."""
     if "input_ids" in columns:
         return (
             "the records are tokenised already (input_ids), and only text is read, so that its tokens and labels fit "
@@ -205,7 +204,6 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
 
 
 def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
-    """Return the record's fields for the placeholders of a custom template."""
     assert source.template is not None
     try:
         texts = [source.template, source.template_without_input or ""]

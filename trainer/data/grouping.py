@@ -214,7 +214,6 @@ def weighted(members: Index, weight: float, generator: np.random.Generator, labe
 def _grouped(
     section: DatasetSection, figures: Figures, records: Index, members: Index, label: str
 ) -> tuple[Grouping, DataStats]:
-    """Return samples of documents in order, packed if configured, with their statistics."""
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
     left_out = figures["truncated"][records] & (figures["targets"][records] == 0)

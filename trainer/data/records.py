@@ -328,7 +328,6 @@ def _part(part: Any, images: ImageParts | None) -> Any:
 
 
 def _parsed_call(value: Any, where: str) -> list[Any]:
-    """Read the text of ShareGPT's function_call turn: a call as JSON, or a list of calls."""
     try:
         call = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:

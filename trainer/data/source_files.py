@@ -97,7 +97,6 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
 
 
 def _named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
-    """Return the files of `data_files`, in that order."""
     chosen: list[Path] = []
     for pattern in source.data_files:
         wanted = pattern.removeprefix("./").removeprefix(f"{local}/")

@@ -144,7 +144,6 @@ class SourceStream:
         return None
 
     def _read_blocks(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield the blocks of rows, in order."""
         from datasets import IterableDataset
 
         source, label = self._source, self.label

@@ -178,7 +178,6 @@ def _describe_wrong_type(value: Any) -> str:
 
 
 def _items(value: Any, file: Path, where: str) -> Iterator[str]:
-    """Yield the records of a file that is one JSON value."""
     if not isinstance(value, list | dict):
         raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
     for number, record in enumerate([value] if isinstance(value, dict) else value, start=1):
