@@ -228,7 +228,7 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "role 'usr' is not known; roles are system, user",
     ),
-    "turns that are cut": (json.dumps({"messages": '[{"role": '}), {}, "messages is no list of JSON"),
+    "turns that are cut": (json.dumps({"messages": '[{"role": '}), {}, "messages is not JSON"),
 }
 
 

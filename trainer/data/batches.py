@@ -7,6 +7,7 @@ is sorted by length and its batches are shuffled, so that a step's sequences com
 step, micro-batches have about equally many padded tokens: few long rows or many short ones.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -466,14 +467,10 @@ def like_tokens(lengths: Index, count: int) -> list[Index]:
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
-    low, high = int(descending[0]), int(descending[0]) * -(-len(order) // count)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_bounds(descending, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    bounds = _bounds(descending, low)
+    longest, most = int(descending[0]), int(descending[0]) * -(-len(order) // count)
+    # The least limit with which `count` micro-batches hold all samples.
+    least = bisect_left(range(most), -count, lo=longest, key=lambda limit: -len(_bounds(descending, limit)))
+    bounds = _bounds(descending, least)
     bounds += [len(order)] * (count - len(bounds))
     return [order[start:end] for start, end in zip([0, *bounds[:-1]], bounds, strict=True)]
 

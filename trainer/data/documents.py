@@ -1,6 +1,5 @@
 """Encoding of records as tokenized documents: find a source's format once, then read, template, mask and truncate."""
 
-import gc
 import os
 import re
 import shutil
@@ -97,13 +96,17 @@ class DocumentEncoder:
         self._first = leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def open(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the readable records of rows. Raises UserError if there are none."""
+    def find_shape(
+        self, source: SourceSection, rows: Sequence[Mapping[str, Any]], label: str
+    ) -> tuple[Shape, dict[str, Any]]:
+        """Return a source's format by its first rows, and its first record. Raises UserError if none is readable."""
         records = []
         for row in rows:
             with suppress(UserError) if self.skips else nullcontext():
                 records.append(parse_row(row))
-        return records or [parse_row(row) for row in rows]
+        records = records or [parse_row(row) for row in rows]
+        fields = list(dict.fromkeys(name for record in records for name in record))
+        return find_shape(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
         """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
@@ -288,8 +291,7 @@ def encode_source(
     scratch = file.with_suffix(".records")
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    first = encoder.open(list(records.take(ROWS_AT_ONCE)))
-    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape, first = encoder.find_shape(source, list(records.take(ROWS_AT_ONCE)), label)
     environment, count = os.environ, min(workers, len(records))
     # If a handler is installed, CPython loses a signal that reaches a forked worker before its first instruction, and
     # a pool that ends its workers because one has failed would wait forever.
@@ -315,11 +317,7 @@ def encode_source(
             signal.signal(signal.SIGTERM, handler)
         del records
         shutil.rmtree(scratch, ignore_errors=True)
-        if scratch.exists():
-            # Network file systems keep files that are still mapped, and so their folder.
-            gc.collect()
-            shutil.rmtree(scratch, ignore_errors=True)
-    return documents, encoder.report(label, shape, first[0], documents.data)
+    return documents, encoder.report(label, shape, first, documents.data)
 
 
 def _encode_batch(
@@ -327,8 +325,3 @@ def _encode_batch(
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     return encoder.rows(rows, indices[0], shape, label)
-
-
-def list_fields(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields that any record has, in order of appearance."""
-    return list(dict.fromkeys(name for record in records for name in record))

@@ -274,7 +274,8 @@ def _message(
     content = turn.wrap(keys[1], content) if isinstance(content, list) else content
     calls = turn.get("tool_calls")
     if name in ("function_call", "tool_call") and not calls:
-        calls, content = _parsed_call(content, where), None
+        call = _parse(content, "the tool call is", where)
+        calls, content = call if isinstance(call, list) else [call], None
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
@@ -327,14 +328,6 @@ def _part(part: Any, images: ImageParts | None) -> Any:
     return part.get("text") if part.get("type") in TEXT_PARTS else None
 
 
-def _parsed_call(value: Any, where: str) -> list[Any]:
-    try:
-        call = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: the tool call is not JSON ({error.msg}, column {error.colno})") from None
-    return call if isinstance(call, list) else [call]
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """Return a call in OpenAI's form. Raises UserError without a name, or with arguments that are not JSON."""
     function = call
@@ -342,43 +335,37 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call needs function.name and function.arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # A dict here; ChatTemplate converts it to the form that the template expects.
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: arguments of {function['name']} are not JSON ({error.msg})") from None
+    # A dict here; ChatTemplate converts it to the form that the template expects.
+    arguments = _parse(function.get("arguments") or {}, f"arguments of {function['name']} are", where)
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Read tool definitions: a list of JSON schemas, or that list as a JSON string."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
-            problem = f"tools are not JSON ({error.msg}, column {error.colno})"
-            raise UserError(f"{where}: {problem}; write a list of function definitions") from None
+    value = None if isinstance(value, str) and not value.strip() else _parse(value, "tools are", where)
     if not value:
         return None
-    tools = _list(value, "tools", where)
-    if not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{where}: tools must be a list of function definitions")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
     """Return a list, which may be given as JSON, as in a cell of a CSV file."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: {name} is no list of JSON ({error.msg}, column {error.colno})") from None
+        value = _parse(value, f"{name} is", where)
     if not isinstance(value, list):
         raise UserError(f"{where}: {name} is {describe_type(value)}, not a list")
     return value
+
+
+def _parse(value: Any, what: str, where: str) -> Any:
+    """Return a value that may be given as JSON. Raises UserError if a text is not JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: {what} not JSON ({error.msg}, column {error.colno})") from None
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pyarrow import Array, Table
-from pyarrow.types import is_float32
+from pyarrow import Array, Table, int8
+from pyarrow.types import is_boolean
 
 from trainer.config.errors import printable
 
@@ -83,17 +83,8 @@ class Samples:
 
 
 def _numbers(array: Array) -> NDArray[Any]:
-    """Return the integers or booleans of an array without nulls.
-
-    Arrow's `to_numpy`, and `to_pandas_dtype` in some versions, import pandas, which takes half a second.
-    """
-    first, last = array.offset, array.offset + len(array)
-    buffer = array.buffers()[1]
-    if array.type.bit_width > 1:
-        name = "float32" if is_float32(array.type) else str(array.type)
-        return np.frombuffer(buffer or b"", name)[first:last]
-    octets = np.frombuffer(buffer, np.uint8)[first // 8 : -(-last // 8)]
-    return np.unpackbits(octets, bitorder="little")[first % 8 :][: len(array)].astype(bool)
+    # Arrow's `to_numpy` imports pandas, which takes half a second; DLPack has no single bits.
+    return np.from_dlpack(array.cast(int8()) if is_boolean(array.type) else array)
 
 
 Gather = Callable[[Any], list[Any]]

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
-from trainer.data.formats import Shape, find_shape
+from trainer.data.documents import DocumentEncoder, SourceReport
+from trainer.data.formats import Shape
 from trainer.data.grouping import best_fit
 from trainer.data.samples import Gather, Sample, document_lengths, join
 from trainer.data.source_files import describe_source
@@ -66,12 +66,11 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
     rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
         raise UserError(f"{describe_source(source, label)}: no records in it; use a dataset that has some")
-    first = encoder.open(rows)
-    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape, first = encoder.find_shape(source, rows, label)
     columns = encoder.rows(rows, 0, shape, describe_source(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
-    return encoder.report(label, shape, first[0], table)
+    return encoder.report(label, shape, first, table)
 
 
 class SourceStream:
@@ -196,8 +195,6 @@ class MixedStream:
         return self
 
     def __next__(self) -> Sample:
-        if len(self._streams) == 1:
-            return next(self._streams[0])
         while not all(self._ended):
             choice = int(self._generator.choice(len(self._streams), p=self._odds))
             sample = next(self._streams[choice], None)
