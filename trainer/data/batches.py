@@ -241,7 +241,8 @@ class StreamBatches(GlobalBatches):
         self._epoch = 0
         self._in_epoch = 0  # samples of this epoch
         self._samples: MixedStream | PackedStream | None = None
-        self._states: list[dict[str, Any]] = []
+        self._rest: Iterator[Sample] = iter(())
+        self._state: dict[str, Any] = {}  # before the last step
         self._skipped: dict[str, int] = {}  # records per source, in earlier epochs
 
     @property
@@ -256,7 +257,7 @@ class StreamBatches(GlobalBatches):
         try:
             if offset != self._position:
                 self._go_to(offset)
-            self._states = [self.state_dict()]
+            self._state = self.state_dict()
             taken = self._take(self.global_batch_size)
         except UserError:
             self._samples, self._position = None, -1
@@ -267,7 +268,7 @@ class StreamBatches(GlobalBatches):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream after the last step, as plain values."""
         if self._samples is None:  # nothing was read since the run resumed
-            return self._states[0] if self._states else {}
+            return self._state
         return {
             "offset": self._position,
             "epoch": self._epoch,
@@ -278,12 +279,12 @@ class StreamBatches(GlobalBatches):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the step at the state's offset start there; nothing is read yet."""
-        self._states = [state]
+        self._state = state
         self._position = -1
 
     def _go_to(self, offset: int) -> None:
-        known = next((state for state in self._states if state.get("offset") == offset), None)
-        if known is None:
+        known = self._state
+        if known.get("offset") != offset:
             self._position, self._skipped = 0, {}
             self._start(0, None)
             self._take(offset)
@@ -303,13 +304,13 @@ class StreamBatches(GlobalBatches):
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
         self._epoch, self._in_epoch = epoch, 0
         self._samples = self.stream.read(epoch, state, self.rank, self._gather)
+        self._rest = iter(self._samples)
 
     def _take(self, count: int) -> list[Sample]:
         """Return the next samples, across the ends of epochs."""
-        assert self._samples is not None
         taken: list[Sample] = []
         while len(taken) < count:
-            sample = next(self._samples, None)
+            sample = next(self._rest, None)
             if sample is not None:
                 taken.append(sample)
                 self._in_epoch += 1

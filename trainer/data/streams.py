@@ -50,7 +50,7 @@ def stream_samples(
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
-        at = at or {"block": 0, "taken": 0}
+        at = at or {"block": 0, "taken": 0, "skipped": 0}
         return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, rank, gather)
 
     weights = [source.weight for _, source in sources]
@@ -90,44 +90,29 @@ class SourceStream:
     ) -> None:
         self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
         self._place = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
-        self._block, self._taken = int(state["block"]), int(state["taken"])
-        self._skipped, self._skipped_in_block = int(state.get("skipped", 0)), 0
-        self._documents: list[Sample] | None = None
+        self.state = dict(state)
+        """The block, the number of its documents already yielded, and the records skipped so far."""
         self._records = self._read_blocks(section, seed)
         self._read = 0
         self._rank, self._gather = (rank, gather) if gather else (0, lambda made: [made])
         self._made: dict[int, Block | UserError | None] = {}
 
     def __iter__(self) -> Iterator[Sample]:
-        return self
+        state = self.state
+        while (block := self._take_block(state["block"])) is not None:
+            documents, skipped = block
+            state["skipped"] += 0 if state["taken"] else skipped
+            for document in documents[state["taken"] :]:
+                state["taken"] += 1
+                yield document
+            state["block"], state["taken"] = state["block"] + 1, 0
 
-    def __next__(self) -> Sample:
-        while True:
-            if self._documents is None:
-                if (block := self._take_block()) is None:
-                    raise StopIteration
-                self._documents, self._skipped_in_block = block
-            if self._taken < len(self._documents):
-                self._taken += 1
-                return self._documents[self._taken - 1]
-            self._skipped, self._skipped_in_block = self.skipped, 0
-            self._block, self._taken, self._documents = self._block + 1, 0, None
-
-    @property
-    def skipped(self) -> int:
-        """Number of skipped records so far."""
-        return self._skipped + self._skipped_in_block
-
-    def state_dict(self) -> State:
-        """Return the block, the number of its documents already yielded, and the records skipped before it."""
-        return {"block": self._block, "taken": self._taken, "skipped": self._skipped}
-
-    def _take_block(self) -> Block | None:
-        """Return the current block, None after the last. A UserError of any rank is raised by all, in the same step."""
-        if self._block not in self._made:
-            own = self._block + self._rank
+    def _take_block(self, number: int) -> Block | None:
+        """Return a block, None after the last. A UserError of any rank is raised by all, in the same step."""
+        if number not in self._made:
+            own = number + self._rank
             self._made = dict(self._gather((own, self._make_block(own))))
-        made = self._made[self._block]
+        made = self._made[number]
         if isinstance(made, UserError):
             raise made
         return made
@@ -192,32 +177,30 @@ class MixedStream:
         self._streams = [start(number, place) for number, place in enumerate(at)]
 
     def __iter__(self) -> Iterator[Sample]:
-        return self
-
-    def __next__(self) -> Sample:
+        documents = [iter(stream) for stream in self._streams]
         while not all(self._ended):
-            choice = int(self._generator.choice(len(self._streams), p=self._odds))
-            sample = next(self._streams[choice], None)
+            choice = int(self._generator.choice(len(documents), p=self._odds))
+            sample = next(documents[choice], None)
             if sample is None:
                 self._ended[choice] = True
                 if all(self._ended):
-                    break
-                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].skipped}
+                    return
+                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].state["skipped"]}
                 self._streams[choice] = self._start(choice, again)
-                sample = next(self._streams[choice], None)
+                documents[choice] = iter(self._streams[choice])
+                sample = next(documents[choice], None)
             if sample is not None:
-                return sample
-        raise StopIteration
+                yield sample
 
     @property
     def skipped(self) -> dict[str, int]:
         """Records that were skipped so far, by source."""
-        return {stream.label: stream.skipped for stream in self._streams}
+        return {stream.label: stream.state["skipped"] for stream in self._streams}
 
     def state_dict(self) -> State:
         """Return the position of each source, which sources are exhausted, and the state of the random generator."""
         return {
-            "sources": [stream.state_dict() for stream in self._streams],
+            "sources": [dict(stream.state) for stream in self._streams],
             "ended": list(self._ended),
             "random": self._generator.bit_generator.state,
         }
@@ -229,23 +212,15 @@ class PackedStream:
     def __init__(self, documents: MixedStream, max_length: int, given: int) -> None:
         self._documents, self._max_length, self._given = documents, max_length, given
         self._window_start = documents.state_dict()
-        self._packs: list[Sample] | None = None
 
     def __iter__(self) -> Iterator[Sample]:
-        return self
-
-    def __next__(self) -> Sample:
-        while self._packs is None or self._given >= len(self._packs):
-            if self._packs is not None:
-                self._window_start, self._given = self._documents.state_dict(), 0
-            window = list(islice(self._documents, PACKING_WINDOW))
-            if not window:
-                self._packs = []
-                raise StopIteration
-            lengths = [len(document.input_ids) for document in window]
-            self._packs = [join([window[index] for index in pack]) for pack in best_fit(lengths, self._max_length)]
-        self._given += 1
-        return self._packs[self._given - 1]
+        documents = iter(self._documents)
+        while window := list(islice(documents, PACKING_WINDOW)):
+            packs = best_fit([len(document.input_ids) for document in window], self._max_length)
+            for pack in packs[self._given :]:
+                self._given += 1
+                yield join([window[index] for index in pack])
+            self._window_start, self._given = self._documents.state_dict(), 0
 
     @property
     def skipped(self) -> dict[str, int]:
