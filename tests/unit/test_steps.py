@@ -132,13 +132,12 @@ def test_few_steps_are_said_with_what_to_change() -> None:
     assert step_warnings(config_of(max_steps=3), 7, 1) == [], "asked for"
 
 
-def test_evaluations_and_checkpoints_that_never_come_are_said() -> None:
+def test_evaluations_that_never_come_are_said() -> None:
     training = {"max_steps": 60, "eval_steps": 100, "save_steps": 100}
     lines = step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
     assert lines == [
         "training.eval_steps=100: the run has 60 steps, so nothing is evaluated within it, and best_checkpoint and "
         "early_stopping have nothing to compare; use 15",
-        "training.save_steps=100: the run has 60 steps, so it is saved at its end only",
     ]
     assert step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
 

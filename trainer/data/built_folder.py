@@ -51,8 +51,15 @@ def load_or_build(
 
 def _try_load(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Loaded | None, Exception | None]:
     """Return `load(folder)`, or None and why, if the folder is damaged."""
+    if not folder.exists():
+        return None, None
     try:
-        return (_checked(folder, load) if folder.exists() else None), None
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, written in manifest.items():
+            path = folder / name
+            if written != [path.stat().st_size, _digest(path)]:
+                raise ValueError(f"{name} is not what was written")
+        return load(folder), None
     except PermissionError:
         raise
     except DAMAGE as error:
@@ -81,16 +88,6 @@ def _build_locked(
         shutil.rmtree(building, ignore_errors=True)
     note = f"the tokenised data in {folder} was damaged ({' '.join(str(damage).split())}) and is made again"
     return load(folder), note if damage else None
-
-
-def _checked(folder: Path, load: Callable[[Path], Loaded]) -> Loaded:
-    """Return `load(folder)`. Raises ValueError if a file differs from the one written."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    for name, written in manifest.items():
-        path = folder / name
-        if written != [path.stat().st_size, _digest(path)]:
-            raise ValueError(f"{name} is not what was written")
-    return load(folder)
 
 
 def _digest(path: Path) -> str:

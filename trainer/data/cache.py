@@ -72,7 +72,12 @@ def prepare_data(
     stored = [] if section.streaming else train
     _check_odds(streamed)
     identity = _identity(section, encoder, stored + evaluation, seed)
-    key, origin = _digest(identity), _origin(identity)
+    origin = {
+        "content": _digest(identity["content"]),
+        "tokenizer": _digest([identity[name] for name in ("tokenizer", "special_tokens", "template")]),
+        "vocabulary": str(identity["tokenizer"]),
+    }
+    key = _digest(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
 
@@ -127,12 +132,6 @@ def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Source
         "images": encoder.images.key if encoder.images else None,
         "transformers": transformers.__version__,
     }
-
-
-def _origin(identity: dict[str, Any]) -> dict[str, str]:
-    tokenizer = [identity[name] for name in ("tokenizer", "special_tokens", "template")]
-    content, vocabulary = _digest(identity["content"]), str(identity["tokenizer"])
-    return {"content": content, "tokenizer": _digest(tokenizer), "vocabulary": vocabulary}
 
 
 def _digest(value: Any) -> str:

@@ -53,7 +53,7 @@ class ChatTemplate:
         self._call_arguments: type = dict
         self.eos_token, self.has_generation_blocks = tokenizer.eos_token, has_generation_blocks(source)
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
-        self._special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
+        self.special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
         self._added = frozenset(added) - {""}
         # Some tokenizers have thousands of them.
         self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
@@ -166,7 +166,8 @@ class ChatTemplate:
 
     def _observe_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
-        prompt = after.text[after.end_of_turns :] if after.turns else ""
+        end = max((end for spans in after.turns.values() for _, end in spans), default=len(after.text))
+        prompt = after.text[end:]
         # Or the prompt is part of the last turn, or no turn is left to the loop.
         return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
 
@@ -252,16 +253,12 @@ class ChatTemplate:
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """
         own = self.token_at_end(text, start, end)
-        if own in self._special:
+        if own in self.special:
             return own, start + len(text[start:end].rstrip())
         next_, stop = self.token_behind(text, end)
-        if next_ in self._special or (next_ and not own):
+        if next_ in self.special or (next_ and not own):
             return next_, stop
         return own, start + len(text[start:end].rstrip()) if own else end
-
-    def is_special(self, token: str) -> bool:
-        """Return whether a token is special or the end-of-text token."""
-        return token in self._special
 
     def token_at_end(self, text: str, start: int, end: int) -> str:
         """Return the added token at the end of a span, ignoring white space after it."""

@@ -281,7 +281,7 @@ class _Rendered:
         """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""
         token, stop = self._template.end_of_answer(self.text, start, end)
         closing = self._template.closings["tool_calls" in self._chat[index]]
-        if self._template.is_special(token) or not closing or self.text[stop:].strip() or closing.strip() == token:
+        if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:
             return stop
         self.text = self.text[:stop] + closing
         return len(self.text)

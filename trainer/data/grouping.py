@@ -163,7 +163,11 @@ def plan(
     first = 0
     for (label, source), part in zip(sources, train, strict=True):
         if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
-            raise _nothing_said(source, part, label)
+            raise UserError(
+                f"{label}.path={shown(source.path)}: all {part['answers'].sum():,} answers are empty, which would "
+                "teach the model to say nothing; look at them with `zerolora inspect`, or set the field of the answers "
+                f"in {label}.fields"
+            )
         members = np.arange(first, first + len(part["length"]))
         members = members[~is_held[members] & (part["targets"] > 0)]
         kept.append(weighted(members, source.weight, generator, label) if section.mix else members)
@@ -247,14 +251,6 @@ def _grouped(
         with_images=int((figures["image_tokens"][members] > 0).sum()),
         truncated=int(figures["truncated"][members].sum()),
         image_tokens=int(figures["image_tokens"][members].sum()),
-    )
-
-
-def _nothing_said(source: SourceSection, figures: Figures, label: str) -> UserError:
-    count = int(figures["answers"].sum())
-    return UserError(
-        f"{label}.path={shown(source.path)}: all {count:,} answers are empty, which would teach the model to "
-        f"say nothing; look at them with `zerolora inspect`, or set the field of the answers in {label}.fields"
     )
 
 

@@ -131,7 +131,8 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
                 "records of another format belong in a source of their own under dataset.mix"
             )
     if shape.format in ("messages", "sharegpt"):
-        return _read_conversation(record, shape, where)
+        column = shape.names["conversations" if shape.format == "sharegpt" else "messages"]
+        return _read_turns([(record[column], column, "", True)], record, shape, where)
     if shape.format == "alpaca":
         return _read_alpaca(record, shape, where, system_prompt)
     if shape.format == "prompt_completion":
@@ -183,11 +184,6 @@ def _lead_with_system(
 
 def after_system(system: str | None, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
-
-
-def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> Turns:
-    column = shape.names["conversations" if shape.format == "sharegpt" else "messages"]
-    return _read_turns([(record[column], column, "", True)], record, shape, where)
 
 
 def read_conversational_pair(

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
+from trainer.config.files import UnreadableFile, read_text
 from trainer.config.paths import expand_path
 from trainer.data.splits import no_such_split
 from trainer.data.text_files import data_suffix
@@ -48,13 +49,11 @@ def read_template(configured: str) -> str:
     if not configured.strip():
         raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
     try:
-        return Path(configured).expanduser().read_text(encoding="utf-8")
+        return read_text(Path(configured).expanduser())
     except FileNotFoundError:
         problem = "neither a template nor an existing file; write a template, or the path of a file"
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); use a file that you can read"
-    except ValueError as error:
-        problem = f"is not UTF-8 text ({error}); save it as such"
+    except UnreadableFile as error:
+        problem = f"{error.problem}; {error.fix}"
     raise UserError(f"dataset.chat_template={configured}: {problem}")
 
 

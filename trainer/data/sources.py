@@ -76,8 +76,13 @@ def content_key(source: SourceSection, label: str) -> str:
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming=False))
         return str(require(records, "_fingerprint", "datasets"))
+    if _is_saved_dataset(local):
+        files = sorted(local.rglob("*.arrow"))
+    else:
+        names = split_names(source.split, label)
+        files = [file for name in names for file in find_data_files(source, local, name, label)]
     digest = xxhash.xxh3_128()
-    for file in local_files(source, local, label):
+    for file in files:
         digest.update(f"{file.relative_to(local) if local.is_dir() else file.suffix}:{file.stat().st_size}\n".encode())
         try:
             with file.open("rb") as stream:
@@ -89,13 +94,6 @@ def content_key(source: SourceSection, label: str) -> str:
                 "fix its permissions, or copy it"
             ) from None
     return digest.hexdigest()
-
-
-def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
-    """Return the local files of a source."""
-    if _is_saved_dataset(local):
-        return sorted(local.rglob("*.arrow"))
-    return [file for name in split_names(source.split, label) for file in find_data_files(source, local, name, label)]
 
 
 def _empty(source: SourceSection, label: str) -> UserError:

@@ -11,8 +11,6 @@ ENOUGH_STEPS = 100
 """Least number of steps with `global_batch_size: auto`, if the data has as many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
-_NO_WARMUP = ("constant",)
-_SAVE_STEPS = TrainingSection().save_steps
 
 
 def steps_per_epoch(samples: int, global_batch_size: int) -> int:
@@ -132,7 +130,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
     total = count_steps(training, samples, world_size)
     if total is None:
         return []
-    warmup = 0 if training.lr_scheduler in _NO_WARMUP else warmup_steps(training, total)
+    warmup = 0 if training.lr_scheduler == "constant" else warmup_steps(training, total)
     if warmup >= total:
         raise UserError(
             f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
@@ -156,9 +154,5 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
             f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so nothing is evaluated within it"
             + best * (training.best_checkpoint or training.early_stopping is not None)
             + f"; use {max(1, total // 4)}"
-        )
-    if training.save_steps > total and training.save_steps != _SAVE_STEPS:
-        warnings.append(
-            f"training.save_steps={training.save_steps}: the run has {total:,} steps, so it is saved at its end only"
         )
     return warnings

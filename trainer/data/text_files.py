@@ -202,7 +202,9 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
             if not cells:
                 continue
             if not names:
-                names = _column_names(cells, place)
+                names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise UserError(f"{place} names the column {', '.join(twice)} twice; give each its own name")
                 continue
             while len(cells) > len(names) and not cells[-1]:
                 cells.pop()
@@ -219,14 +221,6 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
             f"{where}: line {begin} of {file.name} is not CSV ({error}); "
             'begin and end a quoted text with ", and write a " inside it twice'
         ) from None
-
-
-def _column_names(cells: list[str], place: str) -> list[str]:
-    names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"{place} names the column {', '.join(twice)} twice; give each its own name")
-    return names
 
 
 def detect_separator(lines: list[str]) -> str:
