@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,29 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
+from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
 
 Message = dict[str, Any]
-_PROBE, _VALUE = "Sentinel", "Argument"
-_QUESTION = {"role": "user", "content": _PROBE}
-_ANSWER = {"role": "assistant", "content": _PROBE}
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "call00000", "type": "function", "function": {"name": "zerolora", "arguments": {"key": _VALUE}}}
-    ],
-}
-_RESULT = {"role": "tool", "name": "zerolora", "tool_call_id": "call00000", "content": _PROBE}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "zerolora",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": ""}}, "required": []},
-    },
-}
+_PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
+_QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
 
 
 class RenderError(Exception):
@@ -142,7 +127,7 @@ class ChatTemplate:
             except RenderError:
                 continue
             # Neither Python's form of a dict nor JSON within JSON.
-            if _VALUE in text and "'key'" not in text and '\\"key' not in text:
+            if "Argument" in text and "'key'" not in text and '\\"key' not in text:
                 return
         self._call_content, self._call_arguments = "", dict
 

@@ -8,44 +8,14 @@ from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import nearest, shown
+from trainer.config.yaml_core import read_yaml
 
 PREFERENCE, UNPAIRED = "preference", "unpaired"
-# Fields that a format reads, by the names used in `fields`; the first are required.
-REQUIRED = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "completion": ("text",),
-    "custom": ("completion",),
-    PREFERENCE: ("chosen", "rejected"),
-    UNPAIRED: ("label",),
-}
-OPTIONAL = {
-    "messages": ("tools", "system", "role", "content", "images"),
-    "sharegpt": ("tools", "system", "from", "value", "images"),
-    "alpaca": ("input", "system", "history", "images"),
-    "prompt_completion": ("tools", "system", "images"),
-    "completion": (),
-    "custom": (),
-    PREFERENCE: (
-        "prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content", "margin",
-    ),
-}  # fmt: skip
-OPTIONAL[UNPAIRED] = (*OPTIONAL[PREFERENCE], "completion", "output", *REQUIRED[PREFERENCE])
-# Names of the better answer on the hub.
-CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")
-# Other names used on the hub, tried by `auto` after the formats' own.
-COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
-    ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
-    ("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    ("prompt_completion", {"prompt": "instruction", "completion": "response"}),
-    ("prompt_completion", {"prompt": "input", "completion": "output"}),
-    ("completion", {"text": "content"}),
-    ("completion", {"text": "completion"}),
+_TABLES: dict[str, Any] = read_yaml(Path(__file__).with_name("formats.yaml")).tree
+REQUIRED, OPTIONAL = (
+    {format_: tuple(names.split()) for format_, names in _TABLES[kind].items()} for kind in ("required", "optional")
 )
-# Rejected answers, which must never be trained on.
-REJECTED = {"rejected", "rejected_response", "response_rejected", "dispreferred", "losing"}
+CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
 # Names of a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
@@ -140,7 +110,7 @@ def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, A
                 f"{label}.format=auto: each record is a single turn ({' and '.join(pair)}) instead of a whole "
                 "conversation; write the turns as a list under `messages`"
             )
-    for format_, names in COMMON_NAMES:
+    for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
