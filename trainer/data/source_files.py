@@ -9,24 +9,12 @@ from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.files import UnreadableFile, read_text
 from trainer.config.paths import expand_path
-from trainer.data.splits import no_such_split
+from trainer.config.yaml_core import read_yaml
 from trainer.data.text_files import data_suffix
 
-READERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".txt": "text",
-    ".md": "text",
-}
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("test", "testing"),
-}
+_TABLES: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("source_files.yaml")).tree
+READERS = {suffix: kind for kind, suffixes in _TABLES["kinds"].items() for suffix in suffixes.split()}
+SPLIT_WORDS = {split: words.split() for split, words in _TABLES["splits"].items()}
 
 
 def describe_source(source: SourceSection, label: str) -> str:
@@ -93,6 +81,14 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     elif split != "train":
         raise UserError(no_such_split(label, split, shown(source.path)))
     return _one_kind(files, where)
+
+
+def no_such_split(label: str, split: str, path: str) -> str:
+    """Return the error for a missing split."""
+    return (
+        f"{label}.split={split}: {path} has no such split; remove the setting, write train[:100] for a part, "
+        "or name the file that holds the split"
+    )
 
 
 def _named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:

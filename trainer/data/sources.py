@@ -1,10 +1,14 @@
-"""Sources of records: files, folders and hub names, each read into one table."""
+"""Sources of records: files, folders and hub names, each read into one table, and the splits of the datasets library.
+
+A `split` is a name, a part of it such as train[:10%], or several joined by +.
+"""
 
 import errno
 import os
+import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +20,16 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, describe_source, find_data_files
-from trainer.data.splits import no_such_split, read_split, split_names
+from trainer.data.source_files import READERS, describe_source, find_data_files, no_such_split
 from trainer.data.text_files import RAW, data_suffix, raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+
+_PART = re.compile(r"^\s*([\w.-]+)\s*(\[.*\])?(\(\w+\))?\s*$")
+_NAME = re.compile(r"\w[\w.-]*")
+_COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
 
 def read_source(
@@ -279,3 +287,57 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
         raise UserError(f"{next(named, where)}: {error}") from None
     except DatasetGenerationError as error:
         raise UserError(f"{where}: cannot be read ({error.__cause__ or error})") from None
+
+
+def split_names(split: str, label: str) -> list[str]:
+    """Return the names in a split. Raises UserError if it cannot be parsed."""
+    if _NAME.fullmatch(split):
+        return [split]
+    from datasets import ReadInstruction
+
+    parts = [_PART.match(part) for part in split.split("+")]
+    try:
+        ReadInstruction.from_spec(split)
+    except (ValueError, AssertionError):
+        parts = [None]
+    names = [part.group(1) for part in parts if part]
+    if len(names) < len(parts):
+        raise UserError(f"{label}.split={split}: not a split; use train, train[:1000], train[10%:20%] or a+b")
+    return names
+
+
+def read_split(
+    split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
+) -> "Dataset | IterableDataset":
+    """Return the records of a split; `read(name)` reads a whole one. Raises UserError if the part is empty."""
+    from datasets import concatenate_datasets
+
+    names = split_names(split, label)
+    parts = [
+        _select_part(read(name), name, spec.strip(), label) for name, spec in zip(names, split.split("+"), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, label: str) -> "Dataset | IterableDataset":
+    from datasets import Dataset, ReadInstruction
+
+    if spec == name:
+        return records
+    if isinstance(records, Dataset):
+        try:
+            (bounds,) = ReadInstruction.from_spec(spec).to_absolute({name: len(records)})
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"{label}.split={spec}: {error}") from None
+        if bounds.from_ >= bounds.to:
+            raise UserError(f"{label}.split={spec}: selects none of the {len(records):,} records; use a larger part")
+        return records.select(range(bounds.from_, bounds.to))
+    counts = _COUNTS.match(spec.removeprefix(name))
+    if counts is None:
+        raise UserError(
+            f"{label}.split={spec}: the length of a stream is not known in advance; write counts, such "
+            f"as {name}[:1000], or set dataset.streaming: false"
+        )
+    first = int(counts.group(1) or 0)
+    records = records.skip(first) if first else records
+    return records.take(max(0, int(counts.group(2)) - first)) if counts.group(2) else records
