@@ -307,16 +307,12 @@ def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> No
 
 def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> None:
     calls = any("tool_calls" in message for message in conversation.messages)
-    if calls and "tool_calls" not in template.source:
-        raise UserError(
-            f"{where}: has tool calls, which this tokenizer's chat template does not support; "
-            "set dataset.chat_template to one that does"
-        )
-    if conversation.tools and "tools" not in template.source:
-        raise UserError(
-            f"{where}: has tools, which this tokenizer's chat template does not support; "
-            "set dataset.chat_template to one that does, or remove them"
-        )
+    for name, used in (("tool_calls", calls), ("tools", conversation.tools)):
+        if used and name not in template.source:
+            raise UserError(
+                f"{where}: has {name.replace('_', ' ')}, which this tokenizer's chat template does not support; "
+                "set dataset.chat_template to one that does, or remove them"
+            )
 
 
 def _add_white_space(spans: list[Span], text: str) -> list[Span]:

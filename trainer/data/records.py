@@ -231,22 +231,27 @@ def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
     return keys
 
 
-def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
-    """Read instruction, optional input and output: as a chat if the tokenizer has a template, else as headed text."""
-    instruction, output = (_text(record, shape.names[name], where) for name in ("instruction", "output"))
-    extra = record.get(shape.names.get("input", "input")) or ""
+def alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
+    """Return instruction and optional input, as a user turn or, for tokenizers without a template, with headings."""
+    instruction = _text(record, shape.names["instruction"], where)
+    extra = record.get(shape.names["input"]) or ""
     if not isinstance(extra, str):
         raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}, not text")
+    if shape.alpaca_as_chat:
+        return f"{instruction}\n\n{extra}" if extra else instruction
+    return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
+
+
+def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
+    prompt, output = alpaca_prompt(record, shape, where), _text(record, shape.names["output"], where)
     if not shape.alpaca_as_chat:
-        prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
         return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), output)
     turns: list[dict[str, Any]] = []
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: history holds {describe_type(pair)}, not pairs of question and answer")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    turns.append({"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction})
-    turns.append({"role": "assistant", "content": output})
+    turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
     return _read_turns([(turns, shape.names["instruction"], "", True)], record, shape, where)
 
 
