@@ -155,7 +155,7 @@ class GlobalBatches:
 class Batches(GlobalBatches):
     """This rank's part of every global batch; the order of an epoch only depends on the seed and the epoch.
 
-    For `by_tokens` see trainer/data/by_tokens.py; `layout` are arguments of `collate`.
+    `by_tokens` is described above; `layout` are arguments of `collate`.
     """
 
     def __init__(
