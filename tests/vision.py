@@ -13,8 +13,7 @@ from tests.multimodal import MROPE, QWEN_VISION, TEXT, VISION
 from tests.plain_peft import train_steps, with_adapter
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig
-from trainer.data.image_files import decode_image
-from trainer.data.image_parts import read_stored
+from trainer.data.image_parts import decode_image, read_stored
 from trainer.data.samples import Sample, split_documents
 from trainer.model.base import load_base_model
 from trainer.parallel.ranks.group import set_seed

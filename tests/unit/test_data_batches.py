@@ -239,7 +239,7 @@ class Counted:
 
 
 def stream(count: int) -> SampleStream:
-    return SampleStream(lambda epoch, state=None, shared=None: Counted(count, epoch, state), packed=False)
+    return SampleStream(lambda epoch, state, rank, gather: Counted(count, epoch, state), packed=False)
 
 
 def stream_batches(count: int, **changes: Any) -> StreamBatches:

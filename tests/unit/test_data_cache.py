@@ -180,7 +180,7 @@ def _prepare_with_little_room(tokenizer_folder: str, results: Any) -> None:
         results.put((type(error).__name__, str(error)))
 
 
-def test_no_room_for_it_is_one_line_that_names_the_disk(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_no_room_for_it_is_one_line(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 2000)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -189,8 +189,8 @@ def test_no_room_for_it_is_one_line_that_names_the_disk(tokenizer: PreTrainedTok
     kind, said = results.get(timeout=300)
     process.join()
     assert (kind, "\n" in said) == (UserError.__name__, False), said
-    assert said.startswith("dataset.cache_dir=cache: tokenised data cannot be written there (File too large: ")
-    assert "GiB free on the disk /" in said and said.endswith("make room there, or use another folder")
+    assert said.startswith("dataset.cache_dir=cache: tokenised data cannot be written there (File too large); ")
+    assert said.endswith("make room there, or use another folder")
     assert [path.name for path in Path("cache").glob("*") if path.suffix != ".lock"] == []
 
 

@@ -1,7 +1,5 @@
 """Masks: what is trained, decoded, for chat templates of every kind; and that it never is anything else."""
 
-import multiprocessing
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from tests.tiny import CHATML
 from trainer.config import UserError
-from trainer.data import render
 from trainer.data.conversations import ChatEncoder, find_chat_template
 from trainer.data.formats import Shape
 from trainer.data.records import Text, Turns, read_record
 from trainer.data.tokens import Encoded, encode_spans, encode_texts
-from trainer.model.answers import end_of_turn
 
 # A system prompt of its own, written with the first turn.
 DEFAULT_SYSTEM = (
@@ -338,7 +334,6 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         ("cannot be used", "Range too big"),
     ),
     "a text that is too long": ("{{ 'x' * 10**12 }}", TALK, {}, ("dataset.chat_template", "cannot be used")),
-    "a long text": ("{{ 'x' * 101000000 }}", TALK, {}, ("a text of 101,000,000 characters",)),
     "a division by nothing": ("{{ 1 / 0 }}", TALK, {}, ("cannot be used (division by zero)",)),
     "an escape from the sandbox": ("{{ ''.__class__.__mro__ }}", TALK, {}, ("cannot be used", "unsafe")),
     "a template that lets turns out": (
@@ -361,67 +356,11 @@ def test_refuses_in_one_line(tokenizer: PreTrainedTokenizerBase, name: str) -> N
     assert [needle for needle in needles if needle not in str(caught.value)] == []
 
 
-NESTED = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
-WITHOUT_PAUSE = "{% for i in range(90000) %}{{ range(90000) | list | sum }}{% endfor %}"
-
-
-@pytest.mark.parametrize("where", ["main thread", "worker process"])
-def test_a_loop_without_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(render, "LONGEST_SECONDS", 0.2)
-    # One that ends for the probes and not for a record names the record.
-    some = "{% if messages | length > 3 %}" + NESTED + "{% endif %}" + CHATML
-    encoder = ChatEncoder(tokenizer, some, ("assistant",), None)
-
-    def problems() -> list[str]:
-        found = []
-        for attempt in (
-            lambda: encode(tokenizer, NESTED, TALK),
-            lambda: encode(tokenizer, WITHOUT_PAUSE, TALK),
-            lambda: encoder.encode([Turns(TALK)], ["record 1"]),
-        ):
-            with pytest.raises(UserError) as caught:
-                attempt()
-            found.append(str(caught.value))
-        return found
-
-    if where == "main thread":
-        found = problems()
-    else:
-        context = multiprocessing.get_context("fork")
-        queue = context.SimpleQueue()
-        process = context.Process(target=lambda: queue.put(problems()))
-        process.start()
-        process.join(60)
-        found = queue.get()
-    assert all("takes more than 0.2 s" in problem for problem in found)
-    assert found[0].startswith("dataset.chat_template: ") and found[2].startswith("record 1: the chat template refuses")
-
-
-def test_an_endless_template_of_the_tokenizer_names_no_token_and_itself(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(render, "LONGEST_SECONDS", 0.2)
-    monkeypatch.setattr(tokenizer, "chat_template", "{% if messages | length > 2 %}" + NESTED + "{% endif %}" + CHATML)
-    assert end_of_turn(tokenizer) is None
-    monkeypatch.setattr(tokenizer, "chat_template", "{% for %}")
+def test_a_template_that_does_not_compile_names_itself(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"the tokenizer's own unless one is set, cannot be used .*set another one"):
         encode(tokenizer, "{% for %}", TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
         find_chat_template(tokenizer, " ")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_time_limit_holds_though_python_ignores_an_error_in_a_finalizer() -> None:
-    class Slow:
-        def __del__(self) -> None:
-            end = time.process_time() + 0.5
-            while time.process_time() < end:
-                pass
-
-    with pytest.raises(TimeoutError), render._time_limit(0.1):
-        Slow()
-        while True:
-            pass
 
 
 def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -432,10 +371,10 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert find_chat_template(tokenizer, str(file)) == WORDS
     with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: neither a template nor an existing"):
         find_chat_template(tokenizer, "missing.jinja")
-    with pytest.raises(UserError, match=r"chat_template=.*: cannot be read \(Is a directory\); use a file that"):
+    with pytest.raises(UserError, match=r"chat_template=.*: is a folder; restore or replace the file"):
         find_chat_template(tokenizer, str(tmp_path))
     file.write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match=r"chat_template=.*: is not UTF-8 text \(.*0xe9.*\); save it as such"):
+    with pytest.raises(UserError, match=r"chat_template=.*: line 1: byte 0xe9 is not UTF-8; save it as UTF-8 text"):
         find_chat_template(tokenizer, str(file))
 
 

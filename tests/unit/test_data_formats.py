@@ -348,12 +348,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "no field known": (
         {"foo": "a", "bar": "b"},
         {},
-        ("foo, bar", "instruction + output", "{prompt: foo, completion: bar}"),
+        ("foo, bar", "instruction + output", "set dataset.fields, such as {prompt: "),
     ),
     "format without its field": (
         {"foo": "a", "bar": "b"},
         {"format": "prompt_completion"},
-        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "{prompt: foo, completion: bar}"),
+        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "name them in dataset.fields"),
     ),
     "renamed to what is not there": ({"foo": "a"}, {"fields": {"text": "fo"}}, ("dataset.fields.text=fo", "foo")),
     "turns instead of conversations": (SAY, {}, ("dataset.format=auto", "a single turn (role", "messages")),

@@ -334,7 +334,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "all cut to nothing": (
         {"a.jsonl": chats(("assistant", "red blue"))},
         {"path": "a.jsonl", "max_length": 3},
-        ("dataset.max_length=3: cuts off all trained tokens", "set it above"),
+        ("dataset.max_length=3: cuts off all trained tokens", "raise it"),
     ),
     "held out alone": (
         {"a.jsonl": chats(("assistant", "red"))},

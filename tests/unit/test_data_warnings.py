@@ -180,10 +180,13 @@ NO_FORMAT: dict[str, tuple[str, str, str]] = {
     "a CSV file without its first line": (
         "a.csv",
         "What is 2+2?,4\nAnd 3+3?,6\n",
-        "the first line of a CSV file names its columns, and here reads What is 2+2?, 4; wanted",
+        "the records have What is 2+2?, 4, as the first line of a CSV file names them, and wanted is",
     ),
-    "one column": ("a.csv", "question\nx\n", "set dataset.fields: {text: question} if that holds whole texts"),
-    "two columns": ("a.csv", "id,ask,say\n1,x,y\n", "such as {prompt: ask, completion: say}"),
+    "one column": (
+        "a.csv",
+        "question\nx\n",
+        "set dataset.fields, such as {prompt: question, completion: answer}, or {text: ",
+    ),
     "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, and wanted"),
     "no field": ("a.jsonl", "{}\n", "the records have no fields"),
 }
@@ -225,7 +228,7 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "role 'usr' is not known; roles are system, user",
     ),
-    "turns that are cut": (json.dumps({"messages": '[{"role": '}), {}, "messages is no list of JSON"),
+    "turns that are cut": (json.dumps({"messages": '[{"role": '}), {}, "messages is not JSON"),
 }
 
 

@@ -60,7 +60,7 @@ def test_captions_in_another_encoding_are_refused_with_their_place(tmp_path: Pat
     (folder / "001.txt").write_bytes(b"\xef\xbb\xbfa mark before it")
     assert read(folder)[1].caption == "a mark before it"
     (folder / "metadata.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert "metadata.jsonl is UTF-16 text" in refused(folder)
+    assert "line 1 of metadata.jsonl has a NUL byte" in refused(folder)
 
 
 def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_left_out(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import torch
 
 from tests.families import tiny_config
 from trainer.config import ModelSection, UserError
-from trainer.data.batches import IGNORED, collate
+from trainer.data.batches import IGNORED, SequencePart, collate
 from trainer.data.samples import Sample
-from trainer.data.sequence_parts import SequencePart
 from trainer.model.base import empty_model
 from trainer.monitor.mfu import StepFlops
 from trainer.parallel.ranks.sequence_group import check_ranks

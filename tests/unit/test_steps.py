@@ -11,7 +11,6 @@ from trainer.data.step_count import (
     count_steps,
     resolve_eval_and_save_steps,
     resolve_global_batch,
-    smaller_batch_line,
     step_warnings,
     steps_line,
 )
@@ -98,25 +97,6 @@ def test_the_global_batch_fits_the_data(
     assert resolve_global_batch(once, samples, ranks) == once, "what is recorded resolves to itself"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "training", "said"),
-    [
-        (1, {"global_batch_size": 4, "batch_size": 10}, "gives the only rank 4 a step, so 4 are taken at a time"),
-        (2, {"global_batch_size": 12, "batch_size": 4}, "gives each of 2 ranks 6 a step, so 3 are taken at a time"),
-        (2, {"global_batch_size": 16, "batch_size": 4}, None),
-        (1, {"global_batch_size": "auto", "batch_size": 8}, None),
-        (1, {"batch_size": 8}, None),
-        (1, {"global_batch_size": 8, "batch_size": "auto"}, None),
-    ],
-)
-def test_a_micro_batch_that_is_not_the_one_asked_for_is_said(
-    ranks: int, training: dict[str, Any], said: str | None
-) -> None:
-    asked = config_of(**training)
-    line = smaller_batch_line(asked.training, resolve_global_batch(asked, 1000, ranks).training, ranks)
-    assert line is said or (line is not None and said is not None and line.endswith(said)), line
-
-
 def test_a_global_batch_that_ranks_cannot_share() -> None:
     with pytest.raises(UserError, match=r"global_batch_size=64: 3 ranks cannot share it evenly; use 63, or auto"):
         resolve_global_batch(config_of(global_batch_size=64), 1000, 3)
@@ -152,13 +132,12 @@ def test_few_steps_are_said_with_what_to_change() -> None:
     assert step_warnings(config_of(max_steps=3), 7, 1) == [], "asked for"
 
 
-def test_evaluations_and_checkpoints_that_never_come_are_said() -> None:
+def test_evaluations_that_never_come_are_said() -> None:
     training = {"max_steps": 60, "eval_steps": 100, "save_steps": 100}
     lines = step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
     assert lines == [
         "training.eval_steps=100: the run has 60 steps, so nothing is evaluated within it, and best_checkpoint and "
         "early_stopping have nothing to compare; use 15",
-        "training.save_steps=100: the run has 60 steps, so it is saved at its end only",
     ]
     assert step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
 

@@ -17,8 +17,7 @@ from tests.unit.test_multimodal import train
 from tests.vision import COLOURS, draw, make_vision_model, plain_vision_losses, write_vision_chats
 from trainer.commands import evaluate, generate, merge
 from trainer.config import RunConfig, UserError, load_config
-from trainer.data.image_files import decode_image
-from trainer.data.image_parts import IMAGE, read_stored
+from trainer.data.image_parts import IMAGE, decode_image, read_stored
 from trainer.model.image_reader import FAMILIES
 from trainer.setup.preflight import prepare
 

@@ -10,7 +10,6 @@ from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.step_count import (
     resolve_eval_and_save_steps,
     resolve_global_batch,
-    smaller_batch_line,
     step_warnings,
     steps_line,
 )
@@ -46,8 +45,6 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, ranks), samples, ranks)
     lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}")
-    if smaller := smaller_batch_line(config.training, resolved.training, ranks):
-        lines.append(f"note: {smaller}")
     lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines

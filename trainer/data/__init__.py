@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from trainer.data.cache import PreparedData, prepare_data
     from trainer.data.grouping import DataStats
     from trainer.data.samples import Sample, Samples, SampleStream
-    from trainer.data.sources import read_source
 
 __all__ = [
     "Batches",
@@ -21,13 +20,12 @@ __all__ = [
     "StreamBatches",
     "evaluation_batches",
     "prepare_data",
-    "read_source",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use: most modules here import torch, which trainer/setup/early_checks.py must not need."""
-    for module in ("batches", "cache", "grouping", "samples", "sources") if name in __all__ else ():
+    for module in ("batches", "cache", "grouping", "samples") if name in __all__ else ():
         if hasattr(found := import_module(f"{__name__}.{module}"), name):
             return getattr(found, name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -7,24 +7,60 @@ is sorted by length and its batches are shuffled, so that a step's sequences com
 step, micro-batches have about equally many padded tokens: few long rows or many short ones.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
-from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream, split_documents
-from trainer.data.sequence_parts import SequencePart
+from trainer.data.samples import Gather, Sample, Samples, SampleStream, split_documents
 from trainer.data.shared_prompts import find_shared_keys, share_prompts
 from trainer.data.step_count import steps_per_epoch
 from trainer.data.vision import ImageInputs
 
+if TYPE_CHECKING:
+    from trainer.data.streams import MixedStream, PackedStream
+
 IGNORED = -100  # torch's cross-entropy ignores these targets
 # Long enough for the convolutions of recurrent models, short enough to cost nothing.
 _DUMMY_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The part of every sequence that this rank computes (`parallel.sequence`): number `rank` of `size` equal parts."""
+
+    rank: int
+    size: int
+    group: Any = None
+    """Process group of the ranks that share a sequence."""
+
+    def cut(self, batch: "MicroBatch") -> "MicroBatch":
+        """Return this rank's part of a flat batch [1, T], T a multiple of `size`.
+
+        Targets were shifted before: the last token of a part has the first one of the next part as its target. The
+        bounds of the documents remain those of the whole batch.
+        """
+        assert batch.position_ids is not None
+        length = batch.input_ids.shape[1] // self.size
+        first = self.rank * length
+        before = replace(batch, targets=batch.targets[:, :first]).target_count
+        part = replace(
+            batch,
+            input_ids=batch.input_ids[:, first : first + length],
+            targets=batch.targets[:, first : first + length],
+            tokens=min(max(batch.tokens - first, 0), length),
+            position_ids=batch.position_ids[:, first : first + length],
+            sequence=self,
+            targets_before=before,
+        )
+        if batch.weights is None:
+            return part
+        return replace(part, weights=batch.weights[before : before + part.target_count])
 
 
 @dataclass(frozen=True)
@@ -119,7 +155,7 @@ class GlobalBatches:
 class Batches(GlobalBatches):
     """This rank's part of every global batch; the order of an epoch only depends on the seed and the epoch.
 
-    For `by_tokens` see trainer/data/by_tokens.py; `layout` are arguments of `collate`.
+    `by_tokens` is described above; `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -183,7 +219,8 @@ class StreamBatches(GlobalBatches):
     """Global batches from a stream: every rank reads all samples and keeps its own.
 
     A stream that ends starts again as the next epoch. Consecutive steps continue the stream. A repeated step, or one
-    after `load_state_dict`, starts at its state; any other offset reads up to it. `layout` are arguments of `collate`.
+    after `load_state_dict`, starts at its state; any other offset reads up to it. With `gather`, the ranks tokenize for
+    each other. `layout` are arguments of `collate`.
     """
 
     def __init__(
@@ -194,16 +231,18 @@ class StreamBatches(GlobalBatches):
         accumulation: int,
         rank: int,
         world_size: int,
+        gather: Gather | None = None,
         **layout: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
-        self.stream = stream
+        self.stream, self._gather = stream, gather
         self._layout = {"packed": stream.packed, **layout}
         self._position = -1
         self._epoch = 0
         self._in_epoch = 0  # samples of this epoch
-        self._samples: SampleIterator | None = None
-        self._states: list[dict[str, Any]] = []
+        self._samples: MixedStream | PackedStream | None = None
+        self._rest: Iterator[Sample] = iter(())
+        self._state: dict[str, Any] = {}  # before the last step
         self._skipped: dict[str, int] = {}  # records per source, in earlier epochs
 
     @property
@@ -218,7 +257,7 @@ class StreamBatches(GlobalBatches):
         try:
             if offset != self._position:
                 self._go_to(offset)
-            self._states = [self.state_dict()]
+            self._state = self.state_dict()
             taken = self._take(self.global_batch_size)
         except UserError:
             self._samples, self._position = None, -1
@@ -229,7 +268,7 @@ class StreamBatches(GlobalBatches):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream after the last step, as plain values."""
         if self._samples is None:  # nothing was read since the run resumed
-            return self._states[0] if self._states else {}
+            return self._state
         return {
             "offset": self._position,
             "epoch": self._epoch,
@@ -240,12 +279,12 @@ class StreamBatches(GlobalBatches):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the step at the state's offset start there; nothing is read yet."""
-        self._states = [state]
+        self._state = state
         self._position = -1
 
     def _go_to(self, offset: int) -> None:
-        known = next((state for state in self._states if state.get("offset") == offset), None)
-        if known is None:
+        known = self._state
+        if known.get("offset") != offset:
             self._position, self._skipped = 0, {}
             self._start(0, None)
             self._take(offset)
@@ -263,16 +302,15 @@ class StreamBatches(GlobalBatches):
         return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
 
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
-        shared = self.stream.shared if self.world_size > 1 else None
         self._epoch, self._in_epoch = epoch, 0
-        self._samples = self.stream.read(epoch, state, shared)
+        self._samples = self.stream.read(epoch, state, self.rank, self._gather)
+        self._rest = iter(self._samples)
 
     def _take(self, count: int) -> list[Sample]:
         """Return the next samples, across the ends of epochs."""
-        assert self._samples is not None
         taken: list[Sample] = []
         while len(taken) < count:
-            sample = next(self._samples, None)
+            sample = next(self._rest, None)
             if sample is not None:
                 taken.append(sample)
                 self._in_epoch += 1
@@ -359,7 +397,6 @@ def collate(
 def _join_rows(
     rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]], tokens: int, weights: torch.Tensor | None
 ) -> MicroBatch:
-    """Return rows as a flat batch."""
     lengths = [length for row in rows for length in row.document_lengths]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     return MicroBatch(
@@ -431,14 +468,10 @@ def like_tokens(lengths: Index, count: int) -> list[Index]:
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
-    low, high = int(descending[0]), int(descending[0]) * -(-len(order) // count)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_bounds(descending, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    bounds = _bounds(descending, low)
+    longest, most = int(descending[0]), int(descending[0]) * -(-len(order) // count)
+    # The least limit with which `count` micro-batches hold all samples.
+    least = bisect_left(range(most), -count, lo=longest, key=lambda limit: -len(_bounds(descending, limit)))
+    bounds = _bounds(descending, least)
     bounds += [len(order)] * (count - len(bounds))
     return [order[start:end] for start, end in zip([0, *bounds[:-1]], bounds, strict=True)]
 

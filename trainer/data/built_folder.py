@@ -1,6 +1,7 @@
 """Folders that one of several processes builds and all read; damaged ones are rebuilt."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -22,17 +23,7 @@ CHECKED_BYTES = 1 << 30
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNWRITABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 # Exceptions seen when reading half a file, or one with changed bytes (Arrow's own are ValueErrors).
-DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    EOFError,
-    RecursionError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+DAMAGE = (OSError, ValueError, LookupError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
 
 
 def load_or_build(
@@ -44,18 +35,13 @@ def load_or_build(
     that differs from its manifest, or cannot be loaded, is rebuilt. Raises UserError if the folder cannot be written
     or read by this user.
     """
-    damage: Exception | None = None
     try:
-        if folder.exists():
-            try:
-                return _checked(folder, load), None
-            except PermissionError:
-                raise
-            except DAMAGE as error:
-                damage = error
+        loaded, _ = _try_load(folder, load)
+        if loaded is not None:
+            return loaded, None
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
-            return _mended(folder, build, load, damage)
+            return _build_locked(folder, build, load)
     except OSError as error:
         above = bool(error.filename) and Path(error.filename) in folder.parents  # as below /proc
         if error.errno not in UNWRITABLE and not above:
@@ -63,18 +49,31 @@ def load_or_build(
         raise _unwritable(folder.parent, error) from error
 
 
-def _mended(
-    folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded], damage: Exception | None
+def _try_load(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Loaded | None, Exception | None]:
+    """Return `load(folder)`, or None and why, if the folder is damaged."""
+    if not folder.exists():
+        return None, None
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, written in manifest.items():
+            path = folder / name
+            if written != [path.stat().st_size, _digest(path)]:
+                raise ValueError(f"{name} is not what was written")
+        return load(folder), None
+    except PermissionError:
+        raise
+    except DAMAGE as error:
+        return None, error
+
+
+def _build_locked(
+    folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded]
 ) -> tuple[Loaded, str | None]:
-    """Load or rebuild the folder while holding the lock; another process may have built it in the meantime."""
-    if folder.exists():
-        try:
-            return _checked(folder, load), None
-        except PermissionError:
-            raise
-        except DAMAGE as error:
-            damage = error
-            shutil.rmtree(folder)
+    loaded, damage = _try_load(folder, load)
+    if loaded is not None:  # built by another process in the meantime
+        return loaded, None
+    if damage is not None:
+        shutil.rmtree(folder)
     building = folder.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)  # left by a process that died, since nobody else has the lock
     building.mkdir()
@@ -91,24 +90,11 @@ def _mended(
     return load(folder), note if damage else None
 
 
-def _checked(folder: Path, load: Callable[[Path], Loaded]) -> Loaded:
-    """Return `load(folder)`. Raises ValueError if a file differs from the one written."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    for name, written in manifest.items():
-        path = folder / name
-        if written != [path.stat().st_size, _digest(path)]:
-            raise ValueError(f"{name} is not what was written")
-    return load(folder)
-
-
 def _digest(path: Path) -> str:
     if path.stat().st_size > CHECKED_BYTES:
         return ""
-    digest = xxhash.xxh3_64()
     with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
@@ -119,10 +105,5 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
             f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it is another user's ({error.strerror}); let "
             f"its owner run `chmod -R a+rX {folder}`, or use another folder"
         )
-    if error.errno not in FULL:
-        return UserError(f"{where}); fix its permissions, or use another folder")
-    disk = folder.absolute()
-    while not os.path.ismount(disk):
-        disk = disk.parent
-    free = shutil.disk_usage(disk).free / 2**30
-    return UserError(f"{where}: {free:.2f} GiB free on the disk {disk}); make room there, or use another folder")
+    advice = "make room there" if error.errno in FULL else "fix its permissions"
+    return UserError(f"{where}); {advice}, or use another folder")

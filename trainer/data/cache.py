@@ -19,11 +19,10 @@ from trainer.config import DatasetSection, UserError
 from trainer.data.built_folder import load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
-from trainer.data.grouping import DataStats, Figures, Sources, plan
+from trainer.data.grouping import DataStats, Sources, plan, read_figures
 from trainer.data.image_parts import FILE, has_changed, stored_file
 from trainer.data.samples import Samples, SampleStream
-from trainer.data.shared_blocks import host_blocks_folder
-from trainer.data.sources import content_key, stamps
+from trainer.data.sources import content_key
 from trainer.data.streams import look_ahead, stream_samples
 from trainer.data.vision import ImageReader
 
@@ -73,7 +72,12 @@ def prepare_data(
     stored = [] if section.streaming else train
     _check_odds(streamed)
     identity = _identity(section, encoder, stored + evaluation, seed)
-    key, origin = _digest(identity), _origin(identity)
+    origin = {
+        "content": _digest(identity["content"]),
+        "tokenizer": _digest([identity[name] for name in ("tokenizer", "special_tokens", "template")]),
+        "vocabulary": str(identity["tokenizer"]),
+    }
+    key = _digest(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
 
@@ -93,9 +97,7 @@ def prepare_data(
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
         stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_prompt_form(reports))
-        name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
-        stream = SampleStream(read, section.packing, host_blocks_folder(name), name)
-        return PreparedData(stream, held_out, stats, key, origin)
+        return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 
@@ -132,12 +134,6 @@ def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Source
     }
 
 
-def _origin(identity: dict[str, Any]) -> dict[str, str]:
-    tokenizer = [identity[name] for name in ("tokenizer", "special_tokens", "template")]
-    content, vocabulary = _digest(identity["content"]), str(identity["tokenizer"])
-    return {"content": content, "tokenizer": _digest(tokenizer), "vocabulary": vocabulary}
-
-
 def _digest(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
@@ -145,12 +141,11 @@ def _digest(value: Any) -> str:
 def _build(
     section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
-    """Write documents, index and statistics into a folder."""
     parts, reports = [], []
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"
         documents, report = encode_source(source, label, encoder, workers=section.workers, file=file)
-        parts.append(Figures.of(documents.data))
+        parts.append(read_figures(documents.data))
         reports.append(report)
     training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
     np.savez(

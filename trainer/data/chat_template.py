@@ -3,36 +3,25 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
+from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
-from trainer.data.render import RenderError, render
 
 Message = dict[str, Any]
-_PROBE, _VALUE = "Sentinel", "Argument"
-_QUESTION = {"role": "user", "content": _PROBE}
-_ANSWER = {"role": "assistant", "content": _PROBE}
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "call00000", "type": "function", "function": {"name": "zerolora", "arguments": {"key": _VALUE}}}
-    ],
-}
-_RESULT = {"role": "tool", "name": "zerolora", "tool_call_id": "call00000", "content": _PROBE}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "zerolora",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": ""}}, "required": []},
-    },
-}
+_PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
+_QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
+
+
+class RenderError(Exception):
+    """A failure of a chat template."""
 
 
 class ChatTemplate:
@@ -49,7 +38,7 @@ class ChatTemplate:
         self._call_arguments: type = dict
         self.eos_token, self.has_generation_blocks = tokenizer.eos_token, has_generation_blocks(source)
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
-        self._special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
+        self.special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
         self._added = frozenset(added) - {""}
         # Some tokenizers have thousands of them.
         self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
@@ -57,7 +46,7 @@ class ChatTemplate:
             self._marked_source = mark_template(source)
             self._find_part_roles()
             self._find_call_form()
-        except (TemplateError, RenderError, TimeoutError) as error:
+        except (TemplateError, RenderError) as error:
             problem = f"the template, the tokenizer's own unless one is set, cannot be used ({error}); set another one"
             raise UserError(f"dataset.chat_template: {problem}") from None
 
@@ -81,10 +70,14 @@ class ChatTemplate:
         self, chat: Sequence[Message], source: str, tools: list[Message] | None, more: Mapping[str, Any]
     ) -> str:
         fitted = [self._fit(message) for message in chat]
-        return render(self._tokenizer, fitted, source, tools=tools, **{**self._variables, **more})
+        variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
+        try:
+            # Not apply_chat_template, which removes content that is None: some templates need it with tool calls.
+            return str(render_jinja_template([fitted], chat_template=source, **variables)[0][0])
+        except Exception as error:  # the template is a program of the user's and may raise anything
+            raise RenderError(f"{error}" or type(error).__name__) from None
 
     def _fit(self, message: Message) -> Message:
-        """Return a message in the form that the template reads."""
         fitted = dict(message)
         if IMAGE in message["content"]:
             fitted["content"] = _split_images(message["content"])
@@ -134,7 +127,7 @@ class ChatTemplate:
             except RenderError:
                 continue
             # Neither Python's form of a dict nor JSON within JSON.
-            if _VALUE in text and "'key'" not in text and '\\"key' not in text:
+            if "Argument" in text and "'key'" not in text and '\\"key' not in text:
                 return
         self._call_content, self._call_arguments = "", dict
 
@@ -158,7 +151,8 @@ class ChatTemplate:
 
     def _observe_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
-        prompt = after.text[after.end_of_turns :] if after.turns else ""
+        end = max((end for spans in after.turns.values() for _, end in spans), default=len(after.text))
+        prompt = after.text[end:]
         # Or the prompt is part of the last turn, or no turn is left to the loop.
         return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
 
@@ -199,7 +193,7 @@ class ChatTemplate:
         second = {**first, "id": "call00001", "function": {**first["function"], "name": name}}
         try:
             return name in self.render([_QUESTION, {**_CALL, "tool_calls": [first, second]}], [_TOOL])
-        except (RenderError, TimeoutError):
+        except RenderError:
             return True  # it refuses such turns itself
 
     @cached_property
@@ -219,22 +213,21 @@ class ChatTemplate:
         header = marked.text[marked.turns[1][0][0] : marked.texts[1][0][0]]
         return header if header.strip() else ""
 
-    def closing(self, *, after_call: bool) -> str:
-        """Return the token that ends an answer within a conversation: in its turn, or the first of the next turn."""
-        return self._call_closing if after_call else self._answer_closing
-
     @cached_property
-    def _answer_closing(self) -> str:
-        return self._observe_closing(_QUESTION, _ANSWER, _QUESTION)
+    def closings(self) -> dict[bool, str]:
+        """The token that ends an answer within a conversation, by whether it calls a tool.
 
-    @cached_property
-    def _call_closing(self) -> str:
-        return self._observe_closing(_QUESTION, _CALL, _RESULT)
+        It is in the answer's turn, or the first of the next turn.
+        """
+        return {
+            False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
+            True: self._find_closing(_QUESTION, _CALL, _RESULT),
+        }
 
-    def _observe_closing(self, *messages: Message) -> str:
+    def _find_closing(self, *messages: Message) -> str:
         try:
             marked = self._probe(*messages)
-        except (RenderError, TimeoutError):
+        except RenderError:
             return ""
         token, stop = self.end_of_answer(marked.text, *marked.turns.get(1, [(0, 0)])[-1])
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
@@ -245,16 +238,12 @@ class ChatTemplate:
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """
         own = self.token_at_end(text, start, end)
-        if own in self._special:
+        if own in self.special:
             return own, start + len(text[start:end].rstrip())
         next_, stop = self.token_behind(text, end)
-        if next_ in self._special or (next_ and not own):
+        if next_ in self.special or (next_ and not own):
             return next_, stop
         return own, start + len(text[start:end].rstrip()) if own else end
-
-    def is_special(self, token: str) -> bool:
-        """Return whether a token is special or the end-of-text token."""
-        return token in self._special
 
     def token_at_end(self, text: str, start: int, end: int) -> str:
         """Return the added token at the end of a span, ignoring white space after it."""
@@ -279,7 +268,6 @@ class ChatTemplate:
 
 
 def _split_images(text: str) -> list[Message]:
-    """Return a text with images as a list of parts."""
     parts: list[Message] = []
     for number, piece in enumerate(text.split(IMAGE)):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)

@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.chat_template import ChatTemplate, Message
+from trainer.data.chat_template import ChatTemplate, Message, RenderError
 from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
 from trainer.data.records import Turns
-from trainer.data.render import RenderError
 from trainer.data.source_files import read_template
 from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
@@ -69,7 +68,7 @@ def render_prompt(
         return ChatTemplate(tokenizer, source, template_variables(section)).render(
             chat, tools, add_generation_prompt=True
         )
-    except (RenderError, TimeoutError) as error:
+    except RenderError as error:
         raise UserError(f"the chat template refuses the conversation ({error})") from None
 
 
@@ -137,7 +136,7 @@ class ChatEncoder:
             rendered.check_end()
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
-        except (RenderError, TimeoutError) as error:
+        except RenderError as error:
             raise UserError(f"{where}: the chat template refuses it ({error})") from None
         return rendered
 
@@ -281,8 +280,8 @@ class _Rendered:
     def _answer_end(self, index: int, start: int, end: int) -> int:
         """Find the end of the end-of-turn token of an answer; a line break after it is not trained."""
         token, stop = self._template.end_of_answer(self.text, start, end)
-        closing = self._template.closing(after_call="tool_calls" in self._chat[index])
-        if self._template.is_special(token) or not closing or self.text[stop:].strip() or closing.strip() == token:
+        closing = self._template.closings["tool_calls" in self._chat[index]]
+        if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:
             return stop
         self.text = self.text[:stop] + closing
         return len(self.text)
@@ -308,16 +307,12 @@ def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> No
 
 def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> None:
     calls = any("tool_calls" in message for message in conversation.messages)
-    if calls and "tool_calls" not in template.source:
-        raise UserError(
-            f"{where}: has tool calls, which this tokenizer's chat template does not support; "
-            "set dataset.chat_template to one that does"
-        )
-    if conversation.tools and "tools" not in template.source:
-        raise UserError(
-            f"{where}: has tools, which this tokenizer's chat template does not support; "
-            "set dataset.chat_template to one that does, or remove them"
-        )
+    for name, used in (("tool_calls", calls), ("tools", conversation.tools)):
+        if used and name not in template.source:
+            raise UserError(
+                f"{where}: has {name.replace('_', ' ')}, which this tokenizer's chat template does not support; "
+                "set dataset.chat_template to one that does, or remove them"
+            )
 
 
 def _add_white_space(spans: list[Span], text: str) -> list[Span]:

@@ -93,7 +93,6 @@ def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
 
 
 def _documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield each function that a module defines at top level or in classes, with the dotted names of its classes."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of string escapes in the library

@@ -1,9 +1,9 @@
 """Encoding of records as tokenized documents: find a source's format once, then read, template, mask and truncate."""
 
-import gc
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +20,6 @@ from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.replacements import replaces
 from trainer.data.conversations import LOST, ChatEncoder, find_chat_template, template_variables
-from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, listed
 from trainer.data.marks import strip_reasoning
 from trainer.data.pairs import Labelled, Pair, join_labelled, join_pair, read_pair, read_unpaired
@@ -97,43 +96,44 @@ class DocumentEncoder:
         self._first = leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def open(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the readable records of rows. Raises UserError if there are none."""
+    def find_shape(
+        self, source: SourceSection, rows: Sequence[Mapping[str, Any]], label: str
+    ) -> tuple[Shape, dict[str, Any]]:
+        """Return a source's format by its first rows, and its first record. Raises UserError if none is readable."""
         records = []
         for row in rows:
             with suppress(UserError) if self.skips else nullcontext():
                 records.append(parse_row(row))
-        return records or [parse_row(row) for row in rows]
+        records = records or [parse_row(row) for row in rows]
+        fields = list(dict.fromkeys(name for record in records for name in record))
+        return find_shape(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
         """Return the columns above for rows of a source, starting at record `first`, counted from 0."""
-        columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
-            self._add(columns, rows, shape, where)
+            return self._columns(rows, shape, where)
         except UserError:
             if not self.skips:
                 raise
-            columns = {name: [] for name in columns}
-            good: list[tuple[Mapping[str, Any], str]] = []
-            for row, place in zip(rows, where, strict=True):
-                try:
-                    # Labelled answers are added together below, because they are exchanged.
-                    alone = {name: [] for name in columns} if shape.format == UNPAIRED else columns
-                    self._add(alone, [row], shape, [place])
-                    good.append((row, place))
-                except UserError as error:
-                    for name, column in columns.items():
-                        empty = {"bool": False, "string": str(error)}
-                        column.append([] if name in LISTS else empty.get(VALUES[name], 0))
-            if good and shape.format == UNPAIRED:
-                self._add(columns, [row for row, _ in good], shape, [place for _, place in good])
+        problems: dict[str, str] = {}
+        for row, place in zip(rows, where, strict=True):
+            try:
+                self._columns([row], shape, [place])
+            except UserError as error:
+                problems[place] = str(error)
+        good = [(row, place) for row, place in zip(rows, where, strict=True) if place not in problems]
+        columns = self._columns([row for row, _ in good], shape, [place for _, place in good])
+        for problem in problems.values():
+            for name, column in columns.items():
+                column.append([] if name in LISTS else {"bool": False, "string": problem}.get(VALUES[name], 0))
         return columns
 
-    def _add(
-        self, rows: dict[str, list[Any]], records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
-    ) -> None:
-        """Add the columns of some rows of a source. Raises UserError for a bad record before adding any."""
+    def _columns(
+        self, records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """Return the columns of some rows of a source. Raises UserError for a bad record."""
+        rows: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(shape.format, read_record)
         found = [
             read(parse_row(record), shape, place, self.system_prompt)
@@ -149,8 +149,6 @@ class DocumentEncoder:
             sides = [example.chosen, example.rejected] if isinstance(example, Pair) else [example]
             sides = [each.answer if isinstance(each, Labelled) else each for each in sides]
             answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
-            # A document's first token is not predicted.
-            at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             too_long = len(document.input_ids) > self.max_length
             rows["input_ids"].append(document.input_ids[: self.max_length])
             weights = document.trained[: self.max_length]
@@ -167,7 +165,6 @@ class DocumentEncoder:
             rows["images"].append(document.images)
             rows["image_tokens"].append(sum(each in image_ids for each in document.input_ids) if document.images else 0)
             rows["targets"].append(0 if left_out else sum(rows["trained"][-1][1:]))
-            rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(too_long or document.cut)
             rows["answers"].append(len(answers))
             rows["empty"].append(sum(not answer for answer in answers))
@@ -178,6 +175,7 @@ class DocumentEncoder:
             rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
             rows["unread"].append([] if continued else [*example.unread, *document.lost])
             rows["problem"].append(None)
+        return rows
 
     def _check_images(self, example: Example, where: str) -> None:
         """Raise UserError for images of preference data, or with a model that is not trained on images."""
@@ -293,34 +291,33 @@ def encode_source(
     scratch = file.with_suffix(".records")
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    first = encoder.open(list(records.take(ROWS_AT_ONCE)))
-    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
-    environment = os.environ
+    shape, first = encoder.find_shape(source, list(records.take(ROWS_AT_ONCE)), label)
+    environment, count = os.environ, min(workers, len(records))
+    # If a handler is installed, CPython loses a signal that reaches a forked worker before its first instruction, and
+    # a pool that ends its workers because one has failed would wait forever.
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if count > 1 else None
     try:
-        with ended_by_sigterm():
-            documents = records.map(
-                _encode_batch,
-                batched=True,
-                batch_size=ROWS_AT_ONCE,
-                with_indices=True,
-                remove_columns=records.column_names,
-                features=Features(columns),
-                fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
-                num_proc=min(workers, len(records)) if workers > 1 else None,
-                cache_file_name=str(file),
-                new_fingerprint=file.stem,
-                desc=f"tokenising {source.path}",
-            )
+        documents = records.map(
+            _encode_batch,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            with_indices=True,
+            remove_columns=records.column_names,
+            features=Features(columns),
+            fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
+            num_proc=count if count > 1 else None,
+            cache_file_name=str(file),
+            new_fingerprint=file.stem,
+            desc=f"tokenising {source.path}",
+        )
     finally:
         # With several workers, datasets replaces os.environ by a copy: other code would keep using the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
+        if count > 1:
+            signal.signal(signal.SIGTERM, handler)
         del records
         shutil.rmtree(scratch, ignore_errors=True)
-        if scratch.exists():
-            # Network file systems keep files that are still mapped, and so their folder.
-            gc.collect()
-            shutil.rmtree(scratch, ignore_errors=True)
-    return documents, encoder.report(label, shape, first[0], documents.data)
+    return documents, encoder.report(label, shape, first, documents.data)
 
 
 def _encode_batch(
@@ -328,8 +325,3 @@ def _encode_batch(
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     return encoder.rows(rows, indices[0], shape, label)
-
-
-def list_fields(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields that any record has, in order of appearance."""
-    return list(dict.fromkeys(name for record in records for name in record))

@@ -8,46 +8,16 @@ from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import nearest, shown
+from trainer.config.yaml_core import read_yaml
 
 PREFERENCE, UNPAIRED = "preference", "unpaired"
-# Fields that a format reads, by the names used in `fields`; the first are required.
-REQUIRED = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "completion": ("text",),
-    "custom": ("completion",),
-    PREFERENCE: ("chosen", "rejected"),
-    UNPAIRED: ("label",),
-}
-OPTIONAL = {
-    "messages": ("tools", "system", "role", "content", "images"),
-    "sharegpt": ("tools", "system", "from", "value", "images"),
-    "alpaca": ("input", "system", "history", "images"),
-    "prompt_completion": ("tools", "system", "images"),
-    "completion": (),
-    "custom": (),
-    PREFERENCE: (
-        "prompt", "instruction", "input", "messages", "conversations", "tools", "system", "role", "content", "margin",
-    ),
-}  # fmt: skip
-OPTIONAL[UNPAIRED] = (*OPTIONAL[PREFERENCE], "completion", "output", *REQUIRED[PREFERENCE])
-# Names of the better answer on the hub.
-CHOSEN = ("chosen", "accepted", "preferred", "response_chosen")
-# Other names used on the hub, tried by `auto` after the formats' own.
-COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
-    ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
-    ("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    ("prompt_completion", {"prompt": "instruction", "completion": "response"}),
-    ("prompt_completion", {"prompt": "input", "completion": "output"}),
-    ("completion", {"text": "content"}),
-    ("completion", {"text": "completion"}),
+_TABLES: dict[str, Any] = read_yaml(Path(__file__).with_name("formats.yaml")).tree
+REQUIRED, OPTIONAL = (
+    {format_: tuple(names.split()) for format_, names in _TABLES[kind].items()} for kind in ("required", "optional")
 )
-# Rejected answers, which must never be trained on.
-REJECTED = {"rejected", "rejected_response", "response_rejected", "dispreferred", "losing"}
-# Fields of a record that may be a list of turns.
-TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
+# Names of a list of turns.
+TURN_LISTS = ("messages", "conversations", "conversation")
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
 
 
@@ -74,33 +44,26 @@ def find_shape(
 
     Raises UserError with the fields found and the fields expected.
     """
-    shape = _find_shape(source, columns, first, label, has_chat_template=has_chat_template)
-    path = Path(source.path or ".").expanduser()
-    return replace(shape, folder=path if path.is_dir() else path.parent)
-
-
-def _find_shape(
-    source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
-) -> Shape:
     format_ = "custom" if source.format == "auto" and source.template else source.format
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
-        return _detect(source, columns, first, label, has_chat_template)
+        shape = _detect(source, columns, first, label)
+    else:
+        shape = _read_settings(source, format_, columns, label)
+    path = Path(source.path or ".").expanduser()
+    return replace(shape, folder=path if path.is_dir() else path.parent, alpaca_as_chat=has_chat_template)
+
+
+def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> Shape:
     names = {name: source.fields.get(name, name) for name in REQUIRED[format_] + OPTIONAL[format_]}
-    if format_ == "messages" and "messages" not in source.fields and "messages" not in columns:
-        names["messages"] = next((name for name in ("conversations", "conversation") if name in columns), "messages")
-    if format_ == "sharegpt" and "conversations" not in source.fields and "conversations" not in columns:
-        names["conversations"] = next(
-            (name for name in ("conversation", "messages") if name in columns), "conversations"
-        )
+    for name in {"messages", "conversations"} & {*REQUIRED[format_]} - {*columns, *source.fields}:
+        names[name] = next((other for other in TURN_LISTS if other in columns), name)
     missing = [names[name] for name in REQUIRED[format_] if names[name] not in columns]
     is_paired = format_ == UNPAIRED and all(names[name] in columns for name in REQUIRED[PREFERENCE])
     if missing and not is_paired:
-        hint = _field_hint(format_, names, columns)
-        advice = f"say which it is with {label}.fields: {{{hint}}}" if hint else f"set {label}.format: auto"
         raise UserError(
             f"{label}.format={format_}: no field {' or '.join(missing)} in the records, which have {listed(columns)}; "
-            + advice
+            f"set {label}.format: auto, or name them in {label}.fields"
         )
     if format_ == "custom":
         names |= _template_names(source, columns, label)
@@ -110,14 +73,11 @@ def _find_shape(
         template=source.template,
         template_without_input=source.template_without_input,
         roles=_map_roles(source),
-        alpaca_as_chat=has_chat_template,
         note=f"{label}: format {format_}",
     )
 
 
-def _detect(
-    source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, has_chat_template: bool
-) -> Shape:
+def _detect(source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str) -> Shape:
     renamed = {name: column for name, column in source.fields.items() if column in columns}
     present = {column: column for column in columns if column not in renamed.values()} | renamed
 
@@ -125,8 +85,7 @@ def _detect(
         optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
         fields = " + ".join(names[name] for name in REQUIRED[format_])
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
-        roles = _map_roles(source)
-        return Shape(format_, {**optional, **names}, roles=roles, alpaca_as_chat=has_chat_template, note=note)
+        return Shape(format_, {**optional, **names}, roles=_map_roles(source), note=note)
 
     given = bool({"chosen", "rejected"} & set(source.fields))
     if (given or not source.fields) and (names := _preference_names(present, first, label, given=given)):
@@ -135,7 +94,7 @@ def _detect(
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
         return shape(UNPAIRED, {"label": present["label"]})
-    for name in ("messages", "conversations", "conversation"):
+    for name in TURN_LISTS:
         turns = first.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
             if source.fields.get("role", "role") in turns[0]:
@@ -151,7 +110,7 @@ def _detect(
                 f"{label}.format=auto: each record is a single turn ({' and '.join(pair)}) instead of a whole "
                 "conversation; write the turns as a list under `messages`"
             )
-    for format_, names in COMMON_NAMES:
+    for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
@@ -189,23 +148,15 @@ def _preference_names(
 
 
 def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:
-    """Return the message for records of no known format."""
     if "input_ids" in columns:
         return (
             "the records are tokenised already (input_ids), and only text is read, so that its tokens and labels fit "
             "the model; use the text that they were made from"
         )
-    found = f"the records have {listed(columns)}, and wanted is one of {WANTED}"
-    kind = (source.path or "").lower()
-    if ".csv" in kind or ".tsv" in kind:
-        head = listed(shown(name, 30) for name in columns)
-        found = f"the first line of a CSV file names its columns, and here reads {head}; wanted is one of {WANTED}"
-    usable = [column for column in columns if column not in REJECTED | {"id", "label", "score"}]
-    if len(usable) < 2:
-        one = usable[0] if usable else "the field"
-        return f"{found}; set {label}.fields: {{text: {shown(one, 30)}}} if that holds whole texts"
-    pair = f"prompt: {shown(usable[0], 30)}, completion: {shown(usable[-1], 30)}"
-    return f"{found}; set yours in {label}.fields, such as {{{pair}}}"
+    is_csv = any(suffix in (source.path or "").lower() for suffix in (".csv", ".tsv"))
+    head = ", as the first line of a CSV file names them" * is_csv
+    example = "such as {prompt: question, completion: answer}, or {text: body} for whole texts"
+    return f"the records have {listed(columns)}{head}, and wanted is one of {WANTED}; set {label}.fields, {example}"
 
 
 def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:
@@ -223,7 +174,6 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
 
 
 def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
-    """Return the record's fields for the placeholders of a custom template."""
     assert source.template is not None
     try:
         texts = [source.template, source.template_without_input or ""]
@@ -251,12 +201,3 @@ def listed(names: Iterable[str]) -> str:
     every = [shown(name, 60) for name in names]
     more = f" and {len(every) - 12} more" if len(every) > 12 else ""
     return (", ".join(every[:12]) or "no fields") + more
-
-
-def _field_hint(format_: str, names: Mapping[str, str], columns: Sequence[str]) -> str:
-    """Suggest a field of the records for each missing field; empty if there are too few."""
-    missing = [name for name in REQUIRED[format_] if names[name] not in columns]
-    free = [column for column in columns if column not in {*names.values(), *REJECTED}]
-    if len(free) < len(missing):
-        return ""
-    return ", ".join(f"{name}: {shown(of, 30)}" for name, of in zip(missing, free, strict=False))

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import Table
+from pyarrow.types import is_primitive
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
@@ -21,6 +22,7 @@ MOST_DOCUMENTS = 200_000_000
 
 Sources = list[tuple[str, SourceSection]]
 Index = NDArray[np.int64]
+Figures = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ class DataStats:
 
     def warnings(self) -> list[str]:
         """Return warnings about data that is valid but rarely intended."""
+        limit, held_out = f"dataset.max_length={self.max_length}", self.evaluation or DataStats()
+        lost = "the beginning of their prompts" if self.pairs else "their end"
+        leaks = "held-out documents are trained on as well: the held-out loss is too low"
+        shares = (
+            (self.truncated, self.documents, WORTH_SAYING, f"{self._unit} are cut at {limit}, and lose {lost}"),
+            (self.dropped, self.records, WORTH_SAYING, "records are dropped for lack of trained tokens"),
+            (self.too_long, self.records, WORTH_SAYING, f"records are longer than {limit} and left out"),
+            (self.copies, self.documents, MANY_COPIES, "documents are exact copies of others"),
+            (held_out.copies, held_out.documents, WORTH_SAYING, leaks),
+        )
         found = []
         if self.empty > WORTH_SAYING * self.answers:
             found.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach to say nothing")
@@ -95,28 +107,7 @@ class DataStats:
                 f"{self.control:,} conversations have special tokens of the tokenizer in the text of a turn, which the "
                 "model cannot tell from the ends of turns; remove them, or write the text without them"
             )
-        if self.truncated > WORTH_SAYING * self.documents:
-            fraction = self.truncated / self.documents
-            found.append(
-                f"{fraction:.1%} of the {self._unit} are cut at dataset.max_length={self.max_length}, and lose "
-                + ("the beginning of their prompts" if self.pairs else "their end")
-            )
-        if self.dropped > WORTH_SAYING * self.records:
-            found.append(f"{self.dropped / self.records:.1%} of the records are dropped for lack of trained tokens")
-        if self.too_long > WORTH_SAYING * self.records:
-            fraction = self.too_long / self.records
-            found.append(
-                f"{fraction:.1%} of the records are longer than dataset.max_length={self.max_length} and left out"
-            )
-        if self.copies > MANY_COPIES * self.documents:
-            found.append(f"{self.copies / self.documents:.1%} of the documents are exact copies of others")
-        held_out = self.evaluation
-        if held_out and held_out.copies > WORTH_SAYING * held_out.documents:
-            fraction = held_out.copies / held_out.documents
-            found.append(
-                f"{fraction:.1%} of the held-out documents are trained on as well: the held-out loss is too low"
-            )
-        return found
+        return found + [f"{count / of:.1%} of the {what}" for count, of, least, what in shares if count > least * of]
 
     @property
     def _unit(self) -> str:
@@ -135,31 +126,11 @@ class DataStats:
         ]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Columns of a source's documents."""
-
-    length: Index
-    rejected: Index
-    margin: NDArray[np.bool_]
-    label: Index
-    targets: Index
-    first_target: Index
-    image_tokens: Index
-    truncated: NDArray[np.bool_]
-    answers: Index
-    empty: Index
-    digest: Index
-    continued: NDArray[np.bool_]
-    control: NDArray[np.bool_]
-    skipped: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, documents: Table) -> "Figures":
-        columns = {name: documents.column(name).to_numpy() for name in cls.__dataclass_fields__ if name != "skipped"}
-        columns["skipped"] = pc.is_valid(documents.column("problem")).to_numpy()
-        flags = ("margin", "truncated", "continued", "control", "skipped")
-        return cls(**{name: column.astype(bool if name in flags else np.int64) for name, column in columns.items()})
+def read_figures(documents: Table) -> Figures:
+    """Return the numbers and flags of a source's documents (columns.yaml), and which of them were `skipped`."""
+    numbers = [column.name for column in documents.schema if is_primitive(column.type)]
+    skipped = pc.is_valid(documents.column("problem"))
+    return {name: documents.column(name).to_numpy() for name in numbers} | {"skipped": skipped.to_numpy()}
 
 
 @dataclass(frozen=True)
@@ -179,10 +150,11 @@ def plan(
     or has no trained tokens.
     """
     generator = np.random.default_rng(seed)
-    everything = _concatenated([*train, *evaluation])
-    total = sum(len(part.length) for part in train)
+    parts = [*train, *evaluation]
+    everything = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    total = sum(len(part["length"]) for part in train)
     # All parts of a text are held out together.
-    record = np.cumsum(~everything.continued[:total]) - 1
+    record = np.cumsum(~everything["continued"][:total]) - 1
     records = int(record[-1]) + 1 if total else 0
     is_held_record = np.zeros(records, dtype=bool)
     is_held_record[generator.permutation(records)[: held_out_count(section, records)]] = True
@@ -190,18 +162,22 @@ def plan(
     kept: list[Index] = []
     first = 0
     for (label, source), part in zip(sources, train, strict=True):
-        if part.answers.any() and part.empty.sum() == part.answers.sum():
-            raise _nothing_said(source, part, label)
-        members = np.arange(first, first + len(part.length))
-        members = members[~is_held[members] & (part.targets > 0)]
+        if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
+            raise UserError(
+                f"{label}.path={shown(source.path)}: all {part['answers'].sum():,} answers are empty, which would "
+                "teach the model to say nothing; look at them with `zerolora inspect`, or set the field of the answers "
+                f"in {label}.fields"
+            )
+        members = np.arange(first, first + len(part["length"]))
+        members = members[~is_held[members] & (part["targets"] > 0)]
         kept.append(weighted(members, source.weight, generator, label) if section.mix else members)
-        first += len(part.length)
-    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(everything.length))])
+        first += len(part["length"])
+    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(everything["length"]))])
     training, stats = _grouped(section, everything, np.flatnonzero(~is_held), _joined(kept), "dataset")
-    kept_out = held_out[everything.targets[held_out] > 0]
+    kept_out = held_out[everything["targets"][held_out] > 0]
     evaluating, held_out_stats = _grouped(section, everything, held_out, kept_out, "dataset.evaluation")
-    trained = np.unique(everything.digest[training.members])
-    held_out_stats = replace(held_out_stats, copies=int(np.isin(everything.digest[kept_out], trained).sum()))
+    trained = np.unique(everything["digest"][training.members])
+    held_out_stats = replace(held_out_stats, copies=int(np.isin(everything["digest"][kept_out], trained).sum()))
     return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
 
 
@@ -242,54 +218,44 @@ def weighted(members: Index, weight: float, generator: np.random.Generator, labe
 def _grouped(
     section: DatasetSection, figures: Figures, records: Index, members: Index, label: str
 ) -> tuple[Grouping, DataStats]:
-    """Return samples of documents in order, packed if configured, with their statistics."""
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
-    left_out = figures.truncated[records] & (figures.targets[records] == 0)
-    whole = (figures.rejected[records] > 0) | (figures.image_tokens[records] > 0)
+    left_out = figures["truncated"][records] & (figures["targets"][records] == 0)
+    whole = (figures["rejected"][records] > 0) | (figures["image_tokens"][records] > 0)
     left_out &= (section.too_long == "drop") | whole
     unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
-        packs = best_fit(figures.length[members], section.max_length)
+        packs = best_fit(figures["length"][members], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
         grouping = Grouping(starts, _joined([members[pack] for pack in packs]))
     else:
         grouping = Grouping(np.arange(len(members) + 1), members)
     return grouping, DataStats(
-        records=int((~figures.continued[records]).sum()),
+        records=int((~figures["continued"][records]).sum()),
         documents=len(members),
         samples=len(grouping.starts) - 1,
-        tokens=int(figures.length[members].sum()),
-        target_tokens=int(figures.targets[members].sum()),
-        truncated=int(figures.truncated[members].sum()),
-        dropped=int((figures.targets[records] == 0).sum() - figures.skipped[records].sum()) - int(left_out.sum()),
+        tokens=int(figures["length"][members].sum()),
+        target_tokens=int(figures["targets"][members].sum()),
+        dropped=int((figures["targets"][records] == 0).sum() - figures["skipped"][records].sum()) - int(left_out.sum()),
         too_long=int(left_out.sum()),
-        answers=int(figures.answers[records].sum()),
-        empty=int(figures.empty[records].sum()),
-        control=int(figures.control[records].sum()),
-        copies=len(unique) - len(np.unique(figures.digest[unique])),
+        answers=int(figures["answers"][records].sum()),
+        empty=int(figures["empty"][records].sum()),
+        control=int(figures["control"][records].sum()),
+        copies=len(unique) - len(np.unique(figures["digest"][unique])),
         max_length=section.max_length,
         packed=section.packing,
-        pairs=int((figures.rejected[members] > 0).sum()),
-        desirable=int((figures.label[members] > 0).sum()),
-        undesirable=int((figures.label[members] < 0).sum()),
-        margins=int(figures.margin[members].sum()),
-        with_images=int((figures.image_tokens[members] > 0).sum()),
-        image_tokens=int(figures.image_tokens[members].sum()),
-    )
-
-
-def _nothing_said(source: SourceSection, figures: Figures, label: str) -> UserError:
-    count = int(figures.answers.sum())
-    return UserError(
-        f"{label}.path={shown(source.path)}: all {count:,} answers are empty, which would teach the model to "
-        f"say nothing; look at them with `zerolora inspect`, or set the field of the answers in {label}.fields"
+        pairs=int((figures["rejected"][members] > 0).sum()),
+        desirable=int((figures["label"][members] > 0).sum()),
+        undesirable=int((figures["label"][members] < 0).sum()),
+        margins=int((figures["margin"][members] != 0).sum()),
+        with_images=int((figures["image_tokens"][members] > 0).sum()),
+        truncated=int(figures["truncated"][members].sum()),
+        image_tokens=int(figures["image_tokens"][members].sum()),
     )
 
 
 def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
-    needed = figures.first_target[records]
-    if not needed.any():
+    if not figures["truncated"][records].any():
         roles = ", ".join(section.train_on)
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
@@ -302,17 +268,12 @@ def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Ind
         )
     return UserError(
         f"dataset.max_length={section.max_length}: cuts off all trained tokens of {label} ({len(records):,} records); "
-        f"set it above {int(needed[needed > 0].min()):,}, the position of the earliest one"
+        "raise it, or set dataset.too_long: split for texts"
     )
 
 
 def _joined(parts: Sequence[Index]) -> Index:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-
-def _concatenated(parts: Sequence[Figures]) -> Figures:
-    names = Figures.__dataclass_fields__
-    return Figures(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:

@@ -46,11 +46,6 @@ class Marked:
     texts: Spans
     reasoning: Spans
 
-    @property
-    def end_of_turns(self) -> int:
-        """End of the last turn."""
-        return max((end for spans in self.turns.values() for _, end in spans), default=0)
-
 
 @lru_cache(maxsize=16)
 def mark_template(source: str) -> str:

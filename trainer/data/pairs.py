@@ -9,12 +9,11 @@ from trainer.config import UserError
 from trainer.config.errors import shown
 from trainer.data.formats import Shape, describe_type
 from trainer.data.records import (
-    ALPACA_WITH_INPUT,
-    ALPACA_WITHOUT_INPUT,
     Fields,
     Text,
     Turns,
     after_system,
+    alpaca_prompt,
     read_conversational_pair,
     read_system,
 )
@@ -140,11 +139,7 @@ def _prompt(record: Mapping[str, Any], shape: Shape, where: str) -> tuple[Any, b
     instruction = record.get(shape.names.get("instruction", ""))
     if not isinstance(instruction, str):
         return record.get(shape.names.get("prompt", "prompt")), False
-    extra = record.get(shape.names.get("input", "input")) or ""
-    if shape.alpaca_as_chat:
-        return f"{instruction}\n\n{extra}" if extra else instruction, True
-    form = ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT
-    return form.format(instruction=instruction, input=extra), False
+    return alpaca_prompt(record, shape, where), shape.alpaca_as_chat
 
 
 def _begins_conversation(answer: Any) -> bool:

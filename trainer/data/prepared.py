@@ -1,7 +1,6 @@
 """Results of the checks before training: tokenizer, model configuration, data."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import RunConfig
@@ -42,14 +41,6 @@ def has_images(prepared: Prepared) -> bool:
     """Return whether any document of the training or held-out data has images."""
     stats = prepared.data.stats
     return prepared.images is not None and bool(stats.with_images or (stats.evaluation or stats).with_images)
-
-
-def share_stream(prepared: Prepared, folder: Path) -> Prepared:
-    """Return the results with a stream that shares its blocks among the ranks of all hosts in `folder`."""
-    train = prepared.data.train
-    if not isinstance(train, SampleStream):
-        return prepared
-    return replace(prepared, data=replace(prepared.data, train=replace(train, shared=folder / train.name)))
 
 
 def skipped_records(config: RunConfig, prepared: Prepared, batches: Any) -> dict[str, int]:

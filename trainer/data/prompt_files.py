@@ -8,9 +8,9 @@ from typing import Any
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import describe_type, find_shape, listed
 from trainer.data.records import Turns, read_record
-from trainer.data.source_files import READERS, build_source, data_suffix
+from trainer.data.source_files import READERS, build_source
 from trainer.data.sources import read_rows, read_source
-from trainer.data.text_files import parse_row
+from trainer.data.text_files import data_suffix, parse_row
 
 Prompt = str | list[dict[str, Any]] | Turns
 """A text, or the turns of a conversation up to the model's answer; those of a conversation with tools as Turns."""

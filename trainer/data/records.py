@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,8 @@ def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: st
                 "records of another format belong in a source of their own under dataset.mix"
             )
     if shape.format in ("messages", "sharegpt"):
-        return _read_conversation(record, shape, where)
+        column = shape.names["conversations" if shape.format == "sharegpt" else "messages"]
+        return _read_turns([(record[column], column, "", True)], record, shape, where)
     if shape.format == "alpaca":
         return _read_alpaca(record, shape, where, system_prompt)
     if shape.format == "prompt_completion":
@@ -186,81 +186,73 @@ def after_system(system: str | None, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
 
 
-def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> Turns:
-    """Read a list of turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value)."""
-    sharegpt = shape.format == "sharegpt"
-    column = shape.names["conversations" if sharegpt else "messages"]
-    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
-    keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
-    turns, images = _turns(record[column], column, where), ImageParts(record, shape)
-    messages = [
-        _message(turn, keys, f"{where}, turn {number}", shape.roles, images)
-        for number, turn in enumerate(turns, start=1)
-    ]
-    ignored = _lead_with_system(messages, record, shape, where)
-    weights = _turn_weights(turns, f"{where}, turn", len(messages) - len(turns))
-    tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    unread = ignored + _list_unread(turns, column)
-    return Turns(messages, tools, weights, unread, images.stored(where))
-
-
-def _turns(value: Any, column: str, where: str) -> list[Any]:
-    """Return a list of turns that record which of their fields were read."""
-    return [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
-
-
-def _list_unread(turns: list[Any], column: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
-
-
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
     """Read a prompt and a completion as lists of turns, one of which may be text; only the completion has a loss."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    pair = {"prompt": prompt, "completion": completion}
-    columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
-    images = ImageParts(record, shape)
-    lists = [
-        [
-            _message(turn, _keys(turn, shape), f"{where}, {name} turn {number}", shape.roles, images)
-            for number, turn in enumerate(turns, start=1)
-        ]
-        for name, turns in columns.items()
+    parts = [
+        (prompt, shape.names["prompt"], "prompt ", False),
+        (completion, shape.names["completion"], "completion ", True),
     ]
-    ignored = _lead_with_system(lists[0], record, shape, where)
-    weights = dict.fromkeys(range(len(lists[0])), 0.0)
-    weights |= _turn_weights(columns["completion"], f"{where}, completion turn", len(lists[0]))
-    ignored += tuple(chain.from_iterable(_list_unread(turns, shape.names[name]) for name, turns in columns.items()))
+    return _read_turns(parts, record, shape, where)
+
+
+def _read_turns(
+    parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], shape: Shape, where: str
+) -> Turns:
+    """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
+
+    `parts` are lists of turns, each with its column, its name in messages, and whether it has a loss.
+    """
+    images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
+    unread: list[str] = []
+    for number, (value, column, name, is_trained) in enumerate(parts):
+        turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
+        place = f"{where}, {name}turn"
+        read = [
+            _message(turn, _keys(turn, shape), f"{place} {index}", shape.roles, images)
+            for index, turn in enumerate(turns, start=1)
+        ]
+        unread += _lead_with_system(read, record, shape, where) if number == 0 else ()
+        first = len(messages) + len(read) - len(turns)
+        weights |= _turn_weights(turns, place, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
+        unread += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.unread())
+        messages += read
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(lists[0] + lists[1], tools, weights, ignored, images.stored(where))
+    return Turns(messages, tools, weights, tuple(unread), images.stored(where))
 
 
 def _keys(turn: Any, shape: Shape) -> tuple[str, str]:
     keys = shape.names.get("role", "role"), shape.names.get("content", "content")
-    return ("from", "value") if isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn else keys
+    if shape.format == "sharegpt" or (isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn):
+        keys = shape.names.get("from", "from"), shape.names.get("value", "value")
+    return keys
+
+
+def alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
+    """Return instruction and optional input, as a user turn or, for tokenizers without a template, with headings."""
+    instruction = _text(record, shape.names["instruction"], where)
+    extra = record.get(shape.names["input"]) or ""
+    if not isinstance(extra, str):
+        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}, not text")
+    if shape.alpaca_as_chat:
+        return f"{instruction}\n\n{extra}" if extra else instruction
+    return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
 
 
 def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
-    """Read instruction, optional input and output: as a chat if the tokenizer has a template, else as headed text."""
-    instruction, output = (_text(record, shape.names[name], where) for name in ("instruction", "output"))
-    extra = record.get(shape.names.get("input", "input")) or ""
-    if not isinstance(extra, str):
-        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}, not text")
+    prompt, output = alpaca_prompt(record, shape, where), _text(record, shape.names["output"], where)
     if not shape.alpaca_as_chat:
-        prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
         return Text(after_system(read_system(record, shape, where) or system_prompt, prompt), output)
-    messages: list[dict[str, Any]] = []
-    _lead_with_system(messages, record, shape, where)
+    turns: list[dict[str, Any]] = []
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: history holds {describe_type(pair)}, not pairs of question and answer")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    request = f"{instruction}\n\n{extra}" if extra else instruction
-    turns, images = [*messages, {"role": "user", "content": request}], ImageParts(record, shape)
-    turns = [turn | {"content": images.read_marks(turn["content"])} for turn in turns]
-    return Turns([*turns, {"role": "assistant", "content": output}], images=images.stored(where))
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
+    return _read_turns([(turns, shape.names["instruction"], "", True)], record, shape, where)
 
 
 def _message(
@@ -283,7 +275,8 @@ def _message(
     content = turn.wrap(keys[1], content) if isinstance(content, list) else content
     calls = turn.get("tool_calls")
     if name in ("function_call", "tool_call") and not calls:
-        calls, content = _parsed_call(content, where), None
+        call = _parse(content, "the tool call is", where)
+        calls, content = call if isinstance(call, list) else [call], None
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
@@ -318,17 +311,14 @@ def _turn_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
 
 def _content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
     """Return text, or OpenAI's list of parts as one text, with IMAGE for an image."""
-    if content is None:
-        return ""
     if isinstance(content, list):
-        values = [_part(part, images) for part in content]
-        texts = [value for value in values if isinstance(value, str)]
-        if len(texts) == len(content):
+        texts = [_part(part, images) for part in content]
+        if all(isinstance(text, str) for text in texts):
             return "".join(texts)
         raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them")
-    if not isinstance(content, str):
+    if not isinstance(content, str | None):
         raise UserError(f"{where}: {key} is {describe_type(content)}, not text")
-    return content
+    return content or ""
 
 
 def _part(part: Any, images: ImageParts | None) -> Any:
@@ -339,15 +329,6 @@ def _part(part: Any, images: ImageParts | None) -> Any:
     return part.get("text") if part.get("type") in TEXT_PARTS else None
 
 
-def _parsed_call(value: Any, where: str) -> list[Any]:
-    """Read the text of ShareGPT's function_call turn: a call as JSON, or a list of calls."""
-    try:
-        call = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: the tool call is not JSON ({error.msg}, column {error.colno})") from None
-    return call if isinstance(call, list) else [call]
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """Return a call in OpenAI's form. Raises UserError without a name, or with arguments that are not JSON."""
     function = call
@@ -355,43 +336,37 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call needs function.name and function.arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # A dict here; ChatTemplate converts it to the form that the template expects.
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: arguments of {function['name']} are not JSON ({error.msg})") from None
+    # A dict here; ChatTemplate converts it to the form that the template expects.
+    arguments = _parse(function.get("arguments") or {}, f"arguments of {function['name']} are", where)
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Read tool definitions: a list of JSON schemas, or that list as a JSON string."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
-            problem = f"tools are not JSON ({error.msg}, column {error.colno})"
-            raise UserError(f"{where}: {problem}; write a list of function definitions") from None
+    value = None if isinstance(value, str) and not value.strip() else _parse(value, "tools are", where)
     if not value:
         return None
-    tools = _list(value, "tools", where)
-    if not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{where}: tools must be a list of function definitions")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
     """Return a list, which may be given as JSON, as in a cell of a CSV file."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: {name} is no list of JSON ({error.msg}, column {error.colno})") from None
+        value = _parse(value, f"{name} is", where)
     if not isinstance(value, list):
         raise UserError(f"{where}: {name} is {describe_type(value)}, not a list")
     return value
+
+
+def _parse(value: Any, what: str, where: str) -> Any:
+    """Return a value that may be given as JSON. Raises UserError if a text is not JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: {what} not JSON ({error.msg}, column {error.colno})") from None
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:

@@ -1,15 +1,14 @@
 """Samples of tokenized documents for training, from disk or from a stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pyarrow import Array, Table
-from pyarrow.types import is_float32
+from pyarrow import Array, Table, int8
+from pyarrow.types import is_boolean
 
 from trainer.config.errors import printable
 
@@ -84,51 +83,21 @@ class Samples:
 
 
 def _numbers(array: Array) -> NDArray[Any]:
-    """Return the integers or booleans of an array without nulls.
-
-    Arrow's `to_numpy`, and `to_pandas_dtype` in some versions, import pandas, which takes half a second.
-    """
-    first, last = array.offset, array.offset + len(array)
-    buffer = array.buffers()[1]
-    if array.type.bit_width > 1:
-        name = "float32" if is_float32(array.type) else str(array.type)
-        return np.frombuffer(buffer or b"", name)[first:last]
-    octets = np.frombuffer(buffer, np.uint8)[first // 8 : -(-last // 8)]
-    return np.unpackbits(octets, bitorder="little")[first % 8 :][: len(array)].astype(bool)
+    # Arrow's `to_numpy` imports pandas, which takes half a second; DLPack has no single bits.
+    return np.from_dlpack(array.cast(int8()) if is_boolean(array.type) else array)
 
 
-class SampleIterator(Protocol):
-    """An iterator of samples made on demand."""
-
-    def __iter__(self) -> Iterator[Sample]: ...
-    def __next__(self) -> Sample: ...
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Number of skipped records per source so far."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values, from which `SampleStream.read` can continue."""
-        ...
-
-
-class ReadStream(Protocol):
-    """A function that starts a pass over the sources, from the beginning or from an earlier state."""
-
-    def __call__(
-        self, epoch: int, state: dict[str, Any] | None = None, shared: Path | None = None
-    ) -> SampleIterator: ...
+Gather = Callable[[Any], list[Any]]
+"""Returns the objects of all ranks, on every rank."""
 
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples made while they are read; `shared` is the folder in which ranks share blocks."""
+    """Samples made while they are read."""
 
-    read: ReadStream
+    read: Callable[..., Any]
+    """Starts a pass over the sources from epoch, state, rank and `gather` (see `stream_samples`)."""
     packed: bool
-    shared: Path | None = None
-    name: str = ""
-    """Equal for equal sources read in the same order."""
 
 
 def document_lengths(tokens: int, rejected: int) -> list[int]:

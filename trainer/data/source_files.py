@@ -7,25 +7,14 @@ from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
+from trainer.config.files import UnreadableFile, read_text
 from trainer.config.paths import expand_path
-from trainer.data.splits import no_such_split
-from trainer.data.text_files import OPENERS
+from trainer.config.yaml_core import read_yaml
+from trainer.data.text_files import data_suffix
 
-READERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".txt": "text",
-    ".md": "text",
-}
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("test", "testing"),
-}
+_TABLES: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("source_files.yaml")).tree
+READERS = {suffix: kind for kind, suffixes in _TABLES["kinds"].items() for suffix in suffixes.split()}
+SPLIT_WORDS = {split: words.split() for split, words in _TABLES["splits"].items()}
 
 
 def describe_source(source: SourceSection, label: str) -> str:
@@ -48,19 +37,12 @@ def read_template(configured: str) -> str:
     if not configured.strip():
         raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
     try:
-        return Path(configured).expanduser().read_text(encoding="utf-8")
+        return read_text(Path(configured).expanduser())
     except FileNotFoundError:
         problem = "neither a template nor an existing file; write a template, or the path of a file"
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); use a file that you can read"
-    except ValueError as error:
-        problem = f"is not UTF-8 text ({error}); save it as such"
+    except UnreadableFile as error:
+        problem = f"{error.problem}; {error.fix}"
     raise UserError(f"dataset.chat_template={configured}: {problem}")
-
-
-def data_suffix(path: Path) -> str:
-    """Return the file's suffix without .gz or another compression."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
 
 def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
@@ -71,12 +53,11 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
         if source.data_files:
             raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file itself; remove one")
         if data_suffix(local) not in READERS:
-            ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
-            ending = ending or "a file without an ending"
-            packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
-            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
+            ending = "".join(local.suffixes[-1:]) or "a file without an ending"
+            packed = ending in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
+            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not is_in_split(local, split) and data_suffix(local) != ".json":  # .json may have a list per split
+        if split != "train" and _find_split(Path(local.name)) != _split_word(split):
             raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
     try:
@@ -102,8 +83,15 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     return _one_kind(files, where)
 
 
+def no_such_split(label: str, split: str, path: str) -> str:
+    """Return the error for a missing split."""
+    return (
+        f"{label}.split={split}: {path} has no such split; remove the setting, write train[:100] for a part, "
+        "or name the file that holds the split"
+    )
+
+
 def _named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
-    """Return the files of `data_files`, in that order."""
     chosen: list[Path] = []
     for pattern in source.data_files:
         wanted = pattern.removeprefix("./").removeprefix(f"{local}/")
@@ -126,11 +114,6 @@ def _one_kind(files: list[Path], where: str) -> list[Path]:
 def _split_word(split: str) -> str:
     """Return `validation` for dev and valid, else the split."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
-
-
-def is_in_split(file: Path, split: str) -> bool:
-    """Return whether a single file has the split: any file has train, and others a file with that name."""
-    return split == "train" or _find_split(Path(file.name)) == _split_word(split)
 
 
 def _find_split(path: Path) -> str | None:

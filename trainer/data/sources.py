@@ -1,10 +1,14 @@
-"""Sources of records: files, folders and hub names, each read into one table."""
+"""Sources of records: files, folders and hub names, each read into one table, and the splits of the datasets library.
+
+A `split` is a name, a part of it such as train[:10%], or several joined by +.
+"""
 
 import errno
 import os
+import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +20,16 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import disable_retries_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
-from trainer.data.source_files import READERS, data_suffix, describe_source, find_data_files, is_in_split
-from trainer.data.splits import no_such_split, read_split, split_names
-from trainer.data.text_files import RAW, raw_records
+from trainer.data.source_files import READERS, describe_source, find_data_files, no_such_split
+from trainer.data.text_files import RAW, data_suffix, raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-_NOT_DATA = {
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-}
+
+_PART = re.compile(r"^\s*([\w.-]+)\s*(\[.*\])?(\(\w+\))?\s*$")
+_NAME = re.compile(r"\w[\w.-]*")
+_COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
 
 def read_source(
@@ -83,8 +84,13 @@ def content_key(source: SourceSection, label: str) -> str:
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming=False))
         return str(require(records, "_fingerprint", "datasets"))
+    if _is_saved_dataset(local):
+        files = sorted(local.rglob("*.arrow"))
+    else:
+        names = split_names(source.split, label)
+        files = [file for name in names for file in find_data_files(source, local, name, label)]
     digest = xxhash.xxh3_128()
-    for file in local_files(source, local, label):
+    for file in files:
         digest.update(f"{file.relative_to(local) if local.is_dir() else file.suffix}:{file.stat().st_size}\n".encode())
         try:
             with file.open("rb") as stream:
@@ -96,23 +102,6 @@ def content_key(source: SourceSection, label: str) -> str:
                 "fix its permissions, or copy it"
             ) from None
     return digest.hexdigest()
-
-
-def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
-    """Return the local files of a source."""
-    if _is_saved_dataset(local):
-        return sorted(local.rglob("*.arrow"))
-    return [file for name in split_names(source.split, label) for file in find_data_files(source, local, name, label)]
-
-
-def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
-    """Return path, size and mtime of each local file of a streamed source, which is too large for a `content_key`.
-
-    Empty for a hub data set. Raises UserError if the files are missing.
-    """
-    local = local_path(source, label)
-    files = local_files(source, local, label) if local else []
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def _empty(source: SourceSection, label: str) -> UserError:
@@ -137,9 +126,8 @@ def local_path(source: SourceSection, label: str) -> Path | None:
     except (OSError, ValueError) as error:  # no permission, a name too long, a loop of links, a NUL byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
-    kind = next((name for is_kind, name in _NOT_DATA.items() if is_kind(mode)), None)
-    if kind:
-        raise UserError(f"{where}: is {kind}, and data is read more than once; write it to a file first")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"{where}: is a pipe, socket or device, and data is read more than once; write it to a file")
     return path.absolute()
 
 
@@ -149,14 +137,7 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or data_suffix(path) in READERS
     if not looks_local:
         return
-    existing = path.parent
-    while not existing.is_dir():
-        existing = existing.parent
-    near = (
-        get_close_matches(path.name, [entry.name for entry in existing.iterdir()], n=1)
-        if existing == path.parent
-        else []
-    )
+    near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub data set"
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
 
@@ -189,25 +170,18 @@ def _read_files(
     try:
         if kind == "parquet":
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
-        inside = split if local.is_file() and not is_in_split(local, split) else "train"
-        arguments = {"files": names, "kind": kind, "where": where, "label": label, "split": inside}
-        arguments["text_mode"] = source.text_mode
+        arguments = {"files": names, "kind": kind, "where": where, "text_mode": source.text_mode}
         features = Features({RAW: Value("string")})
         if streaming:
             return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return Dataset.from_generator(
-            _iterate_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
+            raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _read_errors() as error:
         raise _unreadable(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
-
-
-def _iterate_records(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
-    """Yield `raw_records`; `state` is part of the name under which the datasets library caches them."""
-    return raw_records(**arguments)
 
 
 def _library() -> Any:
@@ -308,10 +282,62 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
     except (DatasetNotFoundError, FileNotFoundError) as error:
         raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None
     except ValueError as error:
-        if "split" in str(error).lower():
-            raise UserError(f"{label}.split={split}: {error}") from None
-        if "config" in str(error).lower():
-            raise UserError(f"{label}.name={source.name}: {error}") from None
-        raise UserError(f"{where}: {error}") from None
+        settings = {"split": f"{label}.split={split}", "config": f"{label}.name={source.name}"}
+        named = (setting for word, setting in settings.items() if word in str(error).lower())
+        raise UserError(f"{next(named, where)}: {error}") from None
     except DatasetGenerationError as error:
         raise UserError(f"{where}: cannot be read ({error.__cause__ or error})") from None
+
+
+def split_names(split: str, label: str) -> list[str]:
+    """Return the names in a split. Raises UserError if it cannot be parsed."""
+    if _NAME.fullmatch(split):
+        return [split]
+    from datasets import ReadInstruction
+
+    parts = [_PART.match(part) for part in split.split("+")]
+    try:
+        ReadInstruction.from_spec(split)
+    except (ValueError, AssertionError):
+        parts = [None]
+    names = [part.group(1) for part in parts if part]
+    if len(names) < len(parts):
+        raise UserError(f"{label}.split={split}: not a split; use train, train[:1000], train[10%:20%] or a+b")
+    return names
+
+
+def read_split(
+    split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
+) -> "Dataset | IterableDataset":
+    """Return the records of a split; `read(name)` reads a whole one. Raises UserError if the part is empty."""
+    from datasets import concatenate_datasets
+
+    names = split_names(split, label)
+    parts = [
+        _select_part(read(name), name, spec.strip(), label) for name, spec in zip(names, split.split("+"), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, label: str) -> "Dataset | IterableDataset":
+    from datasets import Dataset, ReadInstruction
+
+    if spec == name:
+        return records
+    if isinstance(records, Dataset):
+        try:
+            (bounds,) = ReadInstruction.from_spec(spec).to_absolute({name: len(records)})
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"{label}.split={spec}: {error}") from None
+        if bounds.from_ >= bounds.to:
+            raise UserError(f"{label}.split={spec}: selects none of the {len(records):,} records; use a larger part")
+        return records.select(range(bounds.from_, bounds.to))
+    counts = _COUNTS.match(spec.removeprefix(name))
+    if counts is None:
+        raise UserError(
+            f"{label}.split={spec}: the length of a stream is not known in advance; write counts, such "
+            f"as {name}[:1000], or set dataset.streaming: false"
+        )
+    first = int(counts.group(1) or 0)
+    records = records.skip(first) if first else records
+    return records.take(max(0, int(counts.group(2)) - first)) if counts.group(2) else records

@@ -11,8 +11,6 @@ ENOUGH_STEPS = 100
 """Least number of steps with `global_batch_size: auto`, if the data has as many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
-_NO_WARMUP = ("constant",)
-_SAVE_STEPS = TrainingSection().save_steps
 
 
 def steps_per_epoch(samples: int, global_batch_size: int) -> int:
@@ -95,17 +93,6 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
-def smaller_batch_line(given: TrainingSection, shared: TrainingSection, world_size: int) -> str | None:
-    """Return a line if the micro-batch is smaller than configured because of the global batch; else None."""
-    if AUTO in (given.batch_size, given.global_batch_size) or given.batch_size == shared.batch_size:
-        return None
-    ranks = "the only rank" if world_size == 1 else f"each of {world_size} ranks"
-    return (
-        f"training.batch_size={given.batch_size}: training.global_batch_size={given.global_batch_size} gives {ranks} "
-        f"{shared.batch_size * shared.gradient_accumulation_steps} a step, so {shared.batch_size} are taken at a time"
-    )
-
-
 def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
     """Return a line such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
@@ -143,7 +130,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
     total = count_steps(training, samples, world_size)
     if total is None:
         return []
-    warmup = 0 if training.lr_scheduler in _NO_WARMUP else warmup_steps(training, total)
+    warmup = 0 if training.lr_scheduler == "constant" else warmup_steps(training, total)
     if warmup >= total:
         raise UserError(
             f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
@@ -154,11 +141,8 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
     if total < FEW_STEPS and training.max_steps is None:
         size = global_batch(training, world_size)
         first = ", the first of them at a learning rate of 0" if warmup else ""
-        ways = ["more training.epochs"]
-        if size > world_size:
-            ways.insert(0, "training.global_batch_size=auto")
-        if config.dataset.packing:
-            ways.append("dataset.packing=false")
+        ways = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
+        ways += ["dataset.packing=false"] * config.dataset.packing
         warnings.append(
             f"{total} optimizer steps in all{first} ({samples:,} samples, {size} a step): too few to learn much; "
             f"set {', or '.join(ways)}"
@@ -170,9 +154,5 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
             f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so nothing is evaluated within it"
             + best * (training.best_checkpoint or training.early_stopping is not None)
             + f"; use {max(1, total // 4)}"
-        )
-    if training.save_steps > total and training.save_steps != _SAVE_STEPS:
-        warnings.append(
-            f"training.save_steps={training.save_steps}: the run has {total:,} steps, so it is saved at its end only"
         )
     return warnings

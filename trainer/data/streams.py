@@ -2,10 +2,8 @@
 
 The order does not depend on the ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's order. The
 start of the next global batch is only known once all blocks before it are tokenized, since records without trained
-tokens are left out and packs depend on lengths. So every rank needs all blocks, and they share the work: a rank that
-needs a missing block makes the first unclaimed one ahead, and reads those of other ranks from files (`SharedBlocks`),
-which are in the host's temporary folder on one host and in the run's folder on several. This needs no collective, and
-the number and speed of the ranks make no difference.
+tokens are left out and packs depend on lengths. So every rank needs all blocks, and they share the work: of the blocks
+to come, each rank tokenizes one, and they gather those of all (`gather`). Every rank reads all records.
 
 `state_dict` has the block and the document in it (for each source of a mix, at the start of the current packing
 window), so that a resumed run skips earlier records without tokenizing them.
@@ -14,18 +12,16 @@ window), so that a resumed run skips earlier records without tokenizing them.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.documents import DocumentEncoder, SourceReport, list_fields
-from trainer.data.formats import Shape, find_shape
+from trainer.data.documents import DocumentEncoder, SourceReport
+from trainer.data.formats import Shape
 from trainer.data.grouping import best_fit
-from trainer.data.samples import Sample, SampleIterator, document_lengths, join
-from trainer.data.shared_blocks import Block, SharedBlocks
+from trainer.data.samples import Gather, Sample, document_lengths, join
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_rows, read_source
 
@@ -35,6 +31,8 @@ SHUFFLE_BUFFER = 10_000
 # Documents that a packed stream packs at a time.
 PACKING_WINDOW = 1_000
 State = dict[str, Any]
+Block = tuple[list[Sample], int]
+"""The documents of a block and the number of its skipped records."""
 
 
 def stream_samples(
@@ -45,15 +43,15 @@ def stream_samples(
     seed: int,
     epoch: int,
     state: State | None = None,
-    shared: Path | None = None,
-) -> SampleIterator:
-    """Return the samples of one pass, from the beginning or from `state`; `shared` is a folder for blocks."""
+    rank: int = 0,
+    gather: Gather | None = None,
+) -> "MixedStream | PackedStream":
+    """Return the samples of one pass, from the beginning or from `state`; without `gather`, for one rank alone."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
-        folder = shared / f"{number}-{epoch}" if shared else None
-        at = at or {"block": 0, "taken": 0}
-        return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, folder)
+        at = at or {"block": 0, "taken": 0, "skipped": 0}
+        return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, rank, gather)
 
     weights = [source.weight for _, source in sources]
     if section.packing:
@@ -68,12 +66,11 @@ def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> S
     rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
         raise UserError(f"{describe_source(source, label)}: no records in it; use a dataset that has some")
-    first = encoder.open(rows)
-    shape = find_shape(source, list_fields(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape, first = encoder.find_shape(source, rows, label)
     columns = encoder.rows(rows, 0, shape, describe_source(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
-    return encoder.report(label, shape, first[0], table)
+    return encoder.report(label, shape, first, table)
 
 
 class SourceStream:
@@ -88,41 +85,49 @@ class SourceStream:
         encoder: DocumentEncoder,
         seed: int,
         state: State,
-        folder: Path | None,
+        rank: int,
+        gather: Gather | None,
     ) -> None:
         self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
         self._place = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
-        self._block, self._taken = int(state["block"]), int(state["taken"])
-        self._skipped, self._skipped_in_block = int(state.get("skipped", 0)), 0
-        self._documents: list[Sample] | None = None
-        self._blocks = SharedBlocks(self._records(section, seed), self._encode, folder)
+        self.state = dict(state)
+        """The block, the number of its documents already yielded, and the records skipped so far."""
+        self._records = self._read_blocks(section, seed)
+        self._read = 0
+        self._rank, self._gather = (rank, gather) if gather else (0, lambda made: [made])
+        self._made: dict[int, Block | UserError | None] = {}
 
     def __iter__(self) -> Iterator[Sample]:
-        return self
+        state = self.state
+        while (block := self._take_block(state["block"])) is not None:
+            documents, skipped = block
+            state["skipped"] += 0 if state["taken"] else skipped
+            for document in documents[state["taken"] :]:
+                state["taken"] += 1
+                yield document
+            state["block"], state["taken"] = state["block"] + 1, 0
 
-    def __next__(self) -> Sample:
-        while True:
-            if self._documents is None:
-                if (block := self._blocks.block(self._block)) is None:
-                    raise StopIteration
-                self._documents, self._skipped_in_block = block
-            if self._taken < len(self._documents):
-                self._taken += 1
-                return self._documents[self._taken - 1]
-            self._skipped, self._skipped_in_block = self.skipped, 0
-            self._block, self._taken, self._documents = self._block + 1, 0, None
+    def _take_block(self, number: int) -> Block | None:
+        """Return a block, None after the last. A UserError of any rank is raised by all, in the same step."""
+        if number not in self._made:
+            own = number + self._rank
+            self._made = dict(self._gather((own, self._make_block(own))))
+        made = self._made[number]
+        if isinstance(made, UserError):
+            raise made
+        return made
 
-    @property
-    def skipped(self) -> int:
-        """Number of skipped records so far."""
-        return self._skipped + self._skipped_in_block
+    def _make_block(self, number: int) -> Block | UserError | None:
+        try:
+            for records in self._records:
+                self._read += 1
+                if self._read > number:
+                    return self._encode(number, records)
+        except UserError as error:  # raised when the block is needed
+            return error
+        return None
 
-    def state_dict(self) -> State:
-        """Return the block, the number of its documents already yielded, and the records skipped before it."""
-        return {"block": self._block, "taken": self._taken, "skipped": self._skipped}
-
-    def _records(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield the blocks of rows, in order."""
+    def _read_blocks(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
         from datasets import IterableDataset
 
         source, label = self._source, self.label
@@ -172,34 +177,30 @@ class MixedStream:
         self._streams = [start(number, place) for number, place in enumerate(at)]
 
     def __iter__(self) -> Iterator[Sample]:
-        return self
-
-    def __next__(self) -> Sample:
-        if len(self._streams) == 1:
-            return next(self._streams[0])
+        documents = [iter(stream) for stream in self._streams]
         while not all(self._ended):
-            choice = int(self._generator.choice(len(self._streams), p=self._odds))
-            sample = next(self._streams[choice], None)
+            choice = int(self._generator.choice(len(documents), p=self._odds))
+            sample = next(documents[choice], None)
             if sample is None:
                 self._ended[choice] = True
                 if all(self._ended):
-                    break
-                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].skipped}
+                    return
+                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].state["skipped"]}
                 self._streams[choice] = self._start(choice, again)
-                sample = next(self._streams[choice], None)
+                documents[choice] = iter(self._streams[choice])
+                sample = next(documents[choice], None)
             if sample is not None:
-                return sample
-        raise StopIteration
+                yield sample
 
     @property
     def skipped(self) -> dict[str, int]:
         """Records that were skipped so far, by source."""
-        return {stream.label: stream.skipped for stream in self._streams}
+        return {stream.label: stream.state["skipped"] for stream in self._streams}
 
     def state_dict(self) -> State:
         """Return the position of each source, which sources are exhausted, and the state of the random generator."""
         return {
-            "sources": [stream.state_dict() for stream in self._streams],
+            "sources": [dict(stream.state) for stream in self._streams],
             "ended": list(self._ended),
             "random": self._generator.bit_generator.state,
         }
@@ -211,23 +212,15 @@ class PackedStream:
     def __init__(self, documents: MixedStream, max_length: int, given: int) -> None:
         self._documents, self._max_length, self._given = documents, max_length, given
         self._window_start = documents.state_dict()
-        self._packs: list[Sample] | None = None
 
     def __iter__(self) -> Iterator[Sample]:
-        return self
-
-    def __next__(self) -> Sample:
-        while self._packs is None or self._given >= len(self._packs):
-            if self._packs is not None:
-                self._window_start, self._given = self._documents.state_dict(), 0
-            window = list(islice(self._documents, PACKING_WINDOW))
-            if not window:
-                self._packs = []
-                raise StopIteration
-            lengths = [len(document.input_ids) for document in window]
-            self._packs = [join([window[index] for index in pack]) for pack in best_fit(lengths, self._max_length)]
-        self._given += 1
-        return self._packs[self._given - 1]
+        documents = iter(self._documents)
+        while window := list(islice(documents, PACKING_WINDOW)):
+            packs = best_fit([len(document.input_ids) for document in window], self._max_length)
+            for pack in packs[self._given :]:
+                self._given += 1
+                yield join([window[index] for index in pack])
+            self._window_start, self._given = self._documents.state_dict(), 0
 
     @property
     def skipped(self) -> dict[str, int]:

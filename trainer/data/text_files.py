@@ -6,35 +6,25 @@ which `parse_row` raises: whoever reads the records decides whether to stop or t
 file raise UserError at once. Messages name the file, the line and, for bytes, their offset.
 """
 
-import bz2
 import codecs
 import csv
 import gzip
 import json
-import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainer.config import UserError
-from trainer.data.formats import TURN_LISTS, describe_type
-from trainer.data.splits import no_such_split
+from trainer.data.formats import describe_type
 
 RAW = "zerolora_record"
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 SEPARATORS = ",;\t|"
 # Lines of a CSV file used to find its separator.
 _SNIFFED_LINES = 20
-_OTHER_ENCODINGS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
 csv.field_size_limit(sys.maxsize)  # the answer in a cell may be longer than Python's 128 KiB
 
 
@@ -43,26 +33,17 @@ class _BadLine(str):
 
 
 def raw_records(
-    files: list[str], kind: str, where: str, label: str, split: str, text_mode: str = "line"
+    files: list[str], kind: str, where: str, text_mode: str = "line", state: Any = None
 ) -> Iterator[dict[str, str]]:
     """Yield the records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
 
-    A `split` other than train is the name of a list in a JSON file, `label` the setting that names it.
+    `state` is only part of the name under which the datasets library caches the records.
     """
-    readers: dict[str, Callable[[Path, str], Iterator[str | dict[str, Any]]]] = {
-        "json": _json_records,
-        "csv": _csv_records,
-        "text": partial(_text_records, mode=text_mode),
-    }
+    texts = partial(_text_records, mode=text_mode)
+    readers: dict[str, Callable[..., Iterator[str]]] = {"json": _json_records, "csv": _csv_records, "text": texts}
     for name in files:
         for text in readers[kind](Path(name), where):
-            if isinstance(text, dict):
-                for record in _list_inside(text, Path(name), where, label, split):
-                    yield {RAW: json.dumps(record)}
-            elif split != "train":
-                raise UserError(no_such_split(label, split, name))
-            else:
-                yield {RAW: text}
+            yield {RAW: text}
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,74 +63,59 @@ def _without_padding(value: Any) -> Any:
     return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
+def data_suffix(path: Path) -> str:
+    """Return the file's suffix, without .gz."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+
+
 def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
     """Yield the decoded lines of a file, compressed or not, with their line ends.
 
     Raises UserError for a line that is not text; with `keep_bad` a _BadLine takes its place.
     """
-    open_ = OPENERS.get(file.suffix.lower(), open)
     number = offset = 0
     try:
-        with open_(file, "rb") as stream:
+        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                start = 0
-                if number == 1:
-                    _refuse_what_is_no_data(line, file, where)
-                    start = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
-                try:
-                    text = _decoded(line, start, f"{where}: line {number} of {file.name}", offset)
-                except UserError as error:
-                    if not keep_bad:
-                        raise
-                    text = _BadLine(error)
-                yield text
+                if number == 1 and line.startswith(b"version https://git-lfs"):
+                    problem = "is a pointer of Git LFS, not the data; fetch it with git lfs pull"
+                    raise UserError(f"{where}: {file.name} {problem}")
+                start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+                text = _decode(line[start:], f"{where}: line {number} of {file.name}", offset + start)
+                yield text if keep_bad else _refuse_bad(text)
                 offset += len(line)
     except EOFError:
-        raise UserError(
-            f"{where}: {file.name} ends in the middle of its compressed data, after line {number}; copy it again"
-        ) from None
-    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        _refuse_compressed(file, where, number, error)
+        problem = f"ends in the middle of its compressed data, after line {number}; copy it again"
+    except (gzip.BadGzipFile, zlib.error) as error:
+        problem = f"is damaged after line {number}; copy it again ({error})"
+        if not number:
+            problem = f"has the suffix .gz but is not in that format; rename it to match its format ({error})"
     except OSError as error:
-        if error.errno is None:  # bz2's error for bytes in another format
-            _refuse_compressed(file, where, number, error)
-        raise UserError(
-            f"{where}: {file.name} cannot be read ({error.strerror}); fix its permissions, or copy it"
-        ) from None
+        problem = f"cannot be read ({error.strerror}); fix its permissions, or copy it"
+    else:
+        return
+    raise UserError(f"{where}: {file.name} {problem}")
 
 
-def _refuse_compressed(file: Path, where: str, line: int, error: Exception) -> NoReturn:
-    problem = (
-        f"is damaged after line {line}; copy it again"
-        if line
-        else f"has the suffix {file.suffix} but is not in that format; rename it to match its format"
-    )
-    raise UserError(f"{where}: {file.name} {problem} ({error})") from None
-
-
-def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:
-    """Raise UserError if the first line shows another encoding, or a pointer of Git LFS."""
-    if line.startswith(b"version https://git-lfs"):
-        raise UserError(f"{where}: {file.name} is a pointer of Git LFS, not the data; fetch it with git lfs pull")
-    name = next((name for mark, name in _OTHER_ENCODINGS.items() if line.startswith(mark)), None)
-    if name:
-        raise UserError(
-            f"{where}: {file.name} is {name} text, and UTF-8 is read; convert it: iconv -f {name} -t UTF-8 {file.name}"
+def _decode(line: bytes, place: str, offset: int) -> str:
+    """Return a line as text, or a _BadLine if it is not; `offset` is that of its first byte in the file."""
+    if (at := line.find(b"\0")) >= 0:
+        problem = "the file is damaged, or not UTF-8 text; convert UTF-16 with iconv -f UTF-16 -t UTF-8"
+        return _BadLine(f"{place} has a NUL byte (offset {offset + at}); {problem}")
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return _BadLine(
+            f"{place} is not UTF-8 text (byte 0x{line[error.start]:02x} at offset {offset + error.start}); "
+            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
         )
 
 
-def _decoded(line: bytes, start: int, where: str, offset: int) -> str:
-    """Return a line as text; `offset` is that of its first byte in the file. Raises UserError if it is not UTF-8."""
-    if (at := line.find(b"\0")) >= 0:
-        raise UserError(f"{where} has a NUL byte (offset {offset + at}); the file is damaged, or not a text file")
-    try:
-        return line[start:].decode("utf-8")
-    except UnicodeDecodeError as error:
-        at = start + error.start
-        raise UserError(
-            f"{where} is not UTF-8 text (byte 0x{line[at]:02x} at offset {offset + at}); "
-            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
-        ) from None
+def _refuse_bad(line: str) -> str:
+    """Raise UserError for a `_BadLine`, else return the line."""
+    if isinstance(line, _BadLine):
+        raise UserError(line)
+    return line
 
 
 def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
@@ -165,27 +131,24 @@ def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
             yield json.dumps({"text": text.rstrip("\r\n")})
 
 
-def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
-    """Yield one object per line or the objects of one list, as JSON; or the single object of the file, as a dict."""
+def _json_records(file: Path, where: str) -> Iterator[str]:
+    """Yield one object per line, the objects of one list, or the single object of the file."""
     lines = enumerate(_lines(file, where, keep_bad=True), start=1)
-    number, first = next(((number, line) for number, line in lines if line.strip()), (0, ""))
+    written = ((number, line) for number, line in lines if line.strip())
+    number, first = next(written, (0, ""))
     begin = first.strip()
-    if begin.startswith("[") or (begin.startswith("{") and _spread_out(begin)):
-        text = "".join(chain([first], (line for _, line in lines if not _raise_if_bad(line))))
-        yield from _items(_json_value(text, file, where, number), file, where)
-        return
-    second = next(((number, line) for number, line in lines if line.strip()), None)
+    # The first line of an object over several lines.
+    is_spread = begin == "{" or (begin.endswith(("[", "{", ",")) and begin.count('"') % 2 == 0)
+    is_one = begin.startswith("[") or (begin.startswith("{") and is_spread)
+    second = None if is_one else next(written, None)
     if second is None:
-        _raise_if_bad(first)
+        text = "".join(map(_refuse_bad, chain([first], (line for _, line in lines))))
         if begin:
-            yield from _items(_json_value(begin, file, where, number), file, where)
+            yield from _items(_json_value(text, file, where, number), file, where)
         return
-    for at, line in chain([(number, first), second], lines):
-        if not line.strip():
-            continue
+    for at, line in chain([(number, first), second], written):
         try:
-            _raise_if_bad(line)
-            record = _json_value(line.strip(), file, where, at)
+            record = _json_value(_refuse_bad(line).strip(), file, where, at)
             if not isinstance(record, dict):
                 raise UserError(f"{where}: line {at} of {file.name} {_describe_wrong_type(record)}")
             yield line
@@ -193,27 +156,14 @@ def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
             yield json.dumps(str(error))
 
 
-def _raise_if_bad(line: str) -> bool:
-    """Raise UserError for a `_BadLine`, else return False."""
-    if isinstance(line, _BadLine):
-        raise UserError(line)
-    return False
-
-
-def _spread_out(line: str) -> bool:
-    """Return whether a line that begins with a brace is the first of an object over several lines."""
-    return line == "{" or (line.endswith(("[", "{", ",")) and line.count('"') % 2 == 0)
-
-
 def _json_value(text: str, file: Path, where: str, line: int) -> Any:
     """Parse the JSON that starts at `line` of a file. Raises UserError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("[") and error.lineno > 1:
-            first = text[: error.pos].strip()
-            return _refuse_lines_of_lists(first, file, where, line)
         several = error.msg == "Extra data"
+        if several and text.lstrip().startswith("[") and error.lineno > 1:
+            raise UserError(f"{where}: line {line} of {file.name} {_describe_wrong_type([])}") from None
         problem = "more follows after the end of a value" if several else error.msg
         raise UserError(
             f"{where}: line {line + error.lineno - 1} of {file.name} is not JSON ({problem}, column {error.colno}); "
@@ -223,63 +173,25 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
         raise UserError(f"{where}: line {line} of {file.name} is JSON that cannot be read ({error})") from None
 
 
-def _refuse_lines_of_lists(first: str, file: Path, where: str, line: int) -> NoReturn:
-    """Raise UserError for a file with a JSON value on every line that is not a record."""
-    raise UserError(f"{where}: line {line} of {file.name} {_describe_wrong_type(json.loads(first))}")
-
-
 def _describe_wrong_type(value: Any) -> str:
     return f'holds {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
-def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]:
-    """Yield the records of a file that is one JSON value."""
-    if isinstance(value, dict):
-        yield value
-        return
-    if not isinstance(value, list):
+def _items(value: Any, file: Path, where: str) -> Iterator[str]:
+    if not isinstance(value, list | dict):
         raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
-    for number, record in enumerate(value, start=1):
+    for number, record in enumerate([value] if isinstance(value, dict) else value, start=1):
         is_record = isinstance(record, dict)
         yield json.dumps(
             record if is_record else f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
         )
 
 
-def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
-    """Return the records in an object such as {"data": [...]} or {"train": [...], "test": [...]}, or the object."""
-    lists = {
-        name: items
-        for name, items in value.items()
-        if isinstance(items, list) and items and all(isinstance(item, dict) for item in items)
-    }
-    if split in lists:
-        return lists[split]
-    if split != "train":
-        raise UserError(no_such_split(label, split, file.name))
-    if value and all(map(_is_column, value.values())):
-        raise UserError(f'{where}: {file.name} holds columns; write a list of records such as [{{"prompt": "..."}}]')
-    if not lists or any(name in value for name in TURN_LISTS):
-        return [value]
-    if len(lists) > 1:
-        raise UserError(
-            f"{where}: {file.name} holds several lists of records; choose one with {label}.split: {' or '.join(lists)}"
-        )
-    return next(iter(lists.values()))
-
-
-def _is_column(value: Any) -> bool:
-    """Return whether a value has the texts of a column, in a list or by their number."""
-    cells = list(value.values()) if isinstance(value, dict) and all(map(str.isdigit, value)) else value
-    return isinstance(cells, list) and bool(cells) and all(isinstance(cell, str) for cell in cells)
-
-
 def _csv_records(file: Path, where: str) -> Iterator[str]:
     """Yield the cells as text under the names in the first line."""
     lines = _lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
-    tab = file.with_suffix("").suffix if file.suffix.lower() in OPENERS else file.suffix
-    separator = "\t" if tab.lower() == ".tsv" else detect_separator(sniffed)
+    separator = "\t" if data_suffix(file) == ".tsv" else detect_separator(sniffed)
     reader = csv.reader(chain(sniffed, lines), delimiter=separator, strict=True)
     names: list[str] = []
     begin = 1
@@ -290,7 +202,9 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
             if not cells:
                 continue
             if not names:
-                names = _column_names(cells, place)
+                names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise UserError(f"{place} names the column {', '.join(twice)} twice; give each its own name")
                 continue
             while len(cells) > len(names) and not cells[-1]:
                 cells.pop()
@@ -307,14 +221,6 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
             f"{where}: line {begin} of {file.name} is not CSV ({error}); "
             'begin and end a quoted text with ", and write a " inside it twice'
         ) from None
-
-
-def _column_names(cells: list[str], place: str) -> list[str]:
-    names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"{place} names the column {', '.join(twice)} twice; give each its own name")
-    return names
 
 
 def detect_separator(lines: list[str]) -> str:

@@ -12,8 +12,7 @@ import torch
 import xxhash
 
 from trainer.config import UserError
-from trainer.data.image_files import decode_image, is_animated
-from trainer.data.image_parts import read_stored
+from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
 
 FIRST_FRAME = "an image with several frames, of which only the first is used"

@@ -99,5 +99,5 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 def end_of_turn(tokenizer: Any) -> int | None:
     """Return the token after an answer in the chat template (which may start the next turn), or None."""
     source = find_chat_template(tokenizer, None)
-    token = ChatTemplate(tokenizer, source, {}).closing(after_call=False).strip() if source else ""
+    token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

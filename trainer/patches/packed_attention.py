@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
-from trainer.data.sequence_parts import SequencePart
+from trainer.data.batches import SequencePart
 from trainer.model.model_kind import takes_sdpa
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.data.batches import IGNORED, MicroBatch, collate
+from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate
 from trainer.data.samples import Sample
-from trainer.data.sequence_parts import SequencePart
 from trainer.model.model_kind import takes_sdpa
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.markup import escape
@@ -11,9 +10,8 @@ from trainer.config import RunConfig, TrainingSection, collective_timeout
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.replacements import replaces
-from trainer.data.prepared import Prepared, count_samples, share_stream
-from trainer.data.shared_blocks import run_blocks_folder
-from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
+from trainer.data.prepared import Prepared, count_samples
+from trainer.data.step_count import step_warnings, steps_line
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
@@ -56,7 +54,7 @@ def join(
     device = ranks.device()
     if device.type == "cuda" and prepared.tokenizer is not None:  # image models use no Triton kernels
         hash_triton_ahead()
-    prepared = _join_process_group(config, prepared, ranks, lock, say)
+    _join_process_group(config, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")
@@ -72,19 +70,12 @@ def join(
     return Joined(resolved, prepared, device, precision, memory, task)
 
 
-def _join_process_group(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
-) -> Prepared:
-    """Form the process group; return the data, with a shared stream if there are several hosts."""
+def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
     world = meet(ranks, config, lock.token if lock is not None else "")
     form_process_group(ranks, collective_timeout(config.training))
-    if world.hosts > 1:
-        blocks = run_blocks_folder(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
-        prepared = share_stream(prepared, blocks)
     (say.show if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
-    return prepared
 
 
 def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
@@ -92,8 +83,6 @@ def _print_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ran
         say.show(f"sequences: each is shared by {size} ranks, which count as one below (parallel.sequence)")
     warnings = step_warnings(resolved, samples, ranks)
     say.show(f"steps: {steps_line(resolved.training, samples, ranks)}")
-    if smaller := smaller_batch_line(given.training, resolved.training, ranks):
-        say(f"note: {smaller}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
 

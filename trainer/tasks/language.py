@@ -28,7 +28,7 @@ from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import model_card
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks, gather_objects
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import choose_attention, disable_varlen
@@ -144,7 +144,7 @@ class LanguageTask:
             dataset, seed = self._config.dataset, self._config.seed
             by_tokens = dataset.batching == "tokens"
             return Batches(samples, seed=seed, shuffle=dataset.shuffle, by_tokens=by_tokens, **common)
-        return StreamBatches(samples, **common)
+        return StreamBatches(samples, gather=gather_objects, **common)
 
     def evaluation(self) -> Iterable[MicroBatch]:
         training, samples = self._config.training, self._prepared.data.evaluation

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import UserError
-from trainer.data.sequence_parts import SequencePart
+from trainer.data.batches import SequencePart
 from trainer.parallel.ranks.group import Ranks
 
 

@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.files import read_bytes, read_text
-from trainer.data.image_files import damaged_image_error, decode_image, refuse_deep
+from trainer.data.image_parts import damaged_image_error, decode_image, refuse_deep
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row, raw_records
 
@@ -61,7 +61,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
         entries = _visible_entries(path)
-        images = list(islice(_read_folder(path, entries, said, label, caption), source.max_samples))
+        images = list(islice(_read_folder(path, entries, said, caption), source.max_samples))
         skipped = [f"{said}: {line}" for line in _describe_skipped(path, entries)]
     else:
         images = list(_read_rows(read_source(source, label), source, said, label, caption))
@@ -90,12 +90,10 @@ def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
         yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
-def _read_folder(
-    folder: Path, entries: list[Path], said: str, label: str, caption: str | None
-) -> Iterator[SourceImage]:
+def _read_folder(folder: Path, entries: list[Path], said: str, caption: str | None) -> Iterator[SourceImage]:
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
-    captions = _metadata(folder, said, label, set(names.values()))
+    captions = _metadata(folder, said, set(names.values()))
     found = {path: _read_caption(path, captions.get(name)) for path, name in names.items()}
     without = [path for path, text in found.items() if text is None]
     if without and caption is None:
@@ -115,11 +113,11 @@ def _read_caption(file: Path, listed: str | None) -> str | None:
         return listed
 
 
-def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str, str]:
+def _metadata(folder: Path, said: str, names: set[str]) -> dict[str, str]:
     """Return captions by file name, like the `imagefolder` loader of datasets; `names` are the images."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
-        rows = raw_records([str(folder / file)], kind, said, label, "train") if (folder / file).is_file() else ()
+        rows = raw_records([str(folder / file)], kind, said) if (folder / file).is_file() else ()
         for number, row in enumerate(rows, start=1):
             record, place = parse_row(row), f"{said}: {file}, record {number}"
             name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
