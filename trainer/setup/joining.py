@@ -18,7 +18,6 @@ from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.agreement import meet
-from trainer.parallel.ranks.device_ahead import hash_triton_ahead
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -54,8 +53,6 @@ def join(
     """
     check_ranks(config.parallel.sequence, ranks.world_size)
     device = ranks.device()
-    if device.type == "cuda" and prepared.tokenizer is not None:  # image models use no Triton kernels
-        hash_triton_ahead()
     prepared = _join_process_group(config, prepared, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
     for note in notes:
