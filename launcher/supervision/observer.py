@@ -11,7 +11,7 @@ from launcher.supervision.build_locks import describe_awaited_build, remove_stal
 from launcher.supervision.lost_folder import FolderWatch
 from launcher.supervision.processes import find_local_ranks, is_stopped, send
 from launcher.supervision.remote import LauncherLog, Reach
-from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, diagnose_silence, name_hosts
+from launcher.supervision.silence import Silence, diagnose_silence, name_hosts
 from launcher.supervision.terminal import say
 from trainer.contract.heartbeat import Hang, read_hang, read_heartbeats
 from trainer.contract.rendezvous import host_name
@@ -38,7 +38,7 @@ class Observer:
         self.silent_run: Hang | None = None
         self.has_reported_hang = False
         self._logs, self._count, self._reach = logs, count, reach
-        self._silence, self._silent_hosts = Silence(logs, hang_timeout_s), SilentHosts()
+        self._silence = Silence(logs, hang_timeout_s)
         self._looked_at = self._locks_due_at = 0.0
         self._has_reported_wait = False
         self._all_ended_at: float | None = None
@@ -60,8 +60,6 @@ class Observer:
             self.has_failure = self.has_failure or self.log.has_new_failure()
             ended = len(beats) == self._count and None not in self.codes
             self._all_ended_at = (self._all_ended_at or now) if ended else None
-            for host in self._silent_hosts.find_newly_silent(beats, now):
-                say(f"no heartbeat from {host} for {SILENCE_S:.0f} s; {self._reach.describe_wait()}")
         waiting = [beat for beat in beats.values() if beat.waits_for_build]
         if waiting and not self._has_reported_wait:
             self._has_reported_wait = True

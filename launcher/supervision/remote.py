@@ -13,7 +13,7 @@ from typing import Protocol
 from launcher.supervision.failure_report import decode_exit_code
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
-from launcher.targets.slurm import Allocation, slurmd_timeout
+from launcher.targets.slurm import Allocation
 from trainer.contract.exit_codes import STOPPED
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
@@ -57,9 +57,6 @@ class Reach(Protocol):
     def find_host(self, rank: int) -> str:
         """Return the host of a rank; empty if unknown."""
 
-    def describe_wait(self) -> str:
-        """Describe what the launcher waits for when a host sends no heartbeats."""
-
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         """Return rank -> exit status (negative for a signal), as far as the launcher's log reports it."""
 
@@ -75,9 +72,6 @@ class LauncherReach:
 
     def find_host(self, rank: int) -> str:
         return ""
-
-    def describe_wait(self) -> str:
-        return "waiting for its launcher to report it"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         process.send_signal(signal.SIGUSR1)
@@ -110,9 +104,6 @@ class SrunReach(LauncherReach):
         node = rank // self.allocation.ranks_per_node
         return self.allocation.nodes[node] if node < len(self.allocation.nodes) else ""
 
-    def describe_wait(self) -> str:
-        return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
-
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         statuses = _parse_srun(_SRUN_ENDS.split(log)[0])
         return {rank: status for rank, status in statuses.items() if status}
@@ -141,9 +132,6 @@ class SshReach:
 
     def find_host(self, rank: int) -> str:
         return self._host_of_rank[rank] if rank < len(self._host_of_rank) else ""
-
-    def describe_wait(self) -> str:
-        return "waiting for its connection to end"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         alive = [beat for _, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None]

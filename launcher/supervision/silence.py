@@ -1,4 +1,4 @@
-"""Detect that the heartbeats of all ranks, or of one host's ranks, have stopped."""
+"""Detect that the heartbeats of all ranks have stopped."""
 
 import time
 from collections.abc import Mapping
@@ -52,28 +52,3 @@ class Silence:
         if beats != self._latest or not beats:
             self._latest, self._changed_at = beats, now
         return now - self._changed_at > self._allowed_s
-
-
-class SilentHosts:
-    """Detector, by this host's clock, of hosts without heartbeats while other hosts send some."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[Heartbeat, float]] = {}
-        self._reported: set[str] = set()
-
-    def find_newly_silent(self, beats: Mapping[int, Heartbeat], now: float) -> list[str]:
-        """Return the hosts without a heartbeat for SILENCE_S, each once until its heartbeats resume."""
-        self._seen = {
-            rank: self._seen[rank] if rank in self._seen and self._seen[rank][0] == beat else (beat, now)
-            for rank, beat in beats.items()
-            if beat.exit_code is None
-        }
-        heard: dict[str, float] = {}
-        for beat, at in self._seen.values():
-            heard[beat.host] = max(at, heard.get(beat.host, at))
-        silent = {host for host, at in heard.items() if now - at > SILENCE_S}
-        if silent == set(heard):
-            return []  # the file system does not answer, or the whole run hangs
-        new = sorted(silent - self._reported)
-        self._reported = silent
-        return new

@@ -131,13 +131,6 @@ def job_state(job: int) -> str:
     return found[1] if found else ""
 
 
-def slurmd_timeout() -> str:
-    """Return how long slurmctld waits for a silent node, as SLURM prints it: `300 sec`."""
-    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
-    found = re.search(r"^SlurmdTimeout\s*=\s*(.+?)\s*$", shown, re.M)
-    return found[1] if found else "usually 300 sec"
-
-
 def _show_job(job: int) -> str:
     return subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
 
