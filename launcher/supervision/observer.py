@@ -7,14 +7,13 @@ from pathlib import Path
 
 import psutil
 
-from launcher.supervision.build_locks import describe_awaited_build, remove_stale_locks
+from launcher.supervision.build_locks import remove_stale_locks
 from launcher.supervision.lost_folder import FolderWatch
 from launcher.supervision.processes import find_local_ranks, is_stopped, send
 from launcher.supervision.remote import LauncherLog, Reach
 from launcher.supervision.silence import Silence, diagnose_silence, name_hosts
 from launcher.supervision.terminal import say
 from trainer.contract.heartbeat import Hang, read_hang, read_heartbeats
-from trainer.contract.rendezvous import host_name
 
 LOCKS_EVERY_S = 10.0
 # srun waits forever for a node if the slurmstepd there was killed after its rank had ended.
@@ -22,7 +21,7 @@ OUTLIVED_S = 35.0  # longer than a failed run's patience
 
 
 class Observer:
-    """Reads the state of the ranks, and reports what they wait for."""
+    """Reads the state of the ranks."""
 
     def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
         """`count` is the number of ranks; those that another launcher started also have its `log`."""
@@ -40,7 +39,6 @@ class Observer:
         self._logs, self._count, self._reach = logs, count, reach
         self._silence = Silence(logs, hang_timeout_s)
         self._looked_at = self._locks_due_at = 0.0
-        self._has_reported_wait = False
         self._all_ended_at: float | None = None
 
     def look(self) -> None:
@@ -60,11 +58,6 @@ class Observer:
             self.has_failure = self.has_failure or self.log.has_new_failure()
             ended = len(beats) == self._count and None not in self.codes
             self._all_ended_at = (self._all_ended_at or now) if ended else None
-        waiting = [beat for beat in beats.values() if beat.waits_for_build]
-        if waiting and not self._has_reported_wait:
-            self._has_reported_wait = True
-            whom = describe_awaited_build() if waiting[0].host == host_name() else "the build of an operator there"
-            say(f"rank {waiting[0].rank} on {waiting[0].host} waits for {whom}")
         if now > self._locks_due_at:
             # Before the first step this run may wait for a build of another run that gets killed.
             self._locks_due_at = math.inf if self.trains else now + LOCKS_EVERY_S
