@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO
 
 import psutil
 
@@ -30,7 +30,6 @@ from launcher.supervision.processes import (
     end_sessions,
     is_alive,
     list_trees,
-    oom_kills,
     send,
 )
 from launcher.supervision.remote import Reach
@@ -61,13 +60,6 @@ REMINDER_S = 60.0
 # `timeout` and some schedulers signal both the process and its group: signals this close together count once.
 ONE_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
-
-
-class Before(NamedTuple):
-    """What this host showed before the run."""
-
-    log_sizes: dict[str, int]
-    oom_kills: int | None
 
 
 class State(Enum):
@@ -155,7 +147,7 @@ class Supervisor:
         """Run to the end, leave no process behind, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
         clear_heartbeats(self.logs)
-        before = Before(log_sizes(self.logs), oom_kills())
+        sizes = log_sizes(self.logs)
         ended = threading.Event()
         handlers = {number: signal.signal(number, self.stop.record) for number in PASSED_ON}
         try:
@@ -181,7 +173,7 @@ class Supervisor:
                 return exit_code_without_folder(codes, self.signals)
             if self.end is End.OUTLIVED:  # its own code only reflects the signal that just ended it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
-            return self._choose_exit_code([EXIT_FAILED] if self.end is End.UNREACHABLE else codes, before)
+            return self._choose_exit_code([EXIT_FAILED] if self.end is End.UNREACHABLE else codes, sizes)
         finally:
             ended.set()
             for number, handler in handlers.items():
@@ -285,13 +277,13 @@ class Supervisor:
     def _has_failure(self) -> bool:
         return self.seen.has_failure or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
 
-    def _choose_exit_code(self, codes: list[int], before: Before) -> int:
+    def _choose_exit_code(self, codes: list[int], sizes: dict[str, int]) -> int:
         beats = read_heartbeats(self.logs).values()
         if not any(codes) and (self.reach is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
         if hang := read_hang(self.logs) or self.seen.silent_run:
             hang = name_hosts(hang, self.reach)
-            self.fault = report_hang(self.logs, before.log_sizes, hang, is_reported=self.seen.has_reported_hang)
+            self.fault = report_hang(self.logs, sizes, hang, is_reported=self.seen.has_reported_hang)
             return EXIT_FAILED
         self.seen.codes = {beat.exit_code for beat in beats}
         # Errors of ranks that then wait for the stopped one are no failure.
@@ -307,10 +299,10 @@ class Supervisor:
         if stopped and not failed:
             return stopped[0]  # another process signalled the ranks, and they have saved
         if EXIT_USAGE in failed:
-            return self._report_failure(EXIT_USAGE, before)
-        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, before)
+            return self._report_failure(EXIT_USAGE, sizes)
+        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, sizes)
 
-    def _report_failure(self, code: int, before: Before) -> int:
+    def _report_failure(self, code: int, sizes: dict[str, int]) -> int:
         """Report the failure and return 2 for a user error, 128 + N if signal N ended the rank to blame, else 1.
 
         If ranks ran out of memory and ask for a restart, return 77 without a report.
@@ -323,8 +315,7 @@ class Supervisor:
             lost = self.reach.find_lost_hosts(self.seen.log.text_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
-        oom_killed = None if before.oom_kills is None else (oom_kills() or 0) > before.oom_kills
-        failure = Failure(self.logs, before.log_sizes, failed, code, oom_killed, lost, self._has_launcher_failed())
+        failure = Failure(self.logs, sizes, failed, code, lost, self._has_launcher_failed())
         self.fault = failure.report()
         status = self.fault.status
         if code == EXIT_USAGE:
