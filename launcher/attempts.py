@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Build, Plan
 from launcher.rank_slots import RankSlots
 from launcher.status import record_job
 from launcher.supervision.prestarted_ranks import PrestartedRanks
-from launcher.supervision.processes import run_child
 from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
@@ -57,7 +55,6 @@ class Attempts:
             most=self._most,
             resumes=self._training.resume_from_checkpoint is not None,
             exclude=self._exclude if self._training.elastic else None,
-            print_batch=self._print_batch,
         ).run()
 
     def _start(self, settings: Sequence[str]) -> Ending:
@@ -109,10 +106,9 @@ class Attempts:
         if ranks == before == self._full_size:
             return build, reach, []
         if ranks < self._full_size:
-            idle, available = self._slots.describe(restart.idle), ranks + len(restart.idle)
             say(
                 f"continuing with {ranks} of {self._full_size} ranks"
-                + f"; idle: {idle}, {available} ranks do not divide the {total} samples of a step" * bool(idle)
+                + f"; {restart.available} do not divide the {total} samples of a step" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
         # The micro-batch stays the upper bound of what a rank processes at once.
@@ -137,13 +133,6 @@ class Attempts:
             return ranks * int(math.prod(sizes))
         except FileNotFoundError:
             return None
-
-    def _print_batch(self, step: int) -> None:
-        resolved = self._logs.parent / "training_config.json"
-        if step and resolved.is_file():
-            say(f"the samples of step {step}:")
-            words = [str(resolved), "--step", str(step), "--ranks", str(len(self._used_slots))]
-            run_child([sys.executable, "-m", "launcher.module", "trainer.commands.inspect", *words])
 
 
 def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:

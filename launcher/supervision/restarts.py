@@ -74,14 +74,13 @@ class Restarts:
         most: int,
         resumes: bool,
         exclude: Callable[[Ending], str | None] | None = None,
-        print_batch: Callable[[int], None] = lambda step: None,
     ) -> None:
         """Allow `most` restarts after failures; `resumes` if the user lets the run resume from a checkpoint.
 
         `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without it
         such a run ends.
         """
-        self._run_dir, self._start, self._most, self._print_batch = run_dir, start, most, print_batch
+        self._run_dir, self._start, self._most = run_dir, start, most
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
         self._resumes, self._before, self._record_before = resumes, complete_checkpoints(run_dir), self._record()
@@ -132,8 +131,11 @@ class Restarts:
         if ending.fault.is_user_error:
             return False  # its own message says what to change
         if ending.is_same_failure(before):
-            say(f"not restarted: step {ending.step} failed twice in the same way")
-            self._print_batch(ending.step)
+            inspect = f"zerolora inspect {self._run_dir / 'training_config.json'} --step {ending.step}"
+            say(
+                f"not restarted: step {ending.step} failed twice in the same way; `{inspect} --ranks {ending.ranks}` "
+                "shows its samples"
+            )
             return False
         if self._restarts == self._most:
             say(f"not restarted: training.max_restarts={self._most} is used up")
