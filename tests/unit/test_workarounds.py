@@ -301,6 +301,23 @@ def test_transformers_imports_torchao_unasked(name: str) -> None:
         assert done.stdout.split()[-1] == imported, lean
 
 
+def test_transformers_imports_scipy_for_what_no_run_calls(tmp_path: Path) -> None:
+    """Else its line in trainer/parallel/ranks/lean_imports.py can go."""
+    (tmp_path / "scipy").mkdir()
+    (tmp_path / "scipy" / "__init__.py").write_text("print('imported'); raise SystemExit")
+    information = tmp_path / "scipy-99.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: scipy\nVersion: 99.0\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for before, shown in (
+        ("", "imported"),
+        ("from trainer.parallel.ranks.lean_imports import import_lean; import_lean(); ", "not imported"),
+    ):
+        program = f"{before}import transformers.loss.loss_utils; print('not imported')"
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.stdout.split("\n")[-2] == shown
+
+
 def _same(record: dict[str, Any]) -> dict[str, Any]:
     return copy.copy(record)
 

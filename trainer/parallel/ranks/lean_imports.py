@@ -1,11 +1,12 @@
-"""Import libraries without heavy modules that training never uses: torch's compiler and torchao.
+"""Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
 for any adapter, compiles two functions of its CPU backend at import, and DeepSpeed (0.19.8) three of an optimizer that
 it looks up by name. They are compiled at their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
-Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported.
+Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported. If SciPy
+is installed, transformers imports it for object detection losses, which no run calls.
 """
 
 import gc
@@ -23,13 +24,15 @@ from typing import Any
 from trainer.contract.replacements import replaces
 
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
-TORCHAO_CHECKS = {
-    "transformers.quantizers.quantizer_torchao": "transformers.utils",
-    "peft.tuners.lora.torchao": "peft.import_utils",
-    "peft.utils.quantization_utils": "peft.import_utils",
-    "diffusers.quantizers.torchao.torchao_quantizer": "diffusers.utils",
+_LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
+AVAILABILITY_CHECKS = {
+    "transformers.quantizers.quantizer_torchao": ("transformers.utils", "torchao"),
+    "peft.tuners.lora.torchao": ("peft.import_utils", "torchao"),
+    "peft.utils.quantization_utils": ("peft.import_utils", "torchao"),
+    "diffusers.quantizers.torchao.torchao_quantizer": ("diffusers.utils", "torchao"),
+    **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
-"""Module -> module that it imports `is_torchao_available` from."""
+"""Module -> module that it imports `is_..._available` from, and the package that this function checks."""
 NEEDED_BY_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -44,7 +47,7 @@ class _Finder(MetaPathFinder):
     """Finds each of the modules once, like the other finders, and replaces functions while it is executed."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in (*COMPILE, *TORCHAO_CHECKS) if name not in sys.modules}
+        self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -60,8 +63,8 @@ class _Finder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    asked = TORCHAO_CHECKS.get(module.__name__)
-    with _compile_lazily() if asked is None else _available_if_imported(asked):
+    asked = AVAILABILITY_CHECKS.get(module.__name__)
+    with _compile_lazily() if asked is None else _available_if_imported(*asked):
         execute(module)
 
 
@@ -78,18 +81,19 @@ def _compile_lazily() -> Iterator[None]:
 
 
 @contextmanager
-def _available_if_imported(asked: str) -> Iterator[None]:
-    module: Any = sys.modules[asked]
-    installed = module.is_torchao_available
-    module.is_torchao_available = lambda: "torchao" in sys.modules and installed()
+def _available_if_imported(asked: str, package: str) -> Iterator[None]:
+    module, name = sys.modules[asked], f"is_{package}_available"
+    installed = getattr(module, name)
+    setattr(module, name, lambda: package in sys.modules and installed())
     try:
         yield
     finally:
-        module.is_torchao_available = installed
+        setattr(module, name, installed)
 
 
 @replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")
 @replaces("`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported")
+@replaces("`is_scipy_available` while transformers' object detection losses are imported")
 def import_lean() -> None:
     """Install the finder; modules that are already imported stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
