@@ -189,9 +189,8 @@ class Run:
 
     def _join(self) -> None:
         joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
-        self.config, self.prepared, self.task = joined.config, joined.prepared, joined.task
-        self.device, self.precision = joined.device, joined.precision
-        self.memory, self.decided = joined.memory, joined.memory.decisions
+        self.prepared, self.precision, self.memory, self.task = joined
+        self.device, self.config, self.decided = self.ranks.device(), self.memory.config, self.memory.decisions
 
     @phase("load")
     def _build_model(self) -> Any:

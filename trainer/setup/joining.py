@@ -1,7 +1,6 @@
 """Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,28 +27,14 @@ from trainer.tasks.reward import RewardTask
 from trainer.tasks.task import Task
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Everything that the ranks of a run agree on before they load weights."""
-
-    config: RunConfig
-    """The configuration without `auto`."""
-    prepared: Prepared
-    device: torch.device
-    """Device of this rank."""
-    precision: str
-    memory: MemoryPlan
-    """Memory plan with the decisions."""
-    task: Task
-
-
 @phase("join")
 def join(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
-) -> Joined:
+) -> tuple[Prepared, str, MemoryPlan, Task]:
     """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
-    `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
+    Returns the data, the precision, the memory plan with the decisions and the configuration without `auto`, and the
+    task. `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
     check_ranks(config.parallel.sequence, ranks.world_size)
     device = ranks.device()
@@ -66,7 +51,7 @@ def join(
     for note in memory.notes:
         say(note)
     _print_steps(config, resolved, count_samples(prepared), config.data_ranks(ranks.world_size), say)
-    return Joined(resolved, prepared, device, precision, memory, task)
+    return prepared, precision, memory, task
 
 
 def _join_process_group(
