@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
@@ -13,19 +13,13 @@ from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.config import TrainingSection, UserError
 from trainer.memory.preflight import peak_memory_gib
 from trainer.monitor.hooks import FinishedStep, Hook
+from trainer.monitor.metrics import Metrics
 from trainer.parallel.ranks.progress import PROGRESS, phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.step import StepContext, StepInFlight, StepResult, train_step
 
 NONFINITE_IN_A_ROW = 10
-
-
-class Reporter(Protocol):
-    """Receives metrics; only rank 0 has one."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-    def progress(self, step: int, values: dict[str, float]) -> None: ...
 
 
 class Loop:
@@ -40,14 +34,14 @@ class Loop:
         total_steps: int,
         *,
         stop: StopRequest,
-        reporter: Reporter | None,
+        reporter: Metrics | None,
         evaluate: Callable[[], tuple[float, dict[str, float]]] | None,
         checkpoints: CheckpointManager | None,
         counted: str = "tokens",
     ) -> None:
         """`evaluate` returns the value by which evaluations are compared (lower is better), and all metrics.
 
-        `counted` is the unit of the batches; a run without `checkpoints` saves none.
+        `counted` is the unit of the batches. Only rank 0 has a `reporter`; a run without `checkpoints` saves none.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
