@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
@@ -31,7 +30,7 @@ COMMENT = "zerolora "
 RECENT_S = 60.0
 SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
-PAUSE_S, LONGEST_S = 600.0, 1e12
+LONGEST_S = 1e12
 ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 NO_TASK = str(2**32 - 2)
 """SLURM's NO_VAL."""
@@ -154,7 +153,6 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
         if speeds := [speed for record in records if (speed := record.get(name))]:
             # The first step includes builds and warm-up.
             lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
-    lines.append(("elapsed", f"{_duration(_training_seconds(everything))} of training"))
     times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
     if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:
         lines.append(("left", f"{_duration((total - step) * median(times) / 1e3)} of training"))
@@ -192,13 +190,6 @@ def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
         return []
     best, at = min(held_out)
     return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {at:,}")]
-
-
-def _training_seconds(records: list[Record]) -> float:
-    """Return the seconds from the first record to the last, without pauses between an interruption and a resumption."""
-    timed = [(at, record) for record in records if (at := record.get("time")) is not None]
-    gaps = [(after[0] - before[0], after[1]) for before, after in pairwise(timed)]
-    return sum(float(gap) for gap, after in gaps if gap <= PAUSE_S + 10 * (after.get("perf/step_ms") or 0.0) / 1e3)
 
 
 def _read_metrics(path: Path) -> list[Record]:
