@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 from trainer.config import UserError
 from trainer.config.files import read_text
@@ -22,15 +21,6 @@ SSH_TIMEOUT_S = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
 _ENTRY = re.compile(r"(\S+)\s+slots=([0-9]{1,4})\s*(?:#.*)?")
 _NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
-
-
-class Filters(TypedDict, total=False):
-    """Options that filter hosts and GPUs; missing ones and None filter nothing."""
-
-    include: str | None
-    exclude: str | None
-    num_nodes: int | None
-    num_gpus: int | None
 
 
 def read_hostfile(path: Path) -> Slots:
@@ -54,10 +44,15 @@ def read_hostfile(path: Path) -> Slots:
     return slots
 
 
-def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
+def choose_slots(
+    slots: Slots,
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> Slots:
     """Return `slots` after the filters. Raises UserError for unknown hosts or GPUs, and if nothing is left."""
-    include, exclude = filters.get("include"), filters.get("exclude")
-    num_nodes, num_gpus = filters.get("num_nodes"), filters.get("num_gpus")
     if include is not None and exclude is not None:
         raise UserError("--include with --exclude: pass either what to use or what to exclude")
     if include is not None:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any
 
-from launcher.targets.hostfile import Filters, choose_slots
+from launcher.targets.hostfile import choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
 from trainer.contract.default_ranks import in_allocation, ranks_per_node
@@ -40,7 +40,7 @@ class Allocation:
         return job_port(self.job_id)
 
 
-def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Allocation:
+def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
     """Return this process's allocation after the filters. Raises UserError outside of an allocation."""
     if not in_allocation(env):
         raise UserError(
