@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.supervision.remote import LauncherReach, Reach, SrunReach, SshReach
+from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, check_reachable, choose_slots, read_hostfile
 from launcher.targets.local import Command, hostfile_command, local_command
@@ -96,7 +96,7 @@ def plan(request: Request, logs: Path) -> Plan:
     if launcher == "mpi":
         if address is not None and port is None:
             port = random_port()
-        return partial(mpirun_command, slots=slots, address=address, port=port), LauncherReach()
+        return partial(mpirun_command, slots=slots, address=address, port=port), Reach()
     check_reachable(list(slots), Path.cwd())
     return plan_on_hosts(request, logs, slots, address)
 

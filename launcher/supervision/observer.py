@@ -55,7 +55,7 @@ class Observer:
         self.codes = {beat.exit_code for beat in beats.values()}
         if self._reach is not None:
             self.ranks = find_local_ranks(beats.values()) | self.ranks
-            self.has_failure = self.has_failure or self.log.has_new_failure()
+            self.has_failure = self.has_failure or self.log.has_failure()
             ended = len(beats) == self._count and None not in self.codes
             self._all_ended_at = (self._all_ended_at or now) if ended else None
         if now > self._locks_due_at:
