@@ -78,7 +78,6 @@ class Run:
     stop: StopRequest
     lock: FolderLock | None
     measurement: Measurement | None
-    profile_start: bool
     say: Output
     # join (trainer/setup/joining.py)
     device: torch.device
@@ -117,16 +116,12 @@ class Run:
         lock: FolderLock | None = None,
         measurement: Measurement | None = None,
         *,
-        profile_start: bool = False,
         verbose: bool = True,
     ) -> None:
-        """Rank 0 passes the `lock` of the run's folder; `profile_start` reports all times before the first step.
-
-        Without `verbose` the console shows only the most important lines before the first step.
-        """
+        """Rank 0 passes the `lock` of the run's folder. Without `verbose` the console shows only the most important lines before the first step."""
         self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.measurement, self.profile_start = measurement, profile_start
+        self.measurement = measurement
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self.restored_scu = self.steering = self.metrics = None
 
@@ -335,8 +330,6 @@ class Run:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
     def _report_start(self, times: StartTimes) -> None:
-        for line in times.table() if self.profile_start else ():
-            self.say.show(escape(line))
         self.say(escape(times.line()))
         self.say.is_starting = False
 

@@ -43,7 +43,7 @@ def _change(times: StartTimes, phases: Sequence[str]) -> None:
     if _part in _functions:
         _functions[_part].disable()
     _plain_change(times, phases)
-    _part = "/".join(times._part)
+    _part = times._part
     _functions.setdefault(_part, cProfile.Profile()).enable()
 
 
@@ -51,7 +51,7 @@ def _end(times: StartTimes) -> None:
     _plain_end(times)
     _functions[_part].disable()
     with open("profile", "w") as file:
-        print(*times.table(), "", "imported (processor seconds)", sep="\n", file=file)
+        print(times.line(), "", "imported (processor seconds)", sep="\n", file=file)
         for part, depth, name, seconds in _modules:
             if seconds >= LEAST_S:
                 print(f"{seconds:6.2f}  {part:<24}{'  ' * depth}{name}", file=file)

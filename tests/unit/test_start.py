@@ -125,20 +125,18 @@ def test_a_rank_imports_all_that_its_first_step_needs_before_its_release_and_not
 
 @pytest.mark.distributed
 def test_where_the_time_to_the_first_step_went_is_shown_and_recorded(folder: Path) -> None:
-    with train(folder, "--profile-start") as process:
+    with train(folder, "--verbose") as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    lines = out.splitlines()
-    first = lines.index(next(line for line in lines if line.split() == ["start", "s", "cpu", "s"]))
-    last = next(at for at, line in enumerate(lines) if line.startswith("from the command to the first step"))
-    parts = {line.split("  ")[0]: float(line.split()[-2]) for line in lines[first + 1 : last] if line[0] != " "}
+    line = next(line for line in out.splitlines() if line.startswith("start        "))
+    total, _, shown = line.removeprefix("start").partition(" s: ")
+    parts = {name: float(seconds) for name, _, seconds in (part.rpartition(" ") for part in shown.split(", "))}
     assert list(parts)[:3] == ["command", "imports", "checks"]
     assert {"join", "load", "start engine", "first step"} <= set(parts)
-    total = float(lines[last].split()[-1])
-    assert abs(sum(parts.values()) - total) < 0.01 * len(parts)
+    assert abs(sum(parts.values()) - float(total)) < 0.1 * len(parts)
     record = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert record["start/total_s"] == pytest.approx(total, abs=0.01)
-    assert record["start/load_s"] == pytest.approx(parts["load"], abs=0.01)
+    assert record["start/total_s"] == pytest.approx(float(total), abs=0.1)
+    assert record["start/load_s"] == pytest.approx(parts["load"], abs=0.1)
 
 
 @pytest.mark.distributed
@@ -249,7 +247,7 @@ def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     assert values["start/load_s"] >= 0.06 and values["start/other_s"] >= 0.02
     # The kernel tells when a process began in hundredths of a second, and when it began itself in whole ones.
     assert before - began - 2.0 <= times.total <= after - began + 2.0
-    assert "first step" in "\n".join(times.table())
+    assert values["start/first_step_s"] >= 0.0
 
 
 def test_what_prepares_for_other_hosts_and_is_killed_is_told(capsys: pytest.CaptureFixture[str]) -> None:

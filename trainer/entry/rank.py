@@ -119,7 +119,6 @@ def _train(
         console,
         stop,
         lock,
-        profile_start=arguments.profile_start,
         verbose=arguments.verbose,
     )
     try:
@@ -160,7 +159,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
     parser.add_argument("--lock", help="token of the launcher's lock of the output folder")
     parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
-    parser.add_argument("--profile-start", action="store_true", help="report the time spent before the first step")
     parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
     parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)
