@@ -118,7 +118,10 @@ class Run:
         *,
         verbose: bool = True,
     ) -> None:
-        """Rank 0 passes the `lock` of the run's folder. Without `verbose` the console shows only the most important lines before the first step."""
+        """Rank 0 passes the `lock` of the run's folder.
+
+        Without `verbose` the console shows only the most important lines before the first step.
+        """
         self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement = measurement
