@@ -167,13 +167,6 @@ def submit(
     job_name: Annotated[str | None, typer.Option(help="Default: the output folder's name.")] = None,
     array: Annotated[str | None, typer.Option(help="Tasks of an array, `0-7%2`; default with --sweep: all.")] = None,
     sweep: Annotated[list[str] | None, typer.Option(help="Values to try, `seed=1,2,3`; may be repeated.")] = None,
-    compare_seeds: Annotated[
-        int | None, typer.Option(help="Run `zerolora compare` instead, as an array with one task per seed.")
-    ] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of `zerolora compare`, such as `--controllers=none,pi`; may be repeated."),
-    ] = None,
     dependency: Annotated[str | None, typer.Option(help="SLURM's dependency, such as `afterok:123`.")] = None,
     max_requeues: Annotated[int, typer.Option(help="How often the job may be queued again.")] = 20,
     sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
@@ -181,19 +174,9 @@ def submit(
 ) -> None:
     """Submit a SLURM job that trains, saves before its time limit, is queued again, and resumes."""
     given = list(overrides or [])
-    loaded = load_config(config, [*given, *(["scu.enabled=true"] if compare_seeds is not None else [])])  # as `compare`
-    run_dir = Path(loaded.config.output_dir).absolute()
+    run_dir = Path(load_config(config, given).config.output_dir).absolute()
     lines = expand_sweep(sweep or [], run_dir, given)
     load_runs(config, given, lines)
-    before, after = [], []
-    if compare_seeds is not None:
-        if lines or compare_seeds < 1:
-            raise UserError(f"--compare-seeds {compare_seeds}: must be 1 or more, and without --sweep")
-        first = loaded.config.seed
-        lines = [f"seed={seed}" for seed in range(first, first + compare_seeds)]
-        before, after = ["compare"], ["--output", str(run_dir), "--seeds", "1", *(compare or [])]
-    elif compare:
-        raise UserError(f"--compare={compare[0]}: needs --compare-seeds N")
     _check_array(array, lines)
     job = Job(
         nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
@@ -201,7 +184,7 @@ def submit(
         sbatch or (),
     )  # fmt: skip
     logs = run_dir / "logs"
-    arguments = [*before, str(config.absolute()), *given, *after, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
+    arguments = [str(config.absolute()), *given, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
     script = render(job, arguments, logs)
     if dry_run:
         typer.echo(script, nl=False)

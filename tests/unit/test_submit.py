@@ -175,22 +175,6 @@ def test_tasks_that_are_no_numbers_are_refused_as_such(config: Path, array: str)
     assert isinstance(done.exception, UserError) and "must read 0-7, 0,3,5 or 0-12:2" in str(done.exception)
 
 
-def test_a_comparison_is_an_array_over_seeds(config: Path, tmp_path: Path) -> None:
-    script = dry_run(config, "seed=7", "--compare-seeds", "3")
-    assert "--array=0-2" in options_of(script)
-    assert f"set -- compare {config} seed=7 --output {tmp_path}/run --seeds 1 @{tmp_path}/run/logs/sweep.txt" in script
-    script = dry_run(config, "--compare-seeds", "3", "--compare=--controllers=none,pi")
-    assert f" --seeds 1 --controllers=none,pi @{tmp_path}/run/logs/sweep.txt" in script
-    done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", "--compare=--controllers=none,pi"])
-    assert isinstance(done.exception, UserError) and "needs --compare-seeds" in str(done.exception)
-
-
-def test_a_comparison_needs_no_switch_for_the_settings_of_the_scu(config: Path) -> None:
-    config.write_text(config.read_text() + "scu: {target: 0.005}\n")
-    assert "set -- compare" in dry_run(config, "--compare-seeds", "2")
-    assert isinstance(CliRunner().invoke(app, ["submit", str(config), "--dry-run"]).exception, UserError)
-
-
 def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
     """The part of the script that does it, run by bash, with a value that holds a space."""
     script = TEMPLATE.read_text()
