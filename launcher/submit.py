@@ -8,8 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -202,34 +201,25 @@ def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
         raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or try --dry-run")
     # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.
     environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
-    with _write_or_restore(files):
+    missing = [path for path in (*files, *script.parents) if not path.exists()]
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write_whole(path, text)
         done = subprocess.run(["sbatch", "--parsable", str(script)], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"sbatch: {_join_lines(done.stderr) or done.returncode}; nothing was submitted")
-    return done.stdout.strip().split(";")[0]
-
-
-@contextmanager
-def _write_or_restore(files: Mapping[Path, str]) -> Iterator[None]:
-    """Write files into one folder; restore the previous state if the block raises."""
-    folder = next(iter(files)).parent
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = {path: path.read_bytes() if path.exists() else None for path in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            write_whole(path, text)
-        yield
     except BaseException:
-        for path, old in before.items():
-            if old is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.write_bytes(old)
-        for path in made:
+        for path, old in before.items():  # another array may wait for it
+            path.write_bytes(old)
+        for path in missing:
             if path.is_dir():
                 path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
         raise
+    return done.stdout.strip().split(";")[0]
 
 
 def _join_lines(text: str) -> str:
