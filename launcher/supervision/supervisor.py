@@ -56,7 +56,6 @@ FAILURE_PATIENCE_S = 8.0
 SAVE_PATIENCE_S = 60.0  # after a signal: the others may still complete a checkpoint without the failed rank
 # An unreachable host never reports the end of its ranks, and ssh waits for it until TCP times out.
 END_PATIENCE_S = 22.0
-REMINDER_S = 60.0
 # `timeout` and some schedulers signal both the process and its group: signals this close together count once.
 ONE_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
@@ -91,7 +90,6 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.announced_at: float | None = None
-        self.reminded_at = 0.0
         self.is_sent = False
         self._latest = -ONE_SIGNAL_S
 
@@ -245,16 +243,13 @@ class Supervisor:
             trains = self.seen.look_for_steps()
             doing = "saving a checkpoint, then stopping" if trains else "stopping, before the first step"
             say(f"{first.name}: {doing}; {again} stops at once")
-            stop.announced_at = stop.reminded_at = now
+            stop.announced_at = now
             if self.state is State.RUNNING:
                 self.state = State.STOPPING
         stop.is_sent = stop.is_sent or self._send_stop()
         if not self.seen.trains and now - stop.announced_at > FAILURE_PATIENCE_S:
             # A rank that waits for others in native code does not see the signal, and there is nothing to save.
             return not self.seen.look_for_steps()
-        if now - stop.reminded_at > REMINDER_S:
-            say("still saving; Ctrl-C stops at once")
-            stop.reminded_at = now
         return False
 
     def _send_stop(self) -> bool:
