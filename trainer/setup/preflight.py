@@ -284,27 +284,23 @@ def start_build(config: RunConfig) -> None:
 
     Raises UserError if they are requested and cannot be built.
     """
-    if not _uses_operators(config):
-        return
-    import ops
-
-    assert config.ops.backend in ("auto", "cuda")
-    try:
-        ops.start_build(config.ops.backend)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    if _uses_operators(config):
+        _build(config, wait=False)
 
 
 def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
     """Build the CUDA operators for the ranks if this run uses them."""
-    if not _uses_operators(config):
-        return
+    if _uses_operators(config):
+        report("building the operators, unless they are cached")
+        _build(config, wait=True)
+
+
+def _build(config: RunConfig, *, wait: bool) -> None:
     import ops
 
     assert config.ops.backend in ("auto", "cuda")
-    report("building the operators, unless they are cached")
     try:
-        ops.load(config.ops.backend)
+        (ops.load if wait else ops.start_build)(config.ops.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
 
