@@ -166,10 +166,6 @@ def _add_module_command(name: str, module: str, text: str) -> None:
         for word in context.args[:1]:
             if word.endswith((".yaml", ".yml")) and not Path(word).exists():
                 load_config(Path(word))  # raises its error before the module imports torch
-        if name in GROUPS["Data"] + GROUPS["After training"]:
-            from trainer.setup.early_checks import check_words  # imports numpy, which other commands do not need
-
-            check_words(name, context.args)
         become_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=PASS_THROUGH)(run_module)
