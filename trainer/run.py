@@ -46,7 +46,6 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.parallel.ranks.start_times import StartTimes
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
@@ -63,6 +62,7 @@ from trainer.tasks.task import BatchSource, StepLoss, Task
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
 FINISH_SAVE_S = 5.0
 LONG_LOAD_S = 3.0
+LEAST_SHOWN_S = 0.05
 
 
 class Run:
@@ -332,8 +332,9 @@ class Run:
         if self.metrics is not None:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
-    def _report_start(self, times: StartTimes) -> None:
-        self.say(escape(times.line()))
+    def _report_start(self, seconds: dict[str, float]) -> None:
+        parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items() if taken >= LEAST_SHOWN_S)
+        self.say(f"start        {sum(seconds.values()):.1f} s: {parts}")
         self.say.is_starting = False
 
     def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:

@@ -7,7 +7,6 @@ from trainer.data.prepared import Prepared, skipped_records
 from trainer.model.adapter import GradientCheck
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.ranks.progress import PROGRESS
-from trainer.parallel.ranks.start_times import StartTimes
 from trainer.tasks.task import BatchSource
 
 
@@ -26,14 +25,15 @@ class FirstGradients(Hook):
 class StartReport(Hook):
     """Reports the times of the start at the end of the first step, and logs them with the next metrics."""
 
-    def __init__(self, report: Callable[[StartTimes], None]) -> None:
+    def __init__(self, report: Callable[[dict[str, float]], None]) -> None:
         self._report = report
         self._times: dict[str, float] = {}
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        if (start := PROGRESS.end_start()) is not None:
-            self._times = start.values()
-            self._report(start)
+        if (parts := PROGRESS.end_start()) is not None:
+            self._times = {f"start/{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
+            self._times["start/total_s"] = sum(parts.values())
+            self._report(parts)
         found, self._times = (self._times, {}) if step.is_logged else ({}, self._times)
         return found
 
