@@ -32,8 +32,6 @@ SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
 LONGEST_S = 1e12
 ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-NO_TASK = str(2**32 - 2)
-"""SLURM's NO_VAL."""
 
 
 def status(
@@ -108,12 +106,6 @@ def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
     return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
 
 
-def _find_log(job: Mapping[str, str]) -> str:
-    # SLURM lists pending tasks of an array as one, with a placeholder for the task's number.
-    tasks = job.get("ArrayTaskId", "").partition("%")[0]
-    return job.get("StdOut", "unknown").replace(NO_TASK, tasks if tasks.isdigit() else f"[{tasks}]")
-
-
 def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     """Describe a job from SLURM's fields."""
     number = job["JobId"]
@@ -126,7 +118,7 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     if job.get("NodeList", "(null)") != "(null)":
         lines.append(("nodes", job["NodeList"]))
     lines.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
-    lines.append(("log", _find_log(job)))
+    lines.append(("log", job.get("StdOut", "unknown")))
     return lines
 
 

@@ -299,13 +299,6 @@ def test_what_slurm_says_of_a_job() -> None:
     assert find_run_dir({"Comment": "mine"}) is None
 
 
-def test_the_log_of_tasks_that_wait() -> None:
-    job = {"JobId": "15", "ArrayJobId": "15", "ArrayTaskId": "0-3,7%2", "JobState": "PENDING", "TimeLimit": "01:00:00"}
-    job |= {"StdOut": "/run/logs/slurm-15_4294967294.log"}
-    assert describe_job(job)[-1] == ("log", "/run/logs/slurm-15_[0-3,7].log")
-    assert describe_job(job | {"ArrayTaskId": "7"})[-1] == ("log", "/run/logs/slurm-15_7.log")
-
-
 SCRIPT = """
 scontrol() { echo "scontrol $*"; [ "$1" = requeue ] || echo "JobId=7 $STATE "; return 0; }
 sleep() { :; }
