@@ -3,7 +3,6 @@
 import math
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from rich.markup import escape
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
-from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
+from trainer.config import LoadedConfig, collective_timeout, engine_zero
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rank_arguments import resume_command
 from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
@@ -66,19 +65,8 @@ LEAST_SHOWN_S = 0.05
 
 
 class Run:
-    """A training run on one rank; attributes are in the order in which they are set."""
+    """A training run on one rank; further attributes are in the order in which they are set."""
 
-    # given
-    config: RunConfig
-    """Without `auto` once the memory is planned."""
-    notes: Sequence[str]
-    prepared: Prepared
-    ranks: Ranks
-    console: Console
-    stop: StopRequest
-    lock: FolderLock | None
-    measurement: Measurement | None
-    say: Output
     # join (trainer/setup/joining.py)
     device: torch.device
     precision: str
