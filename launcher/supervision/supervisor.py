@@ -25,7 +25,7 @@ import psutil
 
 from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, report_hang
 from launcher.supervision.lost_folder import exit_code_without_folder
-from launcher.supervision.observer import Observer
+from launcher.supervision.observer import Observer, name_hosts
 from launcher.supervision.processes import (
     end_sessions,
     is_alive,
@@ -33,7 +33,6 @@ from launcher.supervision.processes import (
     send,
 )
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import name_hosts
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import (

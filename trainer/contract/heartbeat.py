@@ -60,9 +60,9 @@ class Heartbeat:
     """Last mark reached by its GPU (trainer/parallel/ranks/watchdog.py), once the rank has stayed there."""
 
     @classmethod
-    def missing(cls, rank: int, host: str) -> "Heartbeat":
-        """Create a placeholder for a rank without a heartbeat; `host` is empty if it is unknown."""
-        return cls(rank, host, 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
+    def missing(cls, rank: int) -> "Heartbeat":
+        """Create a placeholder for a rank without a heartbeat."""
+        return cls(rank, "", 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
 
     @property
     def is_missing(self) -> bool:

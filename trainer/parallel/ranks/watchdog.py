@@ -209,7 +209,7 @@ class Watchdog:
             if before is None or before[0] != beat:
                 self._seen[rank] = (beat, now)
         unheard = {
-            rank: Heartbeat.missing(rank, self._host if self._ranks.is_on_own_host(rank) else "")
+            rank: Heartbeat.missing(rank)
             for rank in range(self._ranks.world_size)
             if rank not in self._seen and own.step == 0
         }
@@ -302,8 +302,7 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
 
 def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:
     if beat.is_missing:
-        place = f" on {beat.host}" if beat.host else ""
-        return f"rank {beat.rank}{place} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
+        return f"rank {beat.rank} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
         return f"{who} sends no heartbeat any more, {_describe_position(beat)}: {_why_silent(beat)}"
