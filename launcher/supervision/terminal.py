@@ -82,8 +82,7 @@ class ConsoleFile(_Console):
         logs.mkdir(parents=True, exist_ok=True)
         super().__init__(logs, self.console_path(logs))
         self.path.touch()
-        self._file = self.path.open("rb", buffering=0)
-        self._shown = self._file.seek(0, os.SEEK_END)
+        self._shown = self.path.stat().st_size
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
         self._thread.start()
@@ -103,31 +102,18 @@ class ConsoleFile(_Console):
             ending = self._ended.wait(FOLLOW_S)
 
     def _show_new(self) -> None:
-        try:
-            self._read_on()
-        except OSError:
-            # After a remount of the folder the open file stays unusable.
-            again = self.path.open("rb", buffering=0)
-            self._shown = again.seek(min(self._shown, again.seek(0, os.SEEK_END)))
-            self._close()
-            self._file = again
-            self._read_on()
-
-    def _read_on(self) -> None:
-        while chunk := self._file.read(65536):
-            self._shown += len(chunk)
-            self._show(chunk)
-
-    def _close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
+        # Opened each time: after a remount of the folder an open file stays unusable.
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._shown)
+            while chunk := file.read(65536):
+                self._shown += len(chunk)
+                self._show(chunk)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
-        self._close()
         if os.isatty(1):
             _write(SHOW_CURSOR)
 
