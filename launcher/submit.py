@@ -1,7 +1,6 @@
 """`zerolora submit`: fill in slurm/train.sbatch for a run, and submit it with sbatch."""
 
 import itertools
-import json
 import math
 import os
 import re
@@ -11,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -281,22 +280,13 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
     folders: dict[str, RunConfig] = {}
     for line in lines:
         run = load_config(config, [*fixed, *shlex.split(line)]).config
-        settings = resolve_file_names(run.model_dump(mode="json", exclude={"output_dir"}))
-        same, name = loaded.setdefault(json.dumps(settings), run), Path(run.output_dir).name
+        settings = run.model_dump_json(exclude={"output_dir"})
+        same, name = loaded.setdefault(settings, run), Path(run.output_dir).name
         if same is not run:
             raise UserError(f"{name}: is the same run as {Path(same.output_dir).name}; list each value once")
         if folders.setdefault(run.output_dir, run) is not run:
             raise UserError(f"{name}: the folder of two runs, since / in a value becomes _; rename one of the values")
     return list(loaded.values())
-
-
-def resolve_file_names(value: Any) -> Any:
-    """Replace names of existing files and folders in nested settings by their real paths, to compare settings."""
-    if isinstance(value, dict):
-        return {key: resolve_file_names(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [resolve_file_names(inner) for inner in value]
-    return os.path.realpath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
 def _folder_name(settings: Sequence[str]) -> str:
