@@ -15,7 +15,7 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.environment import write_environment
-from launcher.targets.slurm import is_requeued, job_state, lost_nodes
+from launcher.targets.slurm import is_requeued, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.config.files import Positive, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED
@@ -149,8 +149,5 @@ def _check_lost_nodes(code: int, reach: Reach | None) -> int:
     lost = lost_nodes(reach.allocation)
     if not lost:
         return code
-    words, state = f"lost nodes: {', '.join(lost)}", job_state(reach.allocation.job_id)
-    if set(lost) == set(reach.allocation.nodes) and state not in ("", "RUNNING"):
-        words = f"SLURM has ended the job ({state})"  # no step can start in it, on any node
-    say(f"{words}; queue the job again (exit code {EXIT_PREEMPTED})")
+    say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

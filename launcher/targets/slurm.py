@@ -121,18 +121,8 @@ def lost_nodes(allocation: Allocation) -> list[str]:
 
 def is_requeued(job: int) -> bool:
     """Return whether SLURM may requeue the job: a batch job submitted with `--requeue`."""
-    shown = _show_job(job)
+    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
     return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
-
-
-def job_state(job: int) -> str:
-    """Return the job's state (RUNNING, NODE_FAIL...); empty if unknown."""
-    found = re.search(r"\bJobState=(\w+)", _show_job(job))
-    return found[1] if found else ""
-
-
-def _show_job(job: int) -> str:
-    return subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
 
 
 def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:
