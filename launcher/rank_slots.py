@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.plan import Build, Plan, Request, plan, plan_on_hosts, select_slots
 from launcher.supervision.remote import SrunReach
 from launcher.supervision.terminal import say
-from launcher.targets.hostfile import Slots, reachable
+from launcher.targets.hostfile import Slots, find_unreachable
 from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation, lost_nodes, srun_command
 from trainer.config import UserError
@@ -90,10 +90,9 @@ class RankSlots:
         self, host_slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None
     ) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in host_slots))
-        answering = reachable(hosts, Path.cwd())
-        if missing := [host for host in hosts if host not in answering]:
+        if missing := find_unreachable(hosts, Path.cwd()):
             say(f"not reached by ssh: {', '.join(missing)}")
-        available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host in answering]
+        available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host not in missing]
         available = available[: len(self._host_slots)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:

@@ -79,24 +79,17 @@ def choose_slots(
 
 
 def check_reachable(hosts: Sequence[str], folder: Path) -> None:
-    """Check in parallel that ssh reaches each host and that this Python and `folder` exist there.
-
-    Raises UserError naming every host that fails.
-    """
-    wrong = [f"{host}: {problem}" for host, problem in _find_problems(hosts, folder).items() if problem is not None]
-    if wrong:
-        raise UserError("--hostfile: " + "; ".join(wrong))
+    """Raise UserError naming every host that `find_unreachable` finds."""
+    if wrong := find_unreachable(hosts, folder):
+        raise UserError("--hostfile: " + "; ".join(f"{host}: {problem}" for host, problem in wrong.items()))
 
 
-def reachable(hosts: Sequence[str], folder: Path) -> list[str]:
-    """Return the hosts that `check_reachable` accepts."""
-    return [host for host, problem in _find_problems(hosts, folder).items() if problem is None]
-
-
-def _find_problems(hosts: Sequence[str], folder: Path) -> dict[str, str | None]:
+def find_unreachable(hosts: Sequence[str], folder: Path) -> dict[str, str]:
+    """Return host -> problem where ssh does not reach a host, or this Python or `folder` is missing there."""
     wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        return dict(zip(hosts, pool.map(lambda host: _find_ssh_problem(host, wanted), hosts), strict=True))
+        problems = pool.map(lambda host: _find_ssh_problem(host, wanted), hosts)
+        return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem is not None}
 
 
 def run_on(host: str, command: str) -> None:

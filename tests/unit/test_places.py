@@ -20,7 +20,9 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
     """Slots of three hosts, 4, 2 and 2; and those that answer."""
     (tmp_path / "hostfile").write_text("a slots=4\nb slots=2\nc slots=2\n")
     answering = {"a", "b", "c"}
-    monkeypatch.setattr(rank_slots, "reachable", lambda hosts, folder: [one for one in hosts if one in answering])
+    monkeypatch.setattr(
+        rank_slots, "find_unreachable", lambda hosts, folder: {one: "down" for one in hosts if one not in answering}
+    )
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
     monkeypatch.setattr("launcher.plan._find_address", lambda host: host)
     request = Request(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
