@@ -55,7 +55,11 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
         if ranks.local_rank == 0:
             start_build(loaded.config)
         with phase("tokenise"):
-            prepared = _prepare(loaded.config, found)
+            if isinstance(found, Prepared):  # before the launcher locked the folder
+                check_folder(loaded.config)
+                prepared = found
+            else:
+                prepared = prepare(loaded.config, model_files=found)
         with phase("join"):
             lock = _lock_folder(loaded.config, ranks, arguments.lock)
         watchdog.writes = True
@@ -67,14 +71,6 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     if lock is not None:
         lock.release()
     return code
-
-
-def _prepare(config: RunConfig, found: Prepared | ModelFiles | None) -> Prepared:
-    """Prepare the run, reusing what was found before the launcher locked the folder."""
-    if isinstance(found, Prepared):
-        check_folder(config)
-        return found
-    return prepare(config, model_files=found)
 
 
 def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
