@@ -3,6 +3,7 @@
 import math
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ class Run:
             hooks += [SkippedRecords(self.config, self.prepared, self.batches), self.task.meter(engine.module)]
             hooks += [SpikeWatch(self.say, position)] if warns else []
         if self.task.counted == "images" and (every := self.config.image.sample_every):
-            hooks.append(Samples(self._sample, every, total_steps))
+            hooks.append(Samples(partial(self.evaluation.sample, folder=self.folder), every, total_steps))
         loss = graphs or self.loss
         return Loop(
             StepContext(engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering),
@@ -293,9 +294,6 @@ class Run:
             checkpoints=self.checkpoints if self.measurement is None else None,
             counted=self.task.counted,
         )
-
-    def _sample(self, step: int) -> None:
-        self.evaluation.sample(f"step-{step}", step, self.folder)
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
         """Return the held-out loss, and generate samples."""

@@ -41,13 +41,13 @@ class StartReport(Hook):
 class Samples(Hook):
     """Generates samples every `every` steps, on every rank, except after the last step."""
 
-    def __init__(self, sample: Callable[[int], None], every: int, total_steps: int) -> None:
+    def __init__(self, sample: Callable[[str, int], None], every: int, total_steps: int) -> None:
         self._sample, self._every, self._total_steps = sample, every, total_steps
 
     def between_steps(self, step: int, settle: Callable[[], None]) -> None:
         if step % self._every == 0 and step != self._total_steps:
             settle()
-            self._sample(step)
+            self._sample(f"step-{step}", step)
 
 
 class SkippedRecords(Hook):
