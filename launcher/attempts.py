@@ -115,7 +115,6 @@ class Attempts:
         return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
 
     def _exclude(self, ending: Ending) -> str | None:
-        """Exclude the host or GPU of the rank to blame and return its name; None if no rank would be left."""
         rank = None if ending.fault is None else ending.fault.rank
         unit = None if rank is None or rank >= len(self._used_slots) else self._slots.find_unit(self._used_slots[rank])
         if unit is None or len(self._excluded | unit[1]) >= self._full_size:
@@ -143,7 +142,6 @@ def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
 
 
 def _check_lost_nodes(code: int, reach: Reach | None) -> int:
-    """Return 75 instead of `code` if the cluster lost nodes, so that requeueing the job helps."""
     if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
         return code
     lost = lost_nodes(reach.allocation)

@@ -73,7 +73,6 @@ def check_requirements(output: Path) -> int:
 
 
 def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the training text, and the held-out text if it is a separate file."""
     if options.data is not None:
         return options.data, None
     made = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)

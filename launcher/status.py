@@ -185,7 +185,6 @@ def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    """Return the records of the file; skip damaged lines, such as one being written."""
     try:
         lines = read_bytes(path, MOST_METRICS_BYTES).splitlines()
     except FileNotFoundError:

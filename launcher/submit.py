@@ -195,7 +195,6 @@ def submit(
 
 
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
-    """Write the files, submit the script, and return the job's id. Raises UserError if sbatch refuses it."""
     if shutil.which("sbatch") is None:
         raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or try --dry-run")
     # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.

@@ -155,7 +155,6 @@ def find_unfinished_tasks(runs: Sequence[Run], submit_options: Sequence[str]) ->
 
 
 def _parse_array_option(submit_options: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the value of --array, empty if missing, and all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--array", default="")
     found, rest = parser.parse_known_args(submit_options)

@@ -82,7 +82,6 @@ class Loop:
         self._stop_request.agree()
 
     def _save_and_raise(self, error: UserError) -> NoReturn:
-        """Save a run that is stopped by a mistake of the user, and mention it in the error."""
         # If one rank runs out of memory, the others are within the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
@@ -223,7 +222,6 @@ class Loop:
             self._reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate every `eval_steps`, track the best one, and decide on early stopping."""
         training, position = self._training, self.position
         if self._evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return

@@ -243,7 +243,6 @@ class Run:
 
     @phase("steer")
     def _start_steering(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
-        """Start the Shannon Control Unit, restored from the checkpoint if there is one, and check its target."""
         if not self.config.scu.enabled:
             return None
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
@@ -296,7 +295,6 @@ class Run:
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
-        """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         is_done = position.evaluated_at == position.step and (loss is not None or not self.evaluation.has_data)
         if self.evaluation.is_defined and not is_done:
@@ -324,7 +322,6 @@ class Run:
         self.say.is_starting = False
 
     def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
-        """Return the training loss that captures CUDA graphs, if they may be used."""
         mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None

@@ -69,7 +69,6 @@ def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
 
 
 def _is_remote(folder: Path) -> bool:
-    """Return whether the folder is on a file system that other hosts may use as well."""
     real = os.path.realpath(folder)
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     above = [mount for mount in kinds if real == mount or real.startswith(mount.rstrip("/") + "/")]

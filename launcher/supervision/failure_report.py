@@ -120,7 +120,6 @@ class Failure:
         return Fault(status, reason, rank, is_user_error=_ends_in_user_error(text))
 
     def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
-        """Blame the first lost host; ranks on it or elsewhere failed because of it."""
         host, words = next(iter(self.lost.items()))
         there = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
         place = f" (rank {there[0]} there: {beats[there[0]].where()})" if there else ""
@@ -143,7 +142,6 @@ class Failure:
         return min(self.deaths, key=order)
 
     def _status(self, rank: int | None) -> int:
-        """Return the rank's exit status, or the one that the launcher's exit code implies if it is unknown."""
         if rank is not None and self.deaths[rank].status is not None:
             return self.deaths[rank].status or 0
         return decode_exit_code(self.code)
@@ -210,7 +208,6 @@ def last_stack(text: str) -> list[str]:
 
 
 def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
-    """Return the usual cause of a signal with the evidence of the last heartbeat, or no lines."""
     memory = "" if beat is None else f" (at its last heartbeat {beat.free_memory_gib:.1f} GiB were free)"
     shared = "" if beat is None else f" ({beat.free_shm_gib:.2f} GiB were free at its last heartbeat)"
     lines = []

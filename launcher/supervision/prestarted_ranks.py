@@ -116,7 +116,6 @@ class PrestartedRanks:
         self._channels = []
 
     def _report_failure(self) -> int:
-        """Return the exit code of the first rank that ended; report it unless rank 0 has printed an error."""
         ended = {rank: status for rank, process in enumerate(self.processes) if (status := process.poll()) is not None}
         rank, status = next(iter(ended.items()))
         code = to_exit_code(status)

@@ -110,7 +110,6 @@ class Restarts:
             before, self._has_trained = ending, self._has_trained or ending.completed_step
 
     def _retry_smaller(self, note: RestartNote, ending: Ending) -> bool:
-        """Prepare a restart with the note's smaller micro-batch; return False after `MOST_HALVINGS`."""
         if self._halvings == MOST_HALVINGS:
             say(
                 f"out of memory in step {note.step} after {MOST_HALVINGS} halvings; use "
@@ -125,7 +124,6 @@ class Restarts:
         return True
 
     def _should_restart(self, ending: Ending, before: Ending | None) -> bool:
-        """Return whether a restart may help; if not, print why."""
         if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._most:
             return False
         if ending.fault.is_user_error:
@@ -174,7 +172,6 @@ class Restarts:
         return newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
 
     def _record(self) -> int:
-        """Return the mtime of the run's record, which each attempt writes first; 0 if it is missing."""
         record = self._run_dir / "run.json"
         return record.stat().st_mtime_ns if record.exists() else 0
 

@@ -178,7 +178,6 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN if self.signals else handler)
 
     def _watch(self) -> None:
-        """Watch until all processes have ended, or there is another `end`."""
         self.state = State.RUNNING
         while self.end is None and any(process.poll() is None for process in self.processes):
             self.seen.look()
@@ -188,7 +187,6 @@ class Supervisor:
                 time.sleep(POLL_S)
 
     def _advance(self) -> End | None:
-        """Enter the next state if something has happened, and do what is due in it."""
         if self.signals and self._stop():
             return End.AT_ONCE
         if self.seen.silent_run is not None:
@@ -317,7 +315,6 @@ class Supervisor:
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        """Return whether the ranks' launcher itself was killed before any rank failed."""
         if self.reach is None or self.state is State.FAILING or self.end in (End.OUTLIVED, End.UNREACHABLE):
             return False
         return self.reach.is_launcher_failure(self.processes[0].wait(), self.seen.log.text())

@@ -100,7 +100,6 @@ def _train(
     stop: StopRequest,
     lock: FolderLock | None,
 ) -> int:
-    """Train, report errors, and return the exit code."""
     console = open_console(
         Path(loaded.config.output_dir),
         ranks.rank,

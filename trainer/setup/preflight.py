@@ -321,7 +321,6 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
 
 def _check_adapter_on_hub(name: str) -> None:
-    """Raise UserError if an adapter's settings cannot be loaded from the hub or its cache."""
     from peft import PeftConfig
 
     check_source("lora.adapter_path", name)

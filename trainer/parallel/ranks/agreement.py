@@ -210,7 +210,6 @@ def summary(reports: Sequence[Report]) -> str:
 
 
 def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
-    """Return rank 0's answer to all reports."""
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
         heard: dict[str, str] = json.loads(_send_to_all(store, ranks, ""))

@@ -112,7 +112,6 @@ def import_common_modules() -> None:
 
 
 def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
-    """Return `function` compiled at its first call."""
     if function is None:
         return partial(_when_called, compile, **options)
     compiled = cache(lambda: compile(function, **options))

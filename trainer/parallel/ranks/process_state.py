@@ -139,7 +139,6 @@ def free_shared_memory() -> float:
 
 
 def _own_cgroup(first_version: bool) -> str:
-    """Return the path of this process's memory cgroup below its mount point."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if ("memory" in controllers.split(",")) if first_version else not controllers:

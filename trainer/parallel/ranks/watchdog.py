@@ -163,7 +163,6 @@ class Watchdog:
                 self._check_others(beat)
 
     def _own_heartbeat(self) -> Heartbeat:
-        """Return this rank's current heartbeat."""
         progress, now = PROGRESS, time.monotonic()
         frame = main_thread_frame()
         collective, begun = find_collective(frame), None
@@ -202,7 +201,6 @@ class Watchdog:
         )
 
     def _check_others(self, own: Heartbeat) -> None:
-        """Read the others' heartbeats; end this rank if the run hangs."""
         now = time.monotonic()
         for rank, beat in (self._folder.read() | {own.rank: own}).items():
             before = self._seen.get(rank)
@@ -227,7 +225,6 @@ class Watchdog:
             self._exit(verdict, first=self._folder.decide(verdict))
 
     def _exit(self, verdict: Hang, *, first: bool) -> None:
-        """Write this rank's stacks into its log and end the process."""
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
@@ -270,7 +267,6 @@ def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
 
 
 def _waits_for_others(beat: Heartbeat) -> bool:
-    """Return whether the rank is in a collective or where the ranks meet."""
     return beat.collective is not None or (beat.phase.startswith("join") and beat.place != BUILD_LOCK)
 
 
@@ -318,7 +314,6 @@ def _describe_position(beat: Heartbeat) -> str:
 
 
 def _why_silent(beat: Heartbeat) -> str:
-    """Return the rank's exit code, or the state of its process if it is on this host."""
     if beat.exit_code is not None:
         return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():
