@@ -45,27 +45,6 @@ def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
     return Hang(hang.ranks, text)
 
 
-class Silence:
-    """Detector of a run in which all heartbeats have stopped, so that no rank can report it."""
-
-    def __init__(self, logs: Path, hang_timeout_s: float) -> None:
-        self._logs = logs
-        self._allowed_s = 1.5 * hang_timeout_s + SILENCE_S
-        self._watches = hang_timeout_s > 0
-        self._latest: dict[int, Heartbeat] = {}
-        self._changed_at = time.monotonic()
-
-    def has_timed_out(self) -> bool:
-        """Return whether no unfinished rank has sent a heartbeat for 1.5 hang_timeout plus a minute."""
-        if not self._watches:
-            return False
-        beats = {rank: beat for rank, beat in read_heartbeats(self._logs).items() if beat.exit_code is None}
-        now = time.monotonic()
-        if beats != self._latest or not beats:
-            self._latest, self._changed_at = beats, now
-        return now - self._changed_at > self._allowed_s
-
-
 class Observer:
     """Reads the state of the ranks."""
 
@@ -83,7 +62,9 @@ class Observer:
         self.silent_run: Hang | None = None
         self.has_reported_hang = False
         self._logs, self._count, self._reach = logs, count, reach
-        self._silence = Silence(logs, hang_timeout_s)
+        self._unfinished: dict[int, Heartbeat] = {}
+        self._changed_at = time.monotonic()
+        self._silence_s = 1.5 * hang_timeout_s + SILENCE_S if hang_timeout_s else math.inf
         self._looked_at = self._locks_due_at = 0.0
         self._all_ended_at: float | None = None
 
@@ -94,7 +75,7 @@ class Observer:
             return
         self._looked_at = now
         if not self.folder.is_readable():
-            self._silence.has_timed_out()  # restarts its clock
+            self._changed_at = now
             return
         beats = read_heartbeats(self._logs)
         self.trains |= any(beat.step for beat in beats.values())
@@ -108,7 +89,10 @@ class Observer:
             # Before the first step this run may wait for a build of another run that gets killed.
             self._locks_due_at = math.inf if self.trains else now + LOCKS_EVERY_S
             remove_stale_locks()
-        if self._silence.has_timed_out():
+        unfinished = {rank: beat for rank, beat in beats.items() if beat.exit_code is None}
+        if unfinished != self._unfinished or not unfinished:
+            self._unfinished, self._changed_at = unfinished, now
+        if now - self._changed_at > self._silence_s:
             # Before mpirun is ended, which resumes stopped ranks.
             self.silent_run = diagnose_silence(self._count, beats)
         if (hang := read_hang(self._logs)) is not None:

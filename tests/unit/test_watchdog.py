@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervision.observer import Silence
+from launcher.supervision.observer import Observer
 from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.rendezvous import host_name
 from trainer.parallel.ranks.group import Ranks
@@ -262,14 +262,20 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
 
 
 def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
-    folder, silence = Folder(tmp_path, 0, 1), Silence(tmp_path, hang_timeout_s=0.1)
-    silence._allowed_s = 0.0
-    assert not silence.has_timed_out(), "nobody has begun yet"
+    folder, observer = Folder(tmp_path, 0, 1), Observer(tmp_path, 1, None, hang_timeout_s=0.1)
+    observer._silence_s = 0.0
+
+    def is_silent() -> bool:
+        observer._looked_at, observer.silent_run = 0.0, None
+        observer.look()
+        return observer.silent_run is not None
+
+    assert not is_silent(), "nobody has begun yet"
     folder.publish(BEAT)
-    assert not silence.has_timed_out(), "a heartbeat since the last check"
-    assert silence.has_timed_out()
+    assert not is_silent(), "a heartbeat since the last check"
+    assert is_silent()
     folder.publish(replace(BEAT, exit_code=0))
-    assert not silence.has_timed_out(), "it has ended, which is no silence"
+    assert not is_silent(), "it has ended, which is no silence"
 
 
 def test_work_is_told_from_waiting() -> None:

@@ -106,6 +106,8 @@ class Watchdog:
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
+        self.note_end = self._folder.note_end
+        """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
         self.all_write = False
         """Whether every rank writes heartbeats from its start, so that a rank without any has not started."""
         PROGRESS.write_step = self._write_step
@@ -141,10 +143,6 @@ class Watchdog:
         self._thread.join(timeout=self._interval_s)
         self._folder.publish(replace(self._own_heartbeat(), exit_code=exit_code))
         return exit_code
-
-    def note_end(self, exit_code: int) -> None:
-        """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
-        self._folder.note_end(exit_code)
 
     def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
