@@ -57,7 +57,8 @@ class PrestartedRanks:
                 with theirs:
                     ranks._channels.append(ours)
                     output = ranks._output if ranks.processes else None
-                    ranks.processes.append(command.start_rank(variables, theirs, output, HELD))
+                    argv = (*command.argv, HELD)
+                    ranks.processes.append(command.start_process(argv, variables, theirs.fileno(), output, output))
         except BaseException:
             ranks.__exit__()
             raise
