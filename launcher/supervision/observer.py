@@ -1,15 +1,15 @@
 """What the launcher sees of a run once a second: heartbeats, the log of the ranks' launcher, the run's folder."""
 
 import math
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 
 import psutil
 
 from launcher.supervision.build_locks import remove_stale_locks
-from launcher.supervision.lost_folder import FolderWatch
 from launcher.supervision.processes import find_local_ranks, is_stopped, send
 from launcher.supervision.remote import LauncherLog, Reach
 from launcher.supervision.terminal import say
@@ -21,6 +21,10 @@ LOCKS_EVERY_S = 10.0
 OUTLIVED_S = 35.0  # longer than a failed run's patience
 # Far longer than any interval between two heartbeats.
 SILENCE_S = 60.0
+RETURN_S, STOP_S = 120.0, 5.0
+"""How long to wait for the run's folder after all ranks have ended: normally, and after a signal to stop."""
+FOLDER_POLL_S = 0.5
+_RUN_PREFIXES = ("launcher.log", "heartbeat-")
 
 
 def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
@@ -43,6 +47,56 @@ def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
         if host:
             text = text.replace(f"rank {rank} has ", f"rank {rank} on {host} has ")
     return Hang(hang.ranks, text)
+
+
+class FolderWatch:
+    """Reports when `logs` cannot be read for a while: its file server does not answer, or was remounted."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._is_unreadable = False
+
+    def is_readable(self) -> bool:
+        """Return whether the folder can be listed and belongs to this run."""
+        problem = self._find_problem()
+        if problem and not self._is_unreadable:
+            say(f"the run's folder cannot be read: {problem}")
+        elif self._is_unreadable and not problem:
+            say("the run's folder can be read again")
+        self._is_unreadable = bool(problem)
+        return not problem
+
+    def _find_problem(self) -> str:
+        try:
+            names = os.listdir(self._logs)  # asks the file server; cached attributes may be a second old
+        except OSError as error:
+            return str(error)
+        # Where nothing is mounted, the thread that holds the lock creates a folder with only the lock in it.
+        return (
+            "" if any(name.startswith(_RUN_PREFIXES) for name in names) else f"nothing of this run is in {self._logs}"
+        )
+
+    def wait_until_readable(self, signals: Sized) -> bool:
+        """Wait until the folder is readable, at most until another signal; return whether it is.
+
+        Without it neither the state of the ranks nor the complete checkpoints are known.
+        """
+        if self.is_readable():
+            return True
+        seconds, received = STOP_S if signals else RETURN_S, len(signals)
+        say(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
+        deadline = time.monotonic() + seconds
+        while not self.is_readable():
+            if len(signals) > received:
+                return False
+            if time.monotonic() > deadline:
+                say(
+                    f"{self._logs.parent} still cannot be read, and its logs say why the run ended; once it can, start "
+                    "the run with training.resume_from_checkpoint=auto"
+                )
+                return False
+            time.sleep(FOLDER_POLL_S)
+        return True
 
 
 class Observer:

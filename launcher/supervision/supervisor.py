@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from typing import IO
 import psutil
 
 from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, report_hang
-from launcher.supervision.lost_folder import exit_code_without_folder
 from launcher.supervision.observer import Observer, name_hosts
 from launcher.supervision.processes import (
     end_sessions,
@@ -335,3 +334,12 @@ class Supervisor:
                 # An unknown end while another's is known: this launcher ended it, last.
                 failed[rank] = Death(now if reported and status is None else death.when, status)
         return failed
+
+
+def exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
+    """Return a run's exit code from the exit codes of its processes and the signals received."""
+    if not any(codes):
+        return EXIT_OK
+    if signals:
+        return choose_stop_code(signals)
+    return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILED

@@ -11,7 +11,6 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import printable
@@ -63,9 +62,7 @@ class ConsolePipe(_Console):
             self._line_is_open = not chunk.endswith(b"\n")
             self._show(chunk)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._write_fd)
         # Ends at once if all writers have ended; an unkillable rank must not keep the user waiting.
         self._thread.join(timeout=5.0)
@@ -109,9 +106,7 @@ class ConsoleFile(_Console):
                 self._shown += len(chunk)
                 self._show(chunk)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
         if os.isatty(1):
