@@ -133,14 +133,11 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
         if earlier and earlier.digest == digest:
-            run.exit_code = 0 if earlier.exit_code == 0 or _has_succeeded(run.folder) else None
+            # An array's jobs record no exit codes: all ranks of the last start succeeded.
+            codes = {beat.exit_code for beat in read_heartbeats(run.folder / "logs").values()}
+            run.exit_code = 0 if earlier.exit_code == 0 or codes == {0} else None
         runs.append(run)
     return runs
-
-
-def _has_succeeded(folder: Path) -> bool:
-    """Return whether all ranks of the last start succeeded; an array's jobs record no exit codes."""
-    return {beat.exit_code for beat in read_heartbeats(folder / "logs").values()} == {0}
 
 
 def _report_finished(runs: Sequence[Run]) -> None:

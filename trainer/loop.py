@@ -72,7 +72,9 @@ class Loop:
                     self._evaluate_if_due()
                     for hook in self._hooks:
                         hook.between_steps(self.position.step, self._pause)
-                    self._save_if_due()
+                    steps = self._training.save_steps
+                    if self._save_asked or (steps and self.position.step % steps == 0):
+                        self._save()
         except UserError as error:
             self._save_and_raise(error)
         self._settle()
@@ -239,11 +241,6 @@ class Loop:
             self.stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
                 training.early_stopping or 0
             )
-
-    def _save_if_due(self) -> None:
-        steps = self._training.save_steps
-        if self._save_asked or (steps and self.position.step % steps == 0):
-            self._save()
 
     def _save(self, *, at_the_end: bool = False) -> None:
         """Save a checkpoint, completely at the end; a full disk does not stop training, and the next save tries again.

@@ -117,7 +117,8 @@ class Failure:
         for line in excerpt:
             say(f"  {line}")
         say(f"full log: {log}")
-        return Fault(status, reason, rank, is_user_error=_ends_in_user_error(text))
+        last_line = text.rstrip().rpartition("\n")[2]
+        return Fault(status, reason, rank, is_user_error=last_line.startswith("error: "))
 
     def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
         host, words = next(iter(self.lost.items()))
@@ -249,11 +250,6 @@ def tail(text: str) -> list[str]:
     """Return the last lines of a log, without empty lines and DeepSpeed's [INFO] lines."""
     lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
-
-
-def _ends_in_user_error(text: str) -> bool:
-    lines = text.rstrip().splitlines()
-    return bool(lines) and lines[-1].startswith("error: ")
 
 
 def _has_own_error(text: str) -> bool:

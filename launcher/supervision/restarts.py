@@ -154,7 +154,8 @@ class Restarts:
 
         `step` is the step of a restart note, which the heartbeats may lack.
         """
-        newest = self._newest()
+        now = complete_checkpoints(self._run_dir)
+        newest = newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
         if ending.step or step or self._record() != self._record_before:
             # This run has already moved an earlier run's files aside. Never delete now, even if no checkpoint is
             # visible: a network file system may show a new one late.
@@ -166,10 +167,6 @@ class Restarts:
                 self._settings |= {_RESUME: "null", _OVERWRITE: "true"}
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
-
-    def _newest(self) -> str:
-        now = complete_checkpoints(self._run_dir)
-        return newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
 
     def _record(self) -> int:
         record = self._run_dir / "run.json"

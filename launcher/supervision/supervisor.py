@@ -206,7 +206,8 @@ class Supervisor:
     def _set_deadline(self, now: float) -> None:
         """Give the other ranks a deadline after one failed or stopped: they wait for it in NCCL and see no signal."""
         stopped = self._has_stopped()
-        if not stopped and not self._has_failure():
+        has_failed = any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
+        if not (stopped or has_failed or self.seen.has_failure):
             return
         saves = bool(self.signals) and not stopped
         if saves:
@@ -264,9 +265,6 @@ class Supervisor:
         if self.reach is not None and self.signals and self.state is not State.FAILING:
             codes |= self.seen.codes
         return not codes.isdisjoint(STOPPED)
-
-    def _has_failure(self) -> bool:
-        return self.seen.has_failure or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
 
     def _choose_exit_code(self, codes: list[int], sizes: dict[str, int]) -> int:
         beats = read_heartbeats(self.logs).values()

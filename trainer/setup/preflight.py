@@ -284,29 +284,26 @@ def start_build(config: RunConfig) -> None:
 
     Raises UserError if they are requested and cannot be built.
     """
-    if _uses_operators(config):
-        _build(config, wait=False)
+    _build(config, None)
 
 
 def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
     """Build the CUDA operators for the ranks if this run uses them."""
-    if _uses_operators(config):
-        report("building the operators, unless they are cached")
-        _build(config, wait=True)
+    _build(config, report)
 
 
-def _build(config: RunConfig, *, wait: bool) -> None:
+def _build(config: RunConfig, report: Callable[[str], None] | None) -> None:
+    backend = config.ops.backend
+    if backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
+        return
     import ops
 
-    assert config.ops.backend in ("auto", "cuda")
+    if report is not None:
+        report("building the operators, unless they are cached")
     try:
-        (ops.load if wait else ops.start_build)(config.ops.backend)
+        (ops.start_build if report is None else ops.load)(backend)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def _uses_operators(config: RunConfig) -> bool:
-    return config.ops.backend in ("auto", "cuda") and config.adapter != "none" and torch.cuda.is_available()
 
 
 def _check_adapter_folder(config: RunConfig) -> None:
