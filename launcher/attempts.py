@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,13 +10,12 @@ from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Build, Plan
 from launcher.rank_slots import RankSlots
 from launcher.status import record_job
 from launcher.supervision.prestarted_ranks import PrestartedRanks
-from launcher.supervision.processes import run_child
 from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.environment import write_environment
-from launcher.targets.slurm import is_requeued, job_state, lost_nodes
+from launcher.targets.slurm import is_requeued, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.config.files import Positive, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED
@@ -57,7 +55,6 @@ class Attempts:
             most=self._most,
             resumes=self._training.resume_from_checkpoint is not None,
             exclude=self._exclude if self._training.elastic else None,
-            print_batch=self._print_batch,
         ).run()
 
     def _start(self, settings: Sequence[str]) -> Ending:
@@ -109,17 +106,15 @@ class Attempts:
         if ranks == before == self._full_size:
             return build, reach, []
         if ranks < self._full_size:
-            idle, available = self._slots.describe(restart.idle), ranks + len(restart.idle)
             say(
                 f"continuing with {ranks} of {self._full_size} ranks"
-                + f"; idle: {idle}, {available} ranks do not divide the {total} samples of a step" * bool(idle)
+                + f"; {restart.available} do not divide the {total} samples of a step" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
         # The micro-batch stays the upper bound of what a rank processes at once.
         return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
 
     def _exclude(self, ending: Ending) -> str | None:
-        """Exclude the host or GPU of the rank to blame and return its name; None if no rank would be left."""
         rank = None if ending.fault is None else ending.fault.rank
         unit = None if rank is None or rank >= len(self._used_slots) else self._slots.find_unit(self._used_slots[rank])
         if unit is None or len(self._excluded | unit[1]) >= self._full_size:
@@ -138,13 +133,6 @@ class Attempts:
         except FileNotFoundError:
             return None
 
-    def _print_batch(self, step: int) -> None:
-        resolved = self._logs.parent / "training_config.json"
-        if step and resolved.is_file():
-            say(f"the samples of step {step}:")
-            words = [str(resolved), "--step", str(step), "--ranks", str(len(self._used_slots))]
-            run_child([sys.executable, "-m", "launcher.module", "trainer.commands.inspect", *words])
-
 
 def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
     """Return `training.max_restarts`; by default 0 below srun in a job that SLURM requeues, else 3."""
@@ -154,14 +142,10 @@ def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
 
 
 def _check_lost_nodes(code: int, reach: Reach | None) -> int:
-    """Return 75 instead of `code` if the cluster lost nodes, so that requeueing the job helps."""
     if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
         return code
     lost = lost_nodes(reach.allocation)
     if not lost:
         return code
-    words, state = f"lost nodes: {', '.join(lost)}", job_state(reach.allocation.job_id)
-    if set(lost) == set(reach.allocation.nodes) and state not in ("", "RUNNING"):
-        words = f"SLURM has ended the job ({state})"  # no step can start in it, on any node
-    say(f"{words}; queue the job again (exit code {EXIT_PREEMPTED})")
+    say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

@@ -101,9 +101,6 @@ def train(
     master_addr: Annotated[str | None, typer.Option(help="Host for the ranks to meet at; default: the first.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
-    profile_start: Annotated[
-        bool, typer.Option("--profile-start", help="Show how long each part of the start took.")
-    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
     go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="One of the starts of a SLURM job.")] = False,
 ) -> None:
@@ -117,8 +114,7 @@ def train(
         loaded = load_config(config, given)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     words = [str(config), *given]
-    flags = ["--profile-start"] * profile_start + ["--verbose"] * verbose
-    raise typer.Exit(start(words, loaded, request, flags, dry_run=dry_run, is_job_start=go_on))
+    raise typer.Exit(start(words, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=go_on))
 
 
 @app.command("config")
@@ -170,10 +166,6 @@ def _add_module_command(name: str, module: str, text: str) -> None:
         for word in context.args[:1]:
             if word.endswith((".yaml", ".yml")) and not Path(word).exists():
                 load_config(Path(word))  # raises its error before the module imports torch
-        if name in GROUPS["Data"] + GROUPS["After training"]:
-            from trainer.setup.early_checks import check_words  # imports numpy, which other commands do not need
-
-            check_words(name, context.args)
         become_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=PASS_THROUGH)(run_module)

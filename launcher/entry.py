@@ -46,8 +46,6 @@ class SignalHandler:
 
 
 class _Output(io.FileIO):
-    """Standard output that records the error of a failed write."""
-
     error: OSError | None = None
 
     def write(self, data: Any) -> int:

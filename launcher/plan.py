@@ -6,10 +6,11 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from launcher.supervision.remote import LauncherReach, Reach, SrunReach, SshReach
+from launcher.supervision.remote import Reach, SrunReach, SshReach
 from launcher.supervision.terminal import say
-from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, read_hostfile
+from launcher.targets.hostfile import Slots, check_reachable, choose_slots, read_hostfile
 from launcher.targets.local import Command, hostfile_command, local_command
 from launcher.targets.mpi import mpirun_command
 from launcher.targets.slurm import read_allocation, srun_command
@@ -39,9 +40,9 @@ class Request:
     master_addr: str | None = None
     master_port: int | None = None
 
-    def filters(self) -> Filters:
+    def filters(self) -> dict[str, Any]:
         """Return the options that filter hosts and GPUs."""
-        return Filters(include=self.include, exclude=self.exclude, num_nodes=self.num_nodes, num_gpus=self.num_gpus)
+        return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def chosen_launcher(self) -> str:
         """Return the launcher; `auto` is hostfile with a hostfile, slurm in an allocation, else local.
@@ -95,7 +96,7 @@ def plan(request: Request, logs: Path) -> Plan:
     if launcher == "mpi":
         if address is not None and port is None:
             port = random_port()
-        return partial(mpirun_command, slots=slots, address=address, port=port), LauncherReach()
+        return partial(mpirun_command, slots=slots, address=address, port=port), Reach()
     check_reachable(list(slots), Path.cwd())
     return plan_on_hosts(request, logs, slots, address)
 

@@ -81,7 +81,6 @@ def init(
 
 
 def _first_step(model: str | None, data: str | None) -> str:
-    """Return what to do before training: nothing if model and data are on this machine, or may be on the hub."""
     if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         return f"{shown(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
@@ -102,7 +101,6 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
 
 
 def _are_local(model: str | None, data: str | None) -> bool:
-    """Return whether the settings of a language model and a file or folder of data are on this machine."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -151,7 +149,6 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
 
 
 def _add_comments(lines: list[str], given: Mapping[str, str]) -> list[str]:
-    """Return the file's lines with the meaning above each setting, and the `given` values."""
     commented: list[str] = []
     descriptions = _collect_descriptions(RunConfig)
     section = ""
@@ -174,7 +171,6 @@ def _add_comments(lines: list[str], given: Mapping[str, str]) -> list[str]:
 
 
 def _scalar(text: str) -> str:
-    """Return the text as a YAML scalar, quoted only if needed."""
     return text if re.fullmatch(r"[\w./~@+-]+", text) and plain(text) == text else json.dumps(text, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
 """The slots (GPUs or CPU ranks) of a run's first start, and the choice among them after a failure."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.plan import Build, Plan, Request, plan, plan_on_hosts, select_slots
 from launcher.supervision.remote import SrunReach
 from launcher.supervision.terminal import say
-from launcher.targets.hostfile import Slots, reachable
+from launcher.targets.hostfile import Slots, find_unreachable
 from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation, lost_nodes, srun_command
 from trainer.config import UserError
@@ -23,8 +23,8 @@ class RestartPlan:
     plan: Plan
     slots: tuple[int, ...]
     """Slots of the first start, one for each rank."""
-    idle: tuple[int, ...] = ()
-    """Available slots that stay unused, so that the ranks divide the global batch."""
+    available: int
+    """Number of slots that could be used; some stay idle if they do not divide the global batch."""
 
 
 class RankSlots:
@@ -55,14 +55,6 @@ class RankSlots:
         name = f"GPU {self._numbers[slot]}" if self._numbers else f"the slot of rank {slot}"
         return name, frozenset({slot})
 
-    def describe(self, slots: Collection[int]) -> str:
-        """Describe slots by name, whole nodes at once: "slot 2 of b", "2 of the ranks of node n4"."""
-        units = dict(unit for slot in slots if (unit := self.find_unit(slot)) is not None)
-        return ", ".join(
-            name if with_it <= set(slots) else f"{len(with_it & set(slots))} of the ranks of {name}"
-            for name, with_it in units.items()
-        )
-
     def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Plan a restart on the largest number of available slots that divides `total`, on all if that is None.
 
@@ -77,7 +69,8 @@ class RankSlots:
         if self._allocation is not None:
             return self._plan_nodes(self._allocation, excluded, total)
         planned = plan(self._request, self._logs)
-        return RestartPlan(planned, tuple(range(planned[0]([]).ranks)))
+        ranks = planned[0]([]).ranks
+        return RestartPlan(planned, tuple(range(ranks)), ranks)
 
     def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         now = {identifier: number for number, identifier in enumerate(installed_gpus())} if self._gpus else {}
@@ -85,23 +78,23 @@ class RankSlots:
         if missing := [str(self._numbers[slot]) for slot in every if self._gpus and self._gpus[slot] not in now]:
             say(f"the driver no longer shows GPU {', '.join(missing)}")
         available = [slot for slot in every if slot not in excluded and (not self._gpus or self._gpus[slot] in now)]
-        slots, idle = _split_available(available, total)
+        slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
             raise UserError("no GPU of this machine is left")
         port = self._request.master_port or free_port()
         chosen = [now[self._gpus[slot]] for slot in slots] if self._gpus else []
         build = partial(local_command, gpus=chosen, num_gpus=len(slots), port=port)
-        return RestartPlan((build, None), slots, idle)
+        return RestartPlan((build, None), slots, len(available))
 
     def _plan_hosts(
         self, host_slots: Sequence[tuple[str, int]], excluded: frozenset[int], total: int | None
     ) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in host_slots))
-        answering = reachable(hosts, Path.cwd())
-        if missing := [host for host in hosts if host not in answering]:
+        if missing := find_unreachable(hosts, Path.cwd()):
             say(f"not reached by ssh: {', '.join(missing)}")
-        available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host in answering]
-        slots, idle = _split_available(available[: len(self._host_slots)], total)
+        available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host not in missing]
+        available = available[: len(self._host_slots)]
+        slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
             raise UserError(f"--hostfile {self._request.hostfile}: no slot is left of hosts that can be reached")
         kept: Slots = {}
@@ -109,7 +102,7 @@ class RankSlots:
             host, gpu = host_slots[slot]
             kept.setdefault(host, []).append(gpu)
         address = self._request.master_addr if host_slots[0][0] in kept else None
-        return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), slots, idle)
+        return RestartPlan(plan_on_hosts(self._request, self._logs, kept, address), slots, len(available))
 
     def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Choose nodes x ranks per node with the most ranks, because srun starts equally many on each node."""
@@ -131,17 +124,11 @@ class RankSlots:
         port = self._request.master_port
         build = partial(srun_command, allocation=kept, address=address, port=port)
         slots = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
-        available = (slot for node in nodes for slot in range(node * size, (node + 1) * size))
-        return RestartPlan((build, SrunReach(kept)), slots, tuple(slot for slot in available if slot not in slots))
+        return RestartPlan((build, SrunReach(kept)), slots, len(nodes) * size)
 
 
 def _flat(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     return [(host, gpu) for host, gpus in slots.items() for gpu in gpus]
-
-
-def _split_available(available: Sequence[int], total: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    most = find_largest_divisor(range(1, len(available) + 1), total)
-    return tuple(available[:most]), tuple(available[most:])
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:

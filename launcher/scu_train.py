@@ -7,15 +7,11 @@ also written to OUTPUT/logs/cuda_optimized_training.log.
 import argparse
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import IO
 
 from launcher.doctor.command import show as show_checks
 from launcher.doctor.this_host import check_driver, check_packages, check_space
@@ -32,8 +28,7 @@ from trainer.config.scu_flags import (
     settings,
 )
 from trainer.config.yaml_core import dump
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, PASSED_ON
-from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
 
 FREE_GIB = 10.0
 # Demo data from the standard library's sources, made in a child process: the launcher imports no trainer.
@@ -44,7 +39,7 @@ DEMO_DATA = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code of `zerolora train` or of the check."""
+    """Become `zerolora train`; return the exit code of a check or a dry run."""
     options = parse(arguments)
     if options.check_requirements:
         return check_requirements(Path(options.output_dir))
@@ -66,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
     open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
     show(f"the same as: zerolora {shlex.join(train)}")
-    return _run_logged([sys.executable, "-m", "launcher.cli", *train], output / LOG_FILE)
+    _copy_output_to(output / LOG_FILE)
+    os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *train])
 
 
 def check_requirements(output: Path) -> int:
@@ -77,7 +73,6 @@ def check_requirements(output: Path) -> int:
 
 
 def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the training text, and the held-out text if it is a separate file."""
     if options.data is not None:
         return options.data, None
     made = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
@@ -87,38 +82,12 @@ def _find_data(options: argparse.Namespace) -> tuple[str, str | None]:
     return train, held_out
 
 
-def _run_logged(command: Sequence[str], log_path: Path) -> int:
-    """Run a command, copy its output to this terminal and append it to a log, and return its exit code."""
-    tie_children_to_this_process()
-    with open(log_path, "ab") as log:
-        # In its own session, so that Ctrl-C reaches it only once, forwarded by this process.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+def _copy_output_to(log: Path) -> None:
+    """Append what this process prints from now on to a log as well."""
+    for descriptor in (1, 2):
+        copier = subprocess.Popen(
+            ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True
         )
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            process.send_signal(number)
-
-        before = {number: signal.signal(number, forward) for number in PASSED_ON}
-        streams = ((process.stdout, 1), (process.stderr, 2))
-        copiers = [threading.Thread(target=_copy, args=(stream, fd, log)) for stream, fd in streams]
-        for copier in copiers:
-            copier.start()
-        try:
-            code = process.wait()
-            for copier in copiers:
-                copier.join()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
-
-
-def _copy(stream: IO[bytes], fd: int, log: IO[bytes]) -> None:
-    for line in iter(stream.readline, b""):
-        log.write(line)
-        log.flush()
-        try:
-            os.write(fd, line)
-        except OSError:
-            continue  # the terminal is closed; the run continues, and the log has the rest
+        assert copier.stdin is not None
+        os.dup2(copier.stdin.fileno(), descriptor)
+        copier.stdin.close()

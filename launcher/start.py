@@ -55,7 +55,12 @@ def start(
     with PrestartedRanks.start(command) if reach is None else nullcontext() as prestarted:
         slots = RankSlots(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
-        code = prestarted.wait_for_checks(hang_timeout) if prestarted is not None else _check(arguments, command.ranks)
+        if prestarted is not None:
+            code = prestarted.wait_for_checks(hang_timeout)
+        else:
+            # On this machine, for ranks elsewhere. Prints only its progress; rank 0 prints the findings later.
+            prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={command.ranks}"]
+            code = run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
         if code:
             return code
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
@@ -67,13 +72,6 @@ def start(
                 with suppress(OSError, UnreadableFile):  # an unreadable folder does not change how the run ended
                     record_end(run_dir, os.environ, code)
             return code
-
-
-def _check(arguments: Sequence[str], ranks: int) -> int:
-    """Check and tokenize on this machine for ranks elsewhere, and return the exit code."""
-    # Prints only its progress; rank 0 prints the findings later.
-    prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={ranks}"]
-    return run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
 
 
 def get_version() -> str:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
@@ -31,10 +30,8 @@ COMMENT = "zerolora "
 RECENT_S = 60.0
 SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
-PAUSE_S, LONGEST_S = 600.0, 1e12
+LONGEST_S = 1e12
 ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-NO_TASK = str(2**32 - 2)
-"""SLURM's NO_VAL."""
 
 
 def status(
@@ -109,12 +106,6 @@ def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
     return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
 
 
-def _find_log(job: Mapping[str, str]) -> str:
-    # SLURM lists pending tasks of an array as one, with a placeholder for the task's number.
-    tasks = job.get("ArrayTaskId", "").partition("%")[0]
-    return job.get("StdOut", "unknown").replace(NO_TASK, tasks if tasks.isdigit() else f"[{tasks}]")
-
-
 def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     """Describe a job from SLURM's fields."""
     number = job["JobId"]
@@ -127,7 +118,7 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     if job.get("NodeList", "(null)") != "(null)":
         lines.append(("nodes", job["NodeList"]))
     lines.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
-    lines.append(("log", _find_log(job)))
+    lines.append(("log", job.get("StdOut", "unknown")))
     return lines
 
 
@@ -154,7 +145,6 @@ def describe_run(run: Path, *, over: str | None = None) -> list[tuple[str, str]]
         if speeds := [speed for record in records if (speed := record.get(name))]:
             # The first step includes builds and warm-up.
             lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
-    lines.append(("elapsed", f"{_duration(_training_seconds(everything))} of training"))
     times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
     if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:
         lines.append(("left", f"{_duration((total - step) * median(times) / 1e3)} of training"))
@@ -194,15 +184,7 @@ def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
     return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {at:,}")]
 
 
-def _training_seconds(records: list[Record]) -> float:
-    """Return the seconds from the first record to the last, without pauses between an interruption and a resumption."""
-    timed = [(at, record) for record in records if (at := record.get("time")) is not None]
-    gaps = [(after[0] - before[0], after[1]) for before, after in pairwise(timed)]
-    return sum(float(gap) for gap, after in gaps if gap <= PAUSE_S + 10 * (after.get("perf/step_ms") or 0.0) / 1e3)
-
-
 def _read_metrics(path: Path) -> list[Record]:
-    """Return the records of the file; skip damaged lines, such as one being written."""
     try:
         lines = read_bytes(path, MOST_METRICS_BYTES).splitlines()
     except FileNotFoundError:

@@ -1,18 +1,16 @@
 """`zerolora submit`: fill in slurm/train.sbatch for a run, and submit it with sbatch."""
 
 import itertools
-import json
 import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -167,13 +165,6 @@ def submit(
     job_name: Annotated[str | None, typer.Option(help="Default: the output folder's name.")] = None,
     array: Annotated[str | None, typer.Option(help="Tasks of an array, `0-7%2`; default with --sweep: all.")] = None,
     sweep: Annotated[list[str] | None, typer.Option(help="Values to try, `seed=1,2,3`; may be repeated.")] = None,
-    compare_seeds: Annotated[
-        int | None, typer.Option(help="Run `zerolora compare` instead, as an array with one task per seed.")
-    ] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of `zerolora compare`, such as `--controllers=none,pi`; may be repeated."),
-    ] = None,
     dependency: Annotated[str | None, typer.Option(help="SLURM's dependency, such as `afterok:123`.")] = None,
     max_requeues: Annotated[int, typer.Option(help="How often the job may be queued again.")] = 20,
     sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
@@ -181,19 +172,9 @@ def submit(
 ) -> None:
     """Submit a SLURM job that trains, saves before its time limit, is queued again, and resumes."""
     given = list(overrides or [])
-    loaded = load_config(config, [*given, *(["scu.enabled=true"] if compare_seeds is not None else [])])  # as `compare`
-    run_dir = Path(loaded.config.output_dir).absolute()
+    run_dir = Path(load_config(config, given).config.output_dir).absolute()
     lines = expand_sweep(sweep or [], run_dir, given)
     load_runs(config, given, lines)
-    before, after = [], []
-    if compare_seeds is not None:
-        if lines or compare_seeds < 1:
-            raise UserError(f"--compare-seeds {compare_seeds}: must be 1 or more, and without --sweep")
-        first = loaded.config.seed
-        lines = [f"seed={seed}" for seed in range(first, first + compare_seeds)]
-        before, after = ["compare"], ["--output", str(run_dir), "--seeds", "1", *(compare or [])]
-    elif compare:
-        raise UserError(f"--compare={compare[0]}: needs --compare-seeds N")
     _check_array(array, lines)
     job = Job(
         nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
@@ -201,7 +182,7 @@ def submit(
         sbatch or (),
     )  # fmt: skip
     logs = run_dir / "logs"
-    arguments = [*before, str(config.absolute()), *given, *after, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
+    arguments = [str(config.absolute()), *given, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
     script = render(job, arguments, logs)
     if dry_run:
         typer.echo(script, nl=False)
@@ -214,39 +195,29 @@ def submit(
 
 
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
-    """Write the files, submit the script, and return the job's id. Raises UserError if sbatch refuses it."""
     if shutil.which("sbatch") is None:
         raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or try --dry-run")
     # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.
     environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
-    with _write_or_restore(files):
+    missing = [path for path in (*files, *script.parents) if not path.exists()]
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write_whole(path, text)
         done = subprocess.run(["sbatch", "--parsable", str(script)], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"sbatch: {_join_lines(done.stderr) or done.returncode}; nothing was submitted")
-    return done.stdout.strip().split(";")[0]
-
-
-@contextmanager
-def _write_or_restore(files: Mapping[Path, str]) -> Iterator[None]:
-    """Write files into one folder; restore the previous state if the block raises."""
-    folder = next(iter(files)).parent
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = {path: path.read_bytes() if path.exists() else None for path in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            write_whole(path, text)
-        yield
     except BaseException:
-        for path, old in before.items():
-            if old is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.write_bytes(old)
-        for path in made:
+        for path, old in before.items():  # another array may wait for it
+            path.write_bytes(old)
+        for path in missing:
             if path.is_dir():
                 path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
         raise
+    return done.stdout.strip().split(";")[0]
 
 
 def _join_lines(text: str) -> str:
@@ -308,22 +279,13 @@ def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[
     folders: dict[str, RunConfig] = {}
     for line in lines:
         run = load_config(config, [*fixed, *shlex.split(line)]).config
-        settings = resolve_file_names(run.model_dump(mode="json", exclude={"output_dir"}))
-        same, name = loaded.setdefault(json.dumps(settings), run), Path(run.output_dir).name
+        settings = run.model_dump_json(exclude={"output_dir"})
+        same, name = loaded.setdefault(settings, run), Path(run.output_dir).name
         if same is not run:
             raise UserError(f"{name}: is the same run as {Path(same.output_dir).name}; list each value once")
         if folders.setdefault(run.output_dir, run) is not run:
             raise UserError(f"{name}: the folder of two runs, since / in a value becomes _; rename one of the values")
     return list(loaded.values())
-
-
-def resolve_file_names(value: Any) -> Any:
-    """Replace names of existing files and folders in nested settings by their real paths, to compare settings."""
-    if isinstance(value, dict):
-        return {key: resolve_file_names(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [resolve_file_names(inner) for inner in value]
-    return os.path.realpath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
 def _folder_name(settings: Sequence[str]) -> str:

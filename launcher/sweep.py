@@ -1,6 +1,5 @@
 """`zerolora sweep`: train every combination of some settings, one by one, in parallel, or as a SLURM array."""
 
-import argparse
 import hashlib
 import os
 import shlex
@@ -16,7 +15,7 @@ from typing import IO, Annotated
 import typer
 
 from launcher.module import become_module
-from launcher.submit import RESUME, expand_sweep, load_runs, parse_task_ranges
+from launcher.submit import RESUME, expand_sweep, load_runs
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
@@ -83,7 +82,10 @@ def sweep(
         )
     runs = plan_runs(config, axes, fixed, folder)
     if slurm:
-        tasks, submit_options = find_unfinished_tasks(runs, submit_options)
+        tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
+        _report_finished(runs)
+        if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in submit_options):
+            submit_options += ["--array", ",".join(tasks)]
         if not tasks and not dry_run:
             become_module("trainer.commands.sweep_table", [str(folder)])
         words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *submit_options]
@@ -131,35 +133,11 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
         if earlier and earlier.digest == digest:
-            run.exit_code = 0 if earlier.exit_code == 0 or _has_succeeded(run.folder) else None
+            # An array's jobs record no exit codes: all ranks of the last start succeeded.
+            codes = {beat.exit_code for beat in read_heartbeats(run.folder / "logs").values()}
+            run.exit_code = 0 if earlier.exit_code == 0 or codes == {0} else None
         runs.append(run)
     return runs
-
-
-def _has_succeeded(folder: Path) -> bool:
-    """Return whether all ranks of the last start succeeded; an array's jobs record no exit codes."""
-    return {beat.exit_code for beat in read_heartbeats(folder / "logs").values()} == {0}
-
-
-def find_unfinished_tasks(runs: Sequence[Run], submit_options: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Return the unfinished tasks among those that `--array` selects, and the options that select them."""
-    left = [task for task, run in enumerate(runs) if run.exit_code is None]
-    if len(left) == len(runs):
-        return left, list(submit_options)
-    _report_finished(runs)
-    selected, rest = _parse_array_option(submit_options)
-    tasks, _, at_once = selected.partition("%")
-    wanted = parse_task_ranges(tasks) if selected else []
-    left = [task for task in left if not selected or any(task in numbers for numbers in wanted)]
-    return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
-
-
-def _parse_array_option(submit_options: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the value of --array, empty if missing, and all other options."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--array", default="")
-    found, rest = parser.parse_known_args(submit_options)
-    return found.array, rest
 
 
 def _report_finished(runs: Sequence[Run]) -> None:

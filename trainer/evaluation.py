@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.markup import escape
 
 from trainer.config import UserError
@@ -16,9 +15,6 @@ from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
 from trainer.tasks.lm_eval_scores import Scores
 from trainer.tasks.task import StepLoss, Task
-
-FRAGMENTED = 0.1
-"""Fraction of the GPU's memory in free pieces of used blocks above which the cache is emptied."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class Evaluation:
             base = self._task.scores(self._engine, base=True)
             values |= {f"base/{name}": value for name, value in base.values.items()}
         if scores.values:
-            _release_if_fragmented()
             self._say("scores  " + "  ".join(f"{escape(name)} {value:.4f}" for name, value in scores.values.items()))
         if (best := f"eval/{self._best}") not in values and self._best != "loss":
             known = ", ".join(sorted(scores.values))
@@ -86,7 +81,6 @@ class Evaluation:
             loss, _ = self._measurement.evaluate(self._engine)
         else:
             loss, _ = evaluate_loss(self._engine, self._loss, self._task.evaluation())
-            _release_if_fragmented()
         if not math.isfinite(loss):
             self._say(
                 f"[yellow]warning:[/yellow] the held-out loss is {loss}: a batch of dataset.evaluation has a loss "
@@ -102,14 +96,3 @@ class Evaluation:
         """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""
         with averaged_weights(self._engine):
             self._task.sample(self._engine, when, step, folder)
-
-
-def _release_if_fragmented() -> bool:
-    """Empty torch's cache if it is fragmented, as after an evaluation with other shapes than training."""
-    if not torch.cuda.is_available():
-        return False
-    in_pieces = torch.cuda.memory_stats().get("inactive_split_bytes.all.current", 0)
-    if in_pieces <= FRAGMENTED * torch.cuda.mem_get_info()[1]:
-        return False
-    torch.cuda.empty_cache()
-    return True

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.checkpoint import Position
@@ -13,19 +13,13 @@ from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.config import TrainingSection, UserError
 from trainer.memory.preflight import peak_memory_gib
 from trainer.monitor.hooks import FinishedStep, Hook
+from trainer.monitor.metrics import Metrics
 from trainer.parallel.ranks.progress import PROGRESS, phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.step import StepContext, StepInFlight, StepResult, train_step
 
 NONFINITE_IN_A_ROW = 10
-
-
-class Reporter(Protocol):
-    """Receives metrics; only rank 0 has one."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-    def progress(self, step: int, values: dict[str, float]) -> None: ...
 
 
 class Loop:
@@ -40,14 +34,14 @@ class Loop:
         total_steps: int,
         *,
         stop: StopRequest,
-        reporter: Reporter | None,
+        reporter: Metrics | None,
         evaluate: Callable[[], tuple[float, dict[str, float]]] | None,
         checkpoints: CheckpointManager | None,
         counted: str = "tokens",
     ) -> None:
         """`evaluate` returns the value by which evaluations are compared (lower is better), and all metrics.
 
-        `counted` is the unit of the batches; a run without `checkpoints` saves none.
+        `counted` is the unit of the batches. Only rank 0 has a `reporter`; a run without `checkpoints` saves none.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
@@ -75,12 +69,12 @@ class Loop:
             with exclude_from_garbage_collection():
                 while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
                     self._step()
-                    if self._context.stragglers is not None:
-                        self._context.stragglers.compare(self.position.step)
                     self._evaluate_if_due()
                     for hook in self._hooks:
                         hook.between_steps(self.position.step, self._pause)
-                    self._save_if_due()
+                    steps = self._training.save_steps
+                    if self._save_asked or (steps and self.position.step % steps == 0):
+                        self._save()
         except UserError as error:
             self._save_and_raise(error)
         self._settle()
@@ -90,7 +84,6 @@ class Loop:
         self._stop_request.agree()
 
     def _save_and_raise(self, error: UserError) -> NoReturn:
-        """Save a run that is stopped by a mistake of the user, and mention it in the error."""
         # If one rank runs out of memory, the others are within the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
@@ -124,7 +117,7 @@ class Loop:
     def _launch(self) -> tuple[StepInFlight, int]:
         """Fetch and start the step at this position; also returns the number of samples that all ranks used."""
         context, position = self._context, self.position
-        with phase("data"), context.own_time(on_device=False):
+        with phase("data"):
             batches, consumed = context.batches.step_batches(position.epoch, position.offset)
         for hook in self._hooks:
             hook.with_batches(position.step + 1, batches)
@@ -231,7 +224,6 @@ class Loop:
             self._reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate every `eval_steps`, track the best one, and decide on early stopping."""
         training, position = self._training, self.position
         if self._evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return
@@ -249,11 +241,6 @@ class Loop:
             self.stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
                 training.early_stopping or 0
             )
-
-    def _save_if_due(self) -> None:
-        steps = self._training.save_steps
-        if self._save_asked or (steps and self.position.step % steps == 0):
-            self._save()
 
     def _save(self, *, at_the_end: bool = False) -> None:
         """Save a checkpoint, completely at the end; a full disk does not stop training, and the next save tries again.

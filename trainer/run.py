@@ -3,7 +3,7 @@
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rich.markup import escape
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
-from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
+from trainer.config import LoadedConfig, collective_timeout, engine_zero
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rank_arguments import resume_command
 from trainer.data.prepared import Prepared, count_samples, fit_max_length, skipped_records
@@ -35,7 +35,6 @@ from trainer.monitor.summary import start_summary
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.eight_bit_moments import elements_per_buffer
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
     build_optimizer,
     build_schedule,
@@ -47,7 +46,6 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.parallel.ranks.start_times import StartTimes
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
@@ -64,23 +62,12 @@ from trainer.tasks.task import BatchSource, StepLoss, Task
 # Time for a failed run to finish writing its newest checkpoint; the launcher waits 8 s.
 FINISH_SAVE_S = 5.0
 LONG_LOAD_S = 3.0
+LEAST_SHOWN_S = 0.05
 
 
 class Run:
-    """A training run on one rank; attributes are in the order in which they are set."""
+    """A training run on one rank; further attributes are in the order in which they are set."""
 
-    # given
-    config: RunConfig
-    """Without `auto` once the memory is planned."""
-    notes: Sequence[str]
-    prepared: Prepared
-    ranks: Ranks
-    console: Console
-    stop: StopRequest
-    lock: FolderLock | None
-    measurement: Measurement | None
-    profile_start: bool
-    say: Output
     # join (trainer/setup/joining.py)
     device: torch.device
     precision: str
@@ -118,16 +105,15 @@ class Run:
         lock: FolderLock | None = None,
         measurement: Measurement | None = None,
         *,
-        profile_start: bool = False,
         verbose: bool = True,
     ) -> None:
-        """Rank 0 passes the `lock` of the run's folder; `profile_start` reports all times before the first step.
+        """Rank 0 passes the `lock` of the run's folder.
 
         Without `verbose` the console shows only the most important lines before the first step.
         """
         self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.measurement, self.profile_start = measurement, profile_start
+        self.measurement = measurement
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self.restored_scu = self.steering = self.metrics = None
 
@@ -190,9 +176,8 @@ class Run:
 
     def _join(self) -> None:
         joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
-        self.config, self.prepared, self.task = joined.config, joined.prepared, joined.task
-        self.device, self.precision = joined.device, joined.precision
-        self.memory, self.decided = joined.memory, joined.memory.decisions
+        self.precision, self.memory, self.task = joined
+        self.device, self.config, self.decided = self.ranks.device(), self.memory.config, self.memory.decisions
 
     @phase("load")
     def _build_model(self) -> Any:
@@ -258,7 +243,6 @@ class Run:
 
     @phase("steer")
     def _start_steering(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
-        """Start the Shannon Control Unit, restored from the checkpoint if there is one, and check its target."""
         if not self.config.scu.enabled:
             return None
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
@@ -295,13 +279,10 @@ class Run:
             hooks += [SkippedRecords(self.config, self.prepared, self.batches), self.task.meter(engine.module)]
             hooks += [SpikeWatch(self.say, position)] if warns else []
         if self.task.counted == "images" and (every := self.config.image.sample_every):
-            hooks.append(Samples(self._sample, every, total_steps))
-        stragglers = watch_stragglers(engine, self.ranks, self.say)
+            hooks.append(Samples(partial(self.evaluation.sample, folder=self.folder), every, total_steps))
         loss = graphs or self.loss
         return Loop(
-            StepContext(
-                engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering, stragglers
-            ),
+            StepContext(engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering),
             [hook for hook in hooks if hook is not None],
             self.config.training,
             position,
@@ -313,11 +294,7 @@ class Run:
             counted=self.task.counted,
         )
 
-    def _sample(self, step: int) -> None:
-        self.evaluation.sample(f"step-{step}", step, self.folder)
-
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
-        """Return the held-out loss, and generate samples."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         is_done = position.evaluated_at == position.step and (loss is not None or not self.evaluation.has_data)
         if self.evaluation.is_defined and not is_done:
@@ -339,14 +316,12 @@ class Run:
         if self.metrics is not None:
             self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
-    def _report_start(self, times: StartTimes) -> None:
-        for line in times.table() if self.profile_start else ():
-            self.say.show(escape(line))
-        self.say(escape(times.line()))
+    def _report_start(self, seconds: dict[str, float]) -> None:
+        parts = ", ".join(f"{part} {taken:.1f}" for part, taken in seconds.items() if taken >= LEAST_SHOWN_S)
+        self.say(f"start        {sum(seconds.values()):.1f} s: {parts}")
         self.say.is_starting = False
 
     def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
-        """Return the training loss that captures CUDA graphs, if they may be used."""
         mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None

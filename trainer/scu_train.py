@@ -43,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
-    """Write the configuration for the flags to `path`; return the overrides and the output folder."""
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
@@ -61,7 +60,6 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
 
 
 def _copy_to_log(output: Path) -> None:
-    """Copy the output of this process from now on to the guide's log."""
     with open_log(output) as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None

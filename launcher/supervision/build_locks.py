@@ -55,14 +55,6 @@ def remove_stale_locks() -> None:
             say(f"note: removed {lock.path}, the lock of a build killed {lock.age_s / 60.0:.0f} minutes ago")
 
 
-def describe_awaited_build() -> str:
-    """Describe the build that a rank of this host waits for."""
-    held = [lock for lock in find_locks(extensions_folder()) if lock.age_s > YOUNG_S]
-    seen = [f"process {lock.holder}, which compiles {lock.path.parent.name}" for lock in held if lock.holder]
-    unseen = [f"the holder of {lock.path}, a process of another host or user" for lock in held if lock.holder is None]
-    return ", ".join(seen or unseen) or "the build of an operator"
-
-
 def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
     wanted = {os.path.realpath(path): path for path in paths}
     found: dict[Path, int] = {}
@@ -77,7 +69,6 @@ def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
 
 
 def _is_remote(folder: Path) -> bool:
-    """Return whether the folder is on a file system that other hosts may use as well."""
     real = os.path.realpath(folder)
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     above = [mount for mount in kinds if real == mount or real.startswith(mount.rstrip("/") + "/")]

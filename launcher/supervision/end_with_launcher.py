@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from types import FrameType
 
 from trainer.contract.exit_codes import EXIT_FAILED, PASSED_ON, to_exit_code
 from trainer.contract.launcher_process import LauncherWatch, exit_with_children
 
-POLL_S = 0.2
+POLL_S = 0.1
 PATIENCE_S = 8.0
 
 
@@ -23,16 +22,10 @@ def main(argv: list[str]) -> int:
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: received.append(number))
     child = subprocess.Popen(argv)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
-
-    for number in PASSED_ON:
-        signal.signal(number, forward)
-    for earlier in received:
-        child.send_signal(earlier)
     watch = LauncherWatch(os.environ, is_rank=False)
     while child.poll() is None and watch.find_loss() is None:
+        while received:
+            child.send_signal(received.pop(0))
         time.sleep(POLL_S)
     if child.poll() is None:
         child.terminate()

@@ -1,7 +1,6 @@
 """Report why a run failed: the rank to blame, where it was, how it ended, its last traceback, the likely cause."""
 
 import re
-import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from trainer.contract.rendezvous import host_name
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
-GIB = 2**30
 # Ranks that end this close together ended by themselves; a launcher that ends the others takes longer.
 TOGETHER_S = 0.5
 LOW_SHM_GIB = 1.0
@@ -79,8 +77,6 @@ class Failure:
     """The ranks that failed."""
     code: int
     """Exit code of the launcher that started the ranks; DeepSpeed's is 256 - N if signal N killed a rank."""
-    oom_killed: bool | None = None
-    """Whether the kernel's out-of-memory killer ended processes of this host; None if the kernel does not say."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Lost hosts and the evidence for each."""
     launcher_failed: bool = False
@@ -112,30 +108,24 @@ class Failure:
             reason = f"the launcher {describe_status(status if self.launcher_failed else self.code)}"
             say(f"the run failed: {reason}")
         else:
-            reason = (
-                f"{self._describe_rank(rank, beats)} {describe_status(status)}{_describe_position(beats.get(rank))}"
-            )
+            beat = beats.get(rank)
+            host, position = (host_name(), "") if beat is None else (beat.host, f" ({beat.where()})")
+            reason = f"rank {rank} on {host} {describe_status(status)}{position}"
             say(f"the run failed: {reason}")
-            for line in self._explain_signal(status, beats.get(rank)):
+            for line in _explain_signal(status, beat):
                 say(line)
         for line in excerpt:
             say(f"  {line}")
-        for other, death in sorted(self.deaths.items()):
-            if other != rank and rank is not None and self._failed_on_its_own(death, texts[other], self.deaths[rank]):
-                ending = f"{describe_status(self._status(other))}{_describe_position(beats.get(other))}"
-                say(f"also: {self._describe_rank(other, beats)} {ending}")
         say(f"full log: {log}")
-        return Fault(status, reason, rank, is_user_error=_ends_in_user_error(text))
+        last_line = text.rstrip().rpartition("\n")[2]
+        return Fault(status, reason, rank, is_user_error=last_line.startswith("error: "))
 
     def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
-        """Blame the first lost host; ranks on it or elsewhere failed because of it."""
         host, words = next(iter(self.lost.items()))
         there = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
         place = f" (rank {there[0]} there: {beats[there[0]].where()})" if there else ""
         reason = f"lost the connection to {host}: {words}{place}"
         say(f"the run failed: {reason}")
-        for other in list(self.lost)[1:]:
-            say(f"also: lost the connection to {other}: {self.lost[other]}")
         say(f"full log: {self.logs / 'launcher.log'}")
         return Fault(1, reason, there[0] if there else None)
 
@@ -152,29 +142,10 @@ class Failure:
 
         return min(self.deaths, key=order)
 
-    def _failed_on_its_own(self, death: Death, text: str, first: Death) -> bool:
-        # One crash may cause another, but no rank gets a SIGKILL because a peer died.
-        killed = _was_killed(death) and (death.status == -signal.SIGKILL or death.when - first.when < TOGETHER_S)
-        return killed or (not death.killed_by_launcher and _has_own_error(text))
-
     def _status(self, rank: int | None) -> int:
-        """Return the rank's exit status, or the one that the launcher's exit code implies if it is unknown."""
         if rank is not None and self.deaths[rank].status is not None:
             return self.deaths[rank].status or 0
         return decode_exit_code(self.code)
-
-    def _describe_rank(self, rank: int, beats: Mapping[int, Heartbeat]) -> str:
-        host = beats[rank].host if rank in beats else host_name()
-        return f"rank {rank} on {host}"
-
-    def _explain_signal(self, status: int, beat: Heartbeat | None) -> list[str]:
-        """Return the probable cause of a signal with its evidence, or no lines."""
-        if status == -signal.SIGKILL:
-            here = beat is None or beat.host == host_name()
-            return _explain_sigkill(self.oom_killed if here else None, beat)
-        if status == -signal.SIGBUS:
-            return [f"  usually /dev/shm is full: {_shared_memory(beat)}; in a container start it with --shm-size=8g"]
-        return []
 
 
 def _was_killed(death: Death) -> bool:
@@ -237,35 +208,20 @@ def last_stack(text: str) -> list[str]:
     return frames[-TRACEBACK_LINES:]
 
 
-def _explain_sigkill(oom_killed: bool | None, beat: Heartbeat | None) -> list[str]:
-    left = "" if beat is None else f" (at its last heartbeat {beat.free_memory_gib:.1f} GiB were free)"
-    if oom_killed:
-        lines = [f"  the kernel's out-of-memory killer struck on this host: host memory ran out{left}"]
-        lines.append("  the fix: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory")
-    elif oom_killed is None:
-        lines = [f"  usually host memory ran out{left}: `dmesg | tail` on its host says so, or `sacct -j JOB`"]
-    else:
+def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
+    memory = "" if beat is None else f" (at its last heartbeat {beat.free_memory_gib:.1f} GiB were free)"
+    shared = "" if beat is None else f" ({beat.free_shm_gib:.2f} GiB were free at its last heartbeat)"
+    lines = []
+    if status == -signal.SIGKILL:
         lines = [
-            f"  the kernel's oom_kill counter did not move{left}: a user or a scheduler killed it (`sacct -j JOB`)"
+            f"  usually host memory ran out{memory}: `dmesg | tail` on its host says so, or `sacct -j JOB`",
+            "  the fix: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory",
         ]
-    if beat is not None and beat.free_shm_gib < LOW_SHM_GIB:
-        lines.append(f"  /dev/shm was nearly full: {_shared_memory(beat)}")
+        if beat is not None and beat.free_shm_gib < LOW_SHM_GIB:
+            lines.append(f"  /dev/shm was nearly full{shared}")
+    elif status == -signal.SIGBUS:
+        lines = [f"  usually /dev/shm is full{shared}; in a container start it with --shm-size=8g"]
     return lines
-
-
-def _shared_memory(beat: Heartbeat | None) -> str:
-    if beat is not None and beat.host != host_name():
-        return f"{beat.free_shm_gib:.2f} GiB were free at its last heartbeat"
-    try:
-        now = shutil.disk_usage("/dev/shm").free / GIB
-    except OSError:
-        return "it is missing"
-    then = "" if beat is None else f", {beat.free_shm_gib:.2f} at its last heartbeat"
-    return f"{now:.2f} GiB free now{then}"
-
-
-def _describe_position(beat: Heartbeat | None) -> str:
-    return "" if beat is None else f" ({beat.where()})"
 
 
 def last_traceback(text: str) -> list[str]:
@@ -294,11 +250,6 @@ def tail(text: str) -> list[str]:
     """Return the last lines of a log, without empty lines and DeepSpeed's [INFO] lines."""
     lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
-
-
-def _ends_in_user_error(text: str) -> bool:
-    lines = text.rstrip().splitlines()
-    return bool(lines) and lines[-1].startswith("error: ")
 
 
 def _has_own_error(text: str) -> bool:

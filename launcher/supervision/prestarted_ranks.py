@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, Self
 
 import psutil
@@ -25,30 +25,9 @@ from trainer.contract.rank_arguments import CHECKED, HELD, StartMessage
 from trainer.contract.rendezvous import host_name
 
 POLL_S = 0.05
-STOPPED_POLL_S = 1.0
 PATIENCE_S = 10.0
 FAILED = "the run failed before its checks were done"
 _SIGNALS_BY_CODE = {exit_code_after(number): number for number in PASSED_ON}
-
-
-class StoppedProcessDetector:
-    """Detector of processes that stay stopped (SIGSTOP, debugger) for `seconds`; disabled by 0."""
-
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-        self._processes = [psutil.Process(process.pid) for process in processes]
-        self._seconds, self._checked_at = seconds, time.monotonic()
-        self._since: dict[int, float] = {}
-
-    def find_stopped(self) -> int | None:
-        """Return the first rank stopped for too long, else None; polls once a second."""
-        now = time.monotonic()
-        if not self._seconds or now - self._checked_at < STOPPED_POLL_S:
-            return None
-        # Capped, so that a pause of this process itself does not count.
-        elapsed, self._checked_at = min(now - self._checked_at, 2.0 * STOPPED_POLL_S), now
-        for number, process in enumerate(self._processes):
-            self._since[number] = self._since.get(number, 0.0) + elapsed if is_stopped(process) else 0.0
-        return next((number for number, since in self._since.items() if since > self._seconds), None)
 
 
 class PrestartedRanks:
@@ -78,7 +57,8 @@ class PrestartedRanks:
                 with theirs:
                     ranks._channels.append(ours)
                     output = ranks._output if ranks.processes else None
-                    ranks.processes.append(command.start_rank(variables, theirs, output, HELD))
+                    argv = (*command.argv, HELD)
+                    ranks.processes.append(command.start_process(argv, variables, theirs.fileno(), output, output))
         except BaseException:
             ranks.__exit__()
             raise
@@ -96,22 +76,25 @@ class PrestartedRanks:
         Checks may take any time, unless a rank stays stopped for `hang_timeout_minutes`.
         """
         try:
-            code = self._wait(StoppedProcessDetector(self.processes, hang_timeout_minutes * 60.0))
+            code = self._wait(hang_timeout_minutes * 60.0)
         finally:
             self._restore_handlers()
         return self._stop() if not code and self._signals else code
 
-    def _wait(self, detector: StoppedProcessDetector) -> int:
+    def _wait(self, hang_timeout_s: float) -> int:
+        stopped_s = [0.0] * len(self.processes)
         while not self._signals:
             ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
             if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
                 return 0
             if any(process.poll() is not None for process in self.processes):
                 return self._report_failure()
-            if (rank := detector.find_stopped()) is not None:
-                say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
-                self.end()
-                return EXIT_FAILED
+            for rank, process in enumerate(self.processes if hang_timeout_s else ()):
+                stopped_s[rank] = stopped_s[rank] + POLL_S if is_stopped(psutil.Process(process.pid)) else 0.0
+                if stopped_s[rank] > hang_timeout_s:
+                    say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
+                    self.end()
+                    return EXIT_FAILED
         return self._stop()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
@@ -134,7 +117,6 @@ class PrestartedRanks:
         self._channels = []
 
     def _report_failure(self) -> int:
-        """Return the exit code of the first rank that ended; report it unless rank 0 has printed an error."""
         ended = {rank: status for rank, process in enumerate(self.processes) if (status := process.poll()) is not None}
         rank, status = next(iter(ended.items()))
         code = to_exit_code(status)
@@ -169,12 +151,7 @@ class PrestartedRanks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.is_waiting:
             self.end()
         self._restore_handlers()

@@ -1,11 +1,10 @@
-"""The processes below the launcher: run, find, signal and end them; how many the kernel killed for lack of memory."""
+"""The processes below the launcher: run, find, signal and end them."""
 
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -17,8 +16,6 @@ from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rendezvous import host_name
 
 END_PATIENCE_S = 10.0
-CGROUPS = Path("/sys/fs/cgroup")
-VMSTAT = Path("/proc/vmstat")
 POLL_S = 0.05
 CHILD_PATIENCE_S = 10.0
 
@@ -98,41 +95,6 @@ def is_stopped(process: psutil.Process) -> bool:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
         return False
-
-
-def oom_kills(cgroups: Path = CGROUPS, vmstat: Path = VMSTAT) -> int | None:
-    """Return how many processes the out-of-memory killer has ended on this host; None if no counter is readable.
-
-    The sum of the host's counter and those of this process's cgroups: a container may see only its own.
-    """
-    found = _read_counters(vmstat)
-    for folder in _memory_cgroups(cgroups):
-        # cgroups v2, then v1; only in v2 does a counter include the groups below.
-        found += _read_counters(folder / "memory.events") + _read_counters(folder / "memory.oom_control")
-    return sum(found) if found else None
-
-
-def _read_counters(file: Path) -> list[int]:
-    try:
-        lines = [line.split() for line in file.read_text().splitlines()]
-    except OSError:
-        return []
-    return [int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"]
-
-
-def _memory_cgroups(root: Path) -> list[Path]:
-    folders = [root, root / "memory"]
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return folders
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            base = root / "memory" if controllers else root
-            own = base / path.lstrip("/")
-            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder != base]
-    return folders
 
 
 def run_child(argv: Sequence[str], failed: str = "") -> int:

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from launcher.supervision.failure_report import decode_exit_code
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
-from launcher.targets.slurm import Allocation, slurmd_timeout
+from launcher.targets.slurm import Allocation
 from trainer.contract.exit_codes import STOPPED
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
@@ -28,79 +27,54 @@ _SRUN_STATUS = re.compile(
 _SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 # From here on srun reports tasks that it ends itself.
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
-# "pdsh@login: n2: ssh exited with exit code 247"
+# "pdsh@login: n2: ssh exited with exit code 247"; also for a host on which nothing started.
 _PDSH_STATUS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
 # Messages of ssh itself: "n2: ssh: connect to host n2 port 22: Connection refused"
 _SSH_MESSAGE = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
 _SSH_ERROR = "255"
 # Written by DeepSpeed's launcher on a host once one of its ranks has failed.
-_FAILURE = b"Killing subprocess"
+_FAILURE = "Killing subprocess"
 # "srun: error: n2: task 1: Exited with exit code 1", "srun: error: n2: tasks 0-7: Killed"; also for lost nodes.
-_SRUN_FAILURE = re.compile(rb"^srun: error: .*?(?:[Tt]ask|Node).*?(?:exit code (\d+))?$")
-# "pdsh@login: n2: ssh exited with exit code 255"; also for a host on which nothing started.
-_PDSH_FAILURE = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code (\d+)$")
+_SRUN_FAILURE = re.compile(r"^srun: error: .*?(?:[Tt]ask|Node).*?(?:exit code (\d+))?$", re.M)
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
-class Reach(Protocol):
-    """How the launcher's process reaches ranks that another launcher started."""
+class Reach:
+    """How the launcher's process reaches ranks that mpirun started; srun and pdsh differ in some of it."""
+
+    def find_host(self, rank: int) -> str:
+        """Return the host of a rank; empty if unknown."""
+        return ""
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         """Signal the ranks to save and stop; return False if no rank can be reached yet.
 
-        One rank is enough, because they agree by all-reduce.
+        One rank is enough, because they agree by all-reduce; srun and mpirun forward SIGUSR1 to all.
         """
-
-    def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        """Kill every rank now."""
-
-    def find_host(self, rank: int) -> str:
-        """Return the host of a rank; empty if unknown."""
-
-    def describe_wait(self) -> str:
-        """Describe what the launcher waits for when a host sends no heartbeats."""
-
-    def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        """Return rank -> exit status (negative for a signal), as far as the launcher's log reports it."""
-
-    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Return lost host -> evidence; `before` is the log as it was before this launcher ended anything."""
-
-    def is_launcher_failure(self, status: int, log: str) -> bool:
-        """Return whether the launcher itself failed, given that it ended before any failure of a rank was reported."""
-
-
-class LauncherReach:
-    """Reach through srun or mpirun, which forward SIGUSR1 to all ranks and end them on SIGTERM."""
-
-    def find_host(self, rank: int) -> str:
-        return ""
-
-    def describe_wait(self) -> str:
-        return "waiting for its launcher to report it"
-
-    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         process.send_signal(signal.SIGUSR1)
         return True
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        # SIGKILL would end the launcher alone.
+        """Kill every rank now. srun and mpirun do so on SIGTERM; SIGKILL would end them alone."""
         process.terminate()
         deadline = time.monotonic() + END_PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
+        """Return rank -> exit status (negative for a signal), as far as the launcher's log reports it."""
         return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        """Return lost host -> evidence; `before` is the log as it was before this launcher ended anything."""
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
+        """Return whether the launcher itself failed, given that it ended before any failure of a rank was reported."""
         return status < 0
 
 
-class SrunReach(LauncherReach):
+class SrunReach(Reach):
     """Reach through srun, in an allocation that may lose nodes."""
 
     def __init__(self, allocation: Allocation) -> None:
@@ -109,9 +83,6 @@ class SrunReach(LauncherReach):
     def find_host(self, rank: int) -> str:
         node = rank // self.allocation.ranks_per_node
         return self.allocation.nodes[node] if node < len(self.allocation.nodes) else ""
-
-    def describe_wait(self) -> str:
-        return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         statuses = _parse_srun(_SRUN_ENDS.split(log)[0])
@@ -132,7 +103,7 @@ class SrunReach(LauncherReach):
         return status < 0 or (status > 128 and not _parse_srun(log))
 
 
-class SshReach:
+class SshReach(Reach):
     """Reach through ssh to each host, because pdsh forwards no signals. Ranks follow the order of `slots`."""
 
     def __init__(self, slots: Slots) -> None:
@@ -141,9 +112,6 @@ class SshReach:
 
     def find_host(self, rank: int) -> str:
         return self._host_of_rank[rank] if rank < len(self._host_of_rank) else ""
-
-    def describe_wait(self) -> str:
-        return "waiting for its connection to end"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         alive = [beat for _, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None]
@@ -210,38 +178,24 @@ class LauncherLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin = self._read = 0
-        self._unfinished = b""
+        self._begin = 0
         self._text = ""
         self.text_before_end = ""
         """The text at the first failure or stop, before this launcher ended any rank."""
 
     def begin(self) -> None:
         """Skip what an earlier run or attempt has written."""
-        self._begin = self._read = self._path.stat().st_size
+        self._begin = self._path.stat().st_size
 
-    def has_new_failure(self) -> bool:
-        """Return whether a line written since the last call reports a failed rank or host."""
-        try:
-            new = self._read_from(self._read)
-        except OSError:
-            return False  # the file server does not answer for now
-        self._read += len(new)
-        *lines, self._unfinished = (self._unfinished + new).split(b"\n")
-        return any(_is_failure(line) for line in lines)
+    def has_failure(self) -> bool:
+        """Return whether a complete line reports a failed rank or host."""
+        lines = self.text().rpartition("\n")[0]
+        codes = [code for _, code in _PDSH_STATUS.findall(lines)] + _SRUN_FAILURE.findall(lines)
+        return _FAILURE in lines or any(int(code or 1) not in STOPPED for code in codes)
 
     def text(self) -> str:
         """Return the text, or what was read last while the file server does not answer."""
-        with suppress(OSError):
-            self._text = self._read_from(self._begin).decode(errors="replace")
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._begin)
+            self._text = file.read().decode(errors="replace")
         return self._text
-
-    def _read_from(self, offset: int) -> bytes:
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            return file.read()
-
-
-def _is_failure(line: bytes) -> bool:
-    found = _SRUN_FAILURE.match(line) or _PDSH_FAILURE.match(line)
-    return _FAILURE in line or (found is not None and int(found[1] or 1) not in STOPPED)

@@ -74,14 +74,13 @@ class Restarts:
         most: int,
         resumes: bool,
         exclude: Callable[[Ending], str | None] | None = None,
-        print_batch: Callable[[int], None] = lambda step: None,
     ) -> None:
         """Allow `most` restarts after failures; `resumes` if the user lets the run resume from a checkpoint.
 
         `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without it
         such a run ends.
         """
-        self._run_dir, self._start, self._most, self._print_batch = run_dir, start, most, print_batch
+        self._run_dir, self._start, self._most = run_dir, start, most
         self._exclude, self._has_trained = exclude, False
         self._logs = run_dir / "logs"
         self._resumes, self._before, self._record_before = resumes, complete_checkpoints(run_dir), self._record()
@@ -111,7 +110,6 @@ class Restarts:
             before, self._has_trained = ending, self._has_trained or ending.completed_step
 
     def _retry_smaller(self, note: RestartNote, ending: Ending) -> bool:
-        """Prepare a restart with the note's smaller micro-batch; return False after `MOST_HALVINGS`."""
         if self._halvings == MOST_HALVINGS:
             say(
                 f"out of memory in step {note.step} after {MOST_HALVINGS} halvings; use "
@@ -126,14 +124,16 @@ class Restarts:
         return True
 
     def _should_restart(self, ending: Ending, before: Ending | None) -> bool:
-        """Return whether a restart may help; if not, print why."""
         if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._most:
             return False
         if ending.fault.is_user_error:
             return False  # its own message says what to change
         if ending.is_same_failure(before):
-            say(f"not restarted: step {ending.step} failed twice in the same way")
-            self._print_batch(ending.step)
+            inspect = f"zerolora inspect {self._run_dir / 'training_config.json'} --step {ending.step}"
+            say(
+                f"not restarted: step {ending.step} failed twice in the same way; `{inspect} --ranks {ending.ranks}` "
+                "shows its samples"
+            )
             return False
         if self._restarts == self._most:
             say(f"not restarted: training.max_restarts={self._most} is used up")
@@ -154,7 +154,8 @@ class Restarts:
 
         `step` is the step of a restart note, which the heartbeats may lack.
         """
-        newest = self._newest()
+        now = complete_checkpoints(self._run_dir)
+        newest = newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
         if ending.step or step or self._record() != self._record_before:
             # This run has already moved an earlier run's files aside. Never delete now, even if no checkpoint is
             # visible: a network file system may show a new one late.
@@ -167,12 +168,7 @@ class Restarts:
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
         return newest
 
-    def _newest(self) -> str:
-        now = complete_checkpoints(self._run_dir)
-        return newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
-
     def _record(self) -> int:
-        """Return the mtime of the run's record, which each attempt writes first; 0 if it is missing."""
         record = self._run_dir / "run.json"
         return record.stat().st_mtime_ns if record.exists() else 0
 

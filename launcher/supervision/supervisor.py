@@ -15,26 +15,23 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO
 
 import psutil
 
 from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, report_hang
-from launcher.supervision.lost_folder import exit_code_without_folder
-from launcher.supervision.observer import Observer
+from launcher.supervision.observer import Observer, name_hosts
 from launcher.supervision.processes import (
     end_sessions,
     is_alive,
     list_trees,
-    oom_kills,
     send,
 )
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import name_hosts
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import (
@@ -57,17 +54,9 @@ FAILURE_PATIENCE_S = 8.0
 SAVE_PATIENCE_S = 60.0  # after a signal: the others may still complete a checkpoint without the failed rank
 # An unreachable host never reports the end of its ranks, and ssh waits for it until TCP times out.
 END_PATIENCE_S = 22.0
-REMINDER_S = 60.0
 # `timeout` and some schedulers signal both the process and its group: signals this close together count once.
 ONE_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
-
-
-class Before(NamedTuple):
-    """What this host showed before the run."""
-
-    log_sizes: dict[str, int]
-    oom_kills: int | None
 
 
 class State(Enum):
@@ -99,7 +88,6 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.announced_at: float | None = None
-        self.reminded_at = 0.0
         self.is_sent = False
         self._latest = -ONE_SIGNAL_S
 
@@ -155,7 +143,7 @@ class Supervisor:
         """Run to the end, leave no process behind, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
         clear_heartbeats(self.logs)
-        before = Before(log_sizes(self.logs), oom_kills())
+        sizes = log_sizes(self.logs)
         ended = threading.Event()
         handlers = {number: signal.signal(number, self.stop.record) for number in PASSED_ON}
         try:
@@ -181,7 +169,7 @@ class Supervisor:
                 return exit_code_without_folder(codes, self.signals)
             if self.end is End.OUTLIVED:  # its own code only reflects the signal that just ended it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
-            return self._choose_exit_code([EXIT_FAILED] if self.end is End.UNREACHABLE else codes, before)
+            return self._choose_exit_code([EXIT_FAILED] if self.end is End.UNREACHABLE else codes, sizes)
         finally:
             ended.set()
             for number, handler in handlers.items():
@@ -189,7 +177,6 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN if self.signals else handler)
 
     def _watch(self) -> None:
-        """Watch until all processes have ended, or there is another `end`."""
         self.state = State.RUNNING
         while self.end is None and any(process.poll() is None for process in self.processes):
             self.seen.look()
@@ -199,7 +186,6 @@ class Supervisor:
                 time.sleep(POLL_S)
 
     def _advance(self) -> End | None:
-        """Enter the next state if something has happened, and do what is due in it."""
         if self.signals and self._stop():
             return End.AT_ONCE
         if self.seen.silent_run is not None:
@@ -220,7 +206,8 @@ class Supervisor:
     def _set_deadline(self, now: float) -> None:
         """Give the other ranks a deadline after one failed or stopped: they wait for it in NCCL and see no signal."""
         stopped = self._has_stopped()
-        if not stopped and not self._has_failure():
+        has_failed = any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
+        if not (stopped or has_failed or self.seen.has_failure):
             return
         saves = bool(self.signals) and not stopped
         if saves:
@@ -253,16 +240,13 @@ class Supervisor:
             trains = self.seen.look_for_steps()
             doing = "saving a checkpoint, then stopping" if trains else "stopping, before the first step"
             say(f"{first.name}: {doing}; {again} stops at once")
-            stop.announced_at = stop.reminded_at = now
+            stop.announced_at = now
             if self.state is State.RUNNING:
                 self.state = State.STOPPING
         stop.is_sent = stop.is_sent or self._send_stop()
         if not self.seen.trains and now - stop.announced_at > FAILURE_PATIENCE_S:
             # A rank that waits for others in native code does not see the signal, and there is nothing to save.
             return not self.seen.look_for_steps()
-        if now - stop.reminded_at > REMINDER_S:
-            say("still saving; Ctrl-C stops at once")
-            stop.reminded_at = now
         return False
 
     def _send_stop(self) -> bool:
@@ -282,16 +266,13 @@ class Supervisor:
             codes |= self.seen.codes
         return not codes.isdisjoint(STOPPED)
 
-    def _has_failure(self) -> bool:
-        return self.seen.has_failure or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
-
-    def _choose_exit_code(self, codes: list[int], before: Before) -> int:
+    def _choose_exit_code(self, codes: list[int], sizes: dict[str, int]) -> int:
         beats = read_heartbeats(self.logs).values()
         if not any(codes) and (self.reach is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
         if hang := read_hang(self.logs) or self.seen.silent_run:
             hang = name_hosts(hang, self.reach)
-            self.fault = report_hang(self.logs, before.log_sizes, hang, is_reported=self.seen.has_reported_hang)
+            self.fault = report_hang(self.logs, sizes, hang, is_reported=self.seen.has_reported_hang)
             return EXIT_FAILED
         self.seen.codes = {beat.exit_code for beat in beats}
         # Errors of ranks that then wait for the stopped one are no failure.
@@ -307,10 +288,10 @@ class Supervisor:
         if stopped and not failed:
             return stopped[0]  # another process signalled the ranks, and they have saved
         if EXIT_USAGE in failed:
-            return self._report_failure(EXIT_USAGE, before)
-        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, before)
+            return self._report_failure(EXIT_USAGE, sizes)
+        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, sizes)
 
-    def _report_failure(self, code: int, before: Before) -> int:
+    def _report_failure(self, code: int, sizes: dict[str, int]) -> int:
         """Report the failure and return 2 for a user error, 128 + N if signal N ended the rank to blame, else 1.
 
         If ranks ran out of memory and ask for a restart, return 77 without a report.
@@ -323,8 +304,7 @@ class Supervisor:
             lost = self.reach.find_lost_hosts(self.seen.log.text_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
-        oom_killed = None if before.oom_kills is None else (oom_kills() or 0) > before.oom_kills
-        failure = Failure(self.logs, before.log_sizes, failed, code, oom_killed, lost, self._has_launcher_failed())
+        failure = Failure(self.logs, sizes, failed, code, lost, self._has_launcher_failed())
         self.fault = failure.report()
         status = self.fault.status
         if code == EXIT_USAGE:
@@ -332,7 +312,6 @@ class Supervisor:
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        """Return whether the ranks' launcher itself was killed before any rank failed."""
         if self.reach is None or self.state is State.FAILING or self.end in (End.OUTLIVED, End.UNREACHABLE):
             return False
         return self.reach.is_launcher_failure(self.processes[0].wait(), self.seen.log.text())
@@ -353,3 +332,12 @@ class Supervisor:
                 # An unknown end while another's is known: this launcher ended it, last.
                 failed[rank] = Death(now if reported and status is None else death.when, status)
         return failed
+
+
+def exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
+    """Return a run's exit code from the exit codes of its processes and the signals received."""
+    if not any(codes):
+        return EXIT_OK
+    if signals:
+        return choose_stop_code(signals)
+    return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILED

@@ -11,7 +11,6 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import printable
@@ -63,9 +62,7 @@ class ConsolePipe(_Console):
             self._line_is_open = not chunk.endswith(b"\n")
             self._show(chunk)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._write_fd)
         # Ends at once if all writers have ended; an unkillable rank must not keep the user waiting.
         self._thread.join(timeout=5.0)
@@ -82,8 +79,7 @@ class ConsoleFile(_Console):
         logs.mkdir(parents=True, exist_ok=True)
         super().__init__(logs, self.console_path(logs))
         self.path.touch()
-        self._file = self.path.open("rb", buffering=0)
-        self._shown = self._file.seek(0, os.SEEK_END)
+        self._shown = self.path.stat().st_size
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
         self._thread.start()
@@ -103,31 +99,16 @@ class ConsoleFile(_Console):
             ending = self._ended.wait(FOLLOW_S)
 
     def _show_new(self) -> None:
-        try:
-            self._read_on()
-        except OSError:
-            # After a remount of the folder the open file stays unusable.
-            again = self.path.open("rb", buffering=0)
-            self._shown = again.seek(min(self._shown, again.seek(0, os.SEEK_END)))
-            self._close()
-            self._file = again
-            self._read_on()
+        # Opened each time: after a remount of the folder an open file stays unusable.
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._shown)
+            while chunk := file.read(65536):
+                self._shown += len(chunk)
+                self._show(chunk)
 
-    def _read_on(self) -> None:
-        while chunk := self._file.read(65536):
-            self._shown += len(chunk)
-            self._show(chunk)
-
-    def _close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
-        self._close()
         if os.isatty(1):
             _write(SHOW_CURSOR)
 

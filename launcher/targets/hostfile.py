@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 from trainer.config import UserError
 from trainer.config.files import read_text
@@ -22,15 +21,6 @@ SSH_TIMEOUT_S = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
 _ENTRY = re.compile(r"(\S+)\s+slots=([0-9]{1,4})\s*(?:#.*)?")
 _NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
-
-
-class Filters(TypedDict, total=False):
-    """Options that filter hosts and GPUs; missing ones and None filter nothing."""
-
-    include: str | None
-    exclude: str | None
-    num_nodes: int | None
-    num_gpus: int | None
 
 
 def read_hostfile(path: Path) -> Slots:
@@ -54,10 +44,15 @@ def read_hostfile(path: Path) -> Slots:
     return slots
 
 
-def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
+def choose_slots(
+    slots: Slots,
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> Slots:
     """Return `slots` after the filters. Raises UserError for unknown hosts or GPUs, and if nothing is left."""
-    include, exclude = filters.get("include"), filters.get("exclude")
-    num_nodes, num_gpus = filters.get("num_nodes"), filters.get("num_gpus")
     if include is not None and exclude is not None:
         raise UserError("--include with --exclude: pass either what to use or what to exclude")
     if include is not None:
@@ -84,24 +79,17 @@ def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
 
 
 def check_reachable(hosts: Sequence[str], folder: Path) -> None:
-    """Check in parallel that ssh reaches each host and that this Python and `folder` exist there.
-
-    Raises UserError naming every host that fails.
-    """
-    wrong = [f"{host}: {problem}" for host, problem in _find_problems(hosts, folder).items() if problem is not None]
-    if wrong:
-        raise UserError("--hostfile: " + "; ".join(wrong))
+    """Raise UserError naming every host that `find_unreachable` finds."""
+    if wrong := find_unreachable(hosts, folder):
+        raise UserError("--hostfile: " + "; ".join(f"{host}: {problem}" for host, problem in wrong.items()))
 
 
-def reachable(hosts: Sequence[str], folder: Path) -> list[str]:
-    """Return the hosts that `check_reachable` accepts."""
-    return [host for host, problem in _find_problems(hosts, folder).items() if problem is None]
-
-
-def _find_problems(hosts: Sequence[str], folder: Path) -> dict[str, str | None]:
+def find_unreachable(hosts: Sequence[str], folder: Path) -> dict[str, str]:
+    """Return host -> problem where ssh does not reach a host, or this Python or `folder` is missing there."""
     wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        return dict(zip(hosts, pool.map(lambda host: _find_ssh_problem(host, wanted), hosts), strict=True))
+        problems = pool.map(lambda host: _find_ssh_problem(host, wanted), hosts)
+        return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem is not None}
 
 
 def run_on(host: str, command: str) -> None:

@@ -8,7 +8,6 @@ trainer.train` does the same and is supported; a dry run prints it.
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,7 @@ class Command:
         started: list[subprocess.Popen[bytes]] = []
         try:
             for variables in self.rank_environments or ({},):
-                started.append(self._start((*guard, *self.argv), variables, subprocess.DEVNULL, stdout, stderr))
+                started.append(self.start_process((*guard, *self.argv), variables, subprocess.DEVNULL, stdout, stderr))
         except OSError:
             for process in started:
                 process.kill()
@@ -70,15 +69,10 @@ class Command:
             raise
         return started
 
-    def start_rank(
-        self, variables: Mapping[str, str], channel: socket.socket, output: Output, *more: str
-    ) -> subprocess.Popen[bytes]:
-        """Start one rank on this machine with more arguments; `channel` is its stdin, `output` None inherits ours."""
-        return self._start((*self.argv, *more), variables, channel.fileno(), output, output)
-
-    def _start(
+    def start_process(
         self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
     ) -> subprocess.Popen[bytes]:
+        """Start one process with the variables of a rank; `stdout` and `stderr` None inherit ours."""
         env = self.environment() | dict(variables)
         return subprocess.Popen(argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any
 
-from launcher.targets.hostfile import Filters, choose_slots
+from launcher.targets.hostfile import choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
 from trainer.contract.default_ranks import in_allocation, ranks_per_node
@@ -40,7 +40,7 @@ class Allocation:
         return job_port(self.job_id)
 
 
-def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Allocation:
+def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
     """Return this process's allocation after the filters. Raises UserError outside of an allocation."""
     if not in_allocation(env):
         raise UserError(
@@ -121,25 +121,8 @@ def lost_nodes(allocation: Allocation) -> list[str]:
 
 def is_requeued(job: int) -> bool:
     """Return whether SLURM may requeue the job: a batch job submitted with `--requeue`."""
-    shown = _show_job(job)
+    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
     return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
-
-
-def job_state(job: int) -> str:
-    """Return the job's state (RUNNING, NODE_FAIL...); empty if unknown."""
-    found = re.search(r"\bJobState=(\w+)", _show_job(job))
-    return found[1] if found else ""
-
-
-def slurmd_timeout() -> str:
-    """Return how long slurmctld waits for a silent node, as SLURM prints it: `300 sec`."""
-    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
-    found = re.search(r"^SlurmdTimeout\s*=\s*(.+?)\s*$", shown, re.M)
-    return found[1] if found else "usually 300 sec"
-
-
-def _show_job(job: int) -> str:
-    return subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
 
 
 def _find_silent_nodes(nodes: Sequence[str]) -> list[str]:

@@ -9,11 +9,10 @@ import cProfile
 import io
 import pstats
 import time
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
 
-from trainer.parallel.ranks.start_times import StartTimes
+from trainer.parallel.ranks.progress import Progress
 
 LEAST_S = 0.1
 FUNCTIONS = 40
@@ -38,20 +37,23 @@ def _load(spec: Any) -> ModuleType:
         _modules[at] = (_part, _depth, spec.name, time.thread_time() - began)
 
 
-def _change(times: StartTimes, phases: Sequence[str]) -> None:
+def _change(progress: Progress, phases: tuple[str, ...]) -> None:
     global _part
     if _part in _functions:
         _functions[_part].disable()
-    _plain_change(times, phases)
-    _part = "/".join(times._part)
+    _plain_change(progress, phases)
+    _part = "/".join(phases) or "other"
     _functions.setdefault(_part, cProfile.Profile()).enable()
 
 
-def _end(times: StartTimes) -> None:
-    _plain_end(times)
-    _functions[_part].disable()
+def _end(progress: Progress) -> dict[str, float] | None:
+    parts = _plain_end(progress)
+    if parts is None:
+        return None
+    if _part in _functions:
+        _functions[_part].disable()
     with open("profile", "w") as file:
-        print(*times.table(), "", "imported (processor seconds)", sep="\n", file=file)
+        print(*parts.items(), "", "imported (processor seconds)", sep="\n", file=file)
         for part, depth, name, seconds in _modules:
             if seconds >= LEAST_S:
                 print(f"{seconds:6.2f}  {part:<24}{'  ' * depth}{name}", file=file)
@@ -61,8 +63,9 @@ def _end(times: StartTimes) -> None:
             if stats.total_tt >= LEAST_S:
                 stats.sort_stats("cumulative").print_stats(FUNCTIONS)
                 print(f"\n== {part}", text.getvalue(), file=file)
+    return parts
 
 
-_imports, _times = cast(Any, _frozen_importlib), cast(Any, StartTimes)
-_plain_load, _plain_change, _plain_end = _imports._load_unlocked, StartTimes.change, StartTimes.end
-_imports._load_unlocked, _times.change, _times.end = _load, _change, _end
+_imports, _progress = cast(Any, _frozen_importlib), cast(Any, Progress)
+_plain_load, _plain_change, _plain_end = _imports._load_unlocked, Progress._change, Progress.end_start
+_imports._load_unlocked, _progress._change, _progress.end_start = _load, _change, _end

@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("settings", nargs="*")
     parser.add_argument("--functions", action="store_true", help="one more start, and what its parts were spent on")
     options = parser.parse_args()
-    arguments = [*options.settings, f"--num-gpus={options.ranks}", *["--profile-start"] * options.profile]
+    arguments = [*options.settings, f"--num-gpus={options.ranks}", *["--verbose"] * options.profile]
     with tempfile.TemporaryDirectory() as name:
         write_run(Path(name), options.shape, options.length)
         starts = [start_once(Path(name), options.tree, arguments) for _ in range(options.runs + 1)]

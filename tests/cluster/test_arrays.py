@@ -129,8 +129,10 @@ def test_seeds_of_a_comparison_are_an_array_and_the_login_node_makes_the_tables(
 ) -> None:
     output = workplace / "compare"
     controllers = ["--controllers", "none,pi"]
-    submit = ["submit", str(comparison), "--compare-seeds", "2", "--compare=--controllers=none,pi", *ONE_RANK]
-    job = slurm.run(*ZEROLORA, *submit).split()[0]
+    (workplace / "seeds.txt").write_text("seed=42\nseed=43\n")
+    options = ["--array=0-1", "--nodes=1", "--ntasks-per-node=1", f"--output={workplace}/compare.log", *ONE_RANK]
+    arguments = [str(comparison), "--output", str(output), "--seeds", "1", *controllers, f"@{workplace}/seeds.txt"]
+    job = slurm.run("sbatch", "--parsable", *options, "slurm/train.sbatch", "compare", *arguments).strip()
     for task in (0, 1):
         assert end_of(slurm, f"{job}_{task}") == "COMPLETED", log_of(workplace, "compare")
     trials = {f"{setting}-seed{seed}" for setting in ("none", "delta-pi") for seed in (42, 43)}

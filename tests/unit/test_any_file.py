@@ -22,9 +22,9 @@ from launcher.commands import main as zerolora
 from launcher.doctor.other_hosts import format_answers, parse_answers
 from launcher.job_starts import build_resume_settings
 from launcher.status import describe_run
+from launcher.supervision.observer import name_hosts
 from launcher.supervision.remote import SrunReach, SshReach
 from launcher.supervision.restarts import Ending, Restarts
-from launcher.supervision.silence import name_hosts
 from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import read_hostfile
 from launcher.targets.slurm import Allocation

@@ -23,13 +23,12 @@ from launcher.doctor.this_host import (
     check_packages,
     check_port,
 )
-from launcher.supervision.build_locks import describe_awaited_build, remove_stale_locks
+from launcher.supervision.build_locks import remove_stale_locks
 from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, collective_timeout
 from trainer.contract.doctor_check import Check
-from trainer.contract.heartbeat import BUILD_LOCK, Heartbeat, read_heartbeats
 from trainer.parallel.ranks.agreement import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]
@@ -86,21 +85,6 @@ def test_a_run_removes_what_only_a_killed_build_can_have_left(
         remove_stale_locks()
     assert [lock.exists() for lock in locks.values()] == [False, True, True]
     assert capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build killed 10 minutes ago\n"
-
-
-def test_the_build_that_a_rank_waits_for_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert describe_awaited_build() == "the build of an operator"
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    os.utime(lock, (time.time() - 600.0,) * 2)
-    assert describe_awaited_build() == f"the holder of {lock}, a process of another host or user"
-    with lock.open():
-        assert describe_awaited_build() == f"process {os.getpid()}, which compiles cpu_adam"
-    beat = Heartbeat(1, "n1", 2, 0, "start engine", None, BUILD_LOCK, None, 0.0, False, 1.0, 1.0, 0.0)
-    (tmp_path / "heartbeat-1.json").write_bytes(beat.line())
-    assert read_heartbeats(tmp_path)[1].waits_for_build
 
 
 def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:

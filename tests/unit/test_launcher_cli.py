@@ -13,7 +13,6 @@ import yaml
 from typer.main import get_command
 
 from launcher.commands import GROUPS, MODULES, app, build_command
-from trainer.setup.early_checks import OF_RUN
 
 CHECKOUT = Path(__file__).parents[2]
 DASHES = "settings are written without dashes"
@@ -127,29 +126,21 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        *(([command, "none"], "error: none: no such folder") for command in OF_RUN),
-        (["eval", "."], "error: .: not the folder of a run: it has no training_config.json"),
-        (["inspect", "c.yaml", "--examples", "2"], "error: dataset.path=data.jsonl: no such file or folder"),
-        (["inspect", "c.yaml", "base_model=./none"], "error: base_model=./none: no such folder"),
-        (["inspect", "c.yaml", "model.tokenizer=./none"], "error: model.tokenizer=./none: no such folder"),
-        (["inspect", "c.yaml", "lora.adapter_path=./none"], "error: lora.adapter_path=./none: no such folder"),
+        (["train", "c.yaml"], "error: dataset.path=data.jsonl: no such file or folder"),
+        (["train", "c.yaml", "base_model=./none"], "error: base_model=./none: no such folder"),
+        (["train", "c.yaml", "model.tokenizer=./none"], "error: model.tokenizer=./none: no such folder"),
+        (["train", "c.yaml", "lora.adapter_path=./none"], "error: lora.adapter_path=./none: no such folder"),
         (
-            ["inspect", "c.yaml", "dataset.chat_template=x.jinja"],
+            ["train", "c.yaml", "dataset.chat_template=x.jinja"],
             "error: dataset.chat_template=x.jinja: neither a template nor",
         ),
-        (["inspect", "c.yaml", *REFERENCE], "error: scu.reference=none.txt: no such file or folder"),
-        (["prepare", "c.yaml", "output_dir=/"], "error: output_dir=/: "),
-        (["prepare", "c.yaml", f"{RESUME}=latest"], f"error: {RESUME}=latest: "),
-        (["prepare", "c.yaml", f"{RESUME}=./none"], f"error: {RESUME}=./none: not the folder of a checkpoint"),
-        (["eval", "run", "--data", "none.jsonl"], "error: --data=none.jsonl: no such file or folder"),
-        (["eval", "run", "--data=$NONE/x"], "error: --data=$NONE/x: the variable NONE is not set"),
-        (["generate", "run", "--prompts", "none.jsonl"], "error: --prompts=none.jsonl: no such file or folder"),
-        (["generate", "run", "--prompts", "$NONE/x"], "error: --prompts=$NONE/x: the variable NONE is not set"),
+        (["train", "c.yaml", *REFERENCE], "error: scu.reference=none.txt: no such file or folder"),
+        (["train", "c.yaml", "output_dir=/"], "error: output_dir=/: "),
+        (["train", "c.yaml", f"{RESUME}=latest"], f"error: {RESUME}=latest: "),
+        (["train", "c.yaml", f"{RESUME}=./none"], f"error: {RESUME}=./none: not the folder of a checkpoint"),
     ],
 )
 def test_missing_files_are_found_before_torch_is_imported(folder: Path, words: list[str], complaint: str) -> None:
-    (folder / "run").mkdir()
-    (folder / "run" / "training_config.json").write_text("{}")
     result = zerolora(*words, cwd=folder, variables={"PYTHONPROFILEIMPORTTIME": "1"})
     imported = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
     assert result.returncode == 2 and imported

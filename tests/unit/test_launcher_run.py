@@ -111,7 +111,7 @@ def test_a_killed_rank_takes_the_run_down(runs: dict[str, Run]) -> None:
     assert run.end() == 128 + signal.SIGKILL
     lines = run.text("err").splitlines()
     assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step 10)"
-    assert "oom_kill counter did not move" in lines[1]
+    assert "usually host memory ran out" in lines[1]
     assert lines[-1].startswith("full log")
     assert run.left_behind() == []
 
@@ -147,14 +147,11 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) 
     assert run.left_behind() == []
 
 
-def test_every_rank_that_was_killed_is_named_at_its_step(runs: dict[str, Run]) -> None:
-    """The second dies when the end of the first is known: it is not the launcher that has killed it."""
+def test_the_rank_that_was_killed_first_is_named_at_its_step(runs: dict[str, Run]) -> None:
     run = runs["both killed"]
     assert run.end() == 128 + signal.SIGKILL
-    words = f"on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step"
-    lines = run.text("err").splitlines()
-    assert lines[0] == f"the run failed: rank 0 {words} 9)"
-    assert f"also: rank 1 {words} 10)" in lines
+    line = f"the run failed: rank 0 on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step 9)"
+    assert run.text("err").splitlines()[0] == line
 
 
 @pytest.mark.parametrize("name", ["late", "alone"])

@@ -18,7 +18,7 @@ with ConsolePipe(Path()) as pipe:
 assert not os.path.exists(pipe.path)
 """
 FOLLOWS = """
-import os, sys
+import sys, time
 from pathlib import Path
 from launcher.supervision.terminal import ConsoleFile
 with ConsoleFile(Path(sys.argv[1])) as console:
@@ -26,8 +26,10 @@ with ConsoleFile(Path(sys.argv[1])) as console:
         rank.write("before\\n")
     while console._shown < 7:
         pass
-    # What was open on a file server that was mounted anew can be read no more.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), console._file.fileno())
+    logs = Path(sys.argv[1])
+    logs.rename(logs.with_name("away"))
+    time.sleep(1.0)
+    logs.with_name("away").rename(logs)
     with open(console.path, "a") as rank:
         rank.write("after\\n")
 """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.lost_folder import RETURN_S, STOP_S, FolderWatch, exit_code_without_folder
+from launcher.supervision.observer import RETURN_S, STOP_S, FolderWatch
+from launcher.supervision.supervisor import exit_code_without_folder
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
-from trainer.setup.early_checks import check_words
 from trainer.setup.preflight import prepare
 from trainer.tasks.task_names import check_task_names
 
@@ -183,16 +182,13 @@ def test_push_checks_the_login_before_it_writes(
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
-def test_unknown_tasks_are_found_without_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_tasks_are_found_without_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", None)
     check_task_names(["gsm8k", "mmlu_*", "hellaswag"])
     with pytest.raises(UserError, match=r"^evaluation.tasks=gsm8kk: not a task of lm-eval; did you mean gsm8k\?$"):
         check_task_names(["gsm8kk"])
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "training_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"^--tasks=none.yaml: no such file"):
-        check_words("eval", [str(run), "--tasks", "none.yaml"])
+        check_task_names(["none.yaml"], "--tasks")
 
 
 def test_code_of_another_repository_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
     """Slots of three hosts, 4, 2 and 2; and those that answer."""
     (tmp_path / "hostfile").write_text("a slots=4\nb slots=2\nc slots=2\n")
     answering = {"a", "b", "c"}
-    monkeypatch.setattr(rank_slots, "reachable", lambda hosts, folder: [one for one in hosts if one in answering])
+    monkeypatch.setattr(
+        rank_slots, "find_unreachable", lambda hosts, folder: {one: "down" for one in hosts if one not in answering}
+    )
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
     monkeypatch.setattr("launcher.plan._find_address", lambda host: host)
     request = Request(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
@@ -48,7 +50,7 @@ def test_slots_of_the_hosts_that_answer_and_divide(
     assert included(places, NONE, None) == "--include=a:0,1,2,3@b:0,1@c:0,1"
     answering.remove("b")
     again = places.plan_restart(NONE, 8)
-    assert again.slots == (0, 1, 2, 3) and places.describe(again.idle) == "slot 0 of c, slot 1 of c"
+    assert again.slots == (0, 1, 2, 3) and again.available == 6
     assert "not reached by ssh: b" in capsys.readouterr().err
     assert included(places, NONE, 8) == "--include=a:0,1,2,3"
     assert included(places, NONE, 12) == "--include=a:0,1,2,3@c:0,1"
@@ -90,24 +92,24 @@ def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RankSlo
 
 
 @pytest.mark.parametrize(
-    ("lost", "total", "shape", "idle"),
+    ("lost", "total", "shape", "available"),
     [
-        ([], 16, "--ntasks=8", ""),
-        (["n2"], 16, "--ntasks=4", "node n4"),  # three nodes of two: six ranks would not divide
-        (["n2"], 12, "--ntasks=6", ""),
-        (["n2"], 9, "--ntasks=3", ", ".join(f"1 of the ranks of node {name}" for name in ("n1", "n3", "n4"))),
-        ([], 4, "--nodelist=n1,n2", "node n3, node n4"),  # of two with four ranks the one on fewer nodes
-        (["n1", "n2", "n3"], 16, "--ntasks=2", ""),
+        ([], 16, "--ntasks=8", 8),
+        (["n2"], 16, "--ntasks=4", 6),  # three nodes of two: six ranks would not divide
+        (["n2"], 12, "--ntasks=6", 6),
+        (["n2"], 9, "--ntasks=3", 6),
+        ([], 4, "--nodelist=n1,n2", 8),  # of two with four ranks the one on fewer nodes
+        (["n1", "n2", "n3"], 16, "--ntasks=2", 2),
     ],
 )
 def test_nodes_that_are_left_and_divide(
-    on_nodes: tuple[RankSlots, list[str]], lost: list[str], total: int, shape: str, idle: str
+    on_nodes: tuple[RankSlots, list[str]], lost: list[str], total: int, shape: str, available: int
 ) -> None:
     places, gone = on_nodes
     gone += lost
     again = places.plan_restart(NONE, total)
     command = again.plan[0]([])
-    assert shape in command.argv and command.ranks == len(again.slots) and places.describe(again.idle) == idle
+    assert shape in command.argv and command.ranks == len(again.slots) and again.available == available
     taking_part = [f"n{place // 2 + 1}" for place in again.slots]
     assert not set(taking_part) & set(lost)
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
@@ -128,7 +130,7 @@ def test_ranks_of_this_machine(tmp_path: Path) -> None:
     places = RankSlots(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
     assert places.find_unit(1) == ("the slot of rank 1", {1})
     again = places.plan_restart(frozenset({1}), 12)
-    assert again.slots == (0,) and again.idle == () and again.plan[0]([]).ranks == 1
+    assert again.slots == (0,) and again.available == 1 and again.plan[0]([]).ranks == 1
     assert places.plan_restart(NONE, None).slots == (0, 1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision import observer, remote, supervisor
-from launcher.supervision.remote import LauncherLog, LauncherReach, Reach, SrunReach, SshReach
+from launcher.supervision.remote import LauncherLog, Reach, SrunReach, SshReach
 from launcher.targets.local import Command
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
@@ -63,7 +63,7 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
         (SRUN, "srun: error: n2: tasks 0,2-3: Segmentation fault (core dumped)\n", {0: -11, 2: -11, 3: -11}),
         (SRUN, "srun: error: Node failure on n2\nsrun: error: n2: task 2: Something new\n", {}),
         (
-            LauncherReach(),
+            Reach(),
             "mpirun noticed that process rank 3 with PID 0 on node n2 exited on signal 9 (Killed).\n",
             {3: -9},
         ),
@@ -103,7 +103,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             {"n2": "srun could not start its ranks: Communication connection failure"},
         ),
         (SRUN, "srun: error: Unable to create step for job 1\n", ENDED, {}),
-        (LauncherReach(), "mpirun: a word\n", "", {}),
+        (Reach(), "mpirun: a word\n", "", {}),
     ],
 )  # fmt: skip
 def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, after: str, hosts: object) -> None:
@@ -130,7 +130,7 @@ def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
         for code, fails in ((143, False), (255, True), (127, True)):
             writing.write(PDSH.format("n2", code))
             writing.flush()
-            assert log.has_new_failure() is fails
+            assert log.has_failure() is fails
 
 
 def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ class Starts:
     def __init__(self, folder: Path, *endings: Ending, saves: Sequence[int] = ()) -> None:
         self.folder, self.endings, self.saves = folder, list(endings), list(saves)
         self.settings: list[list[str]] = []
-        self.batches: list[int] = []
 
     def __call__(self, settings: Sequence[str]) -> Ending:
         self.settings.append(list(settings))
@@ -29,7 +28,7 @@ class Starts:
         return self.endings.pop(0)
 
     def run(self, most: int = 3, *, resumes: bool = False) -> int:
-        restarts = Restarts(self.folder, self, most=most, resumes=resumes, print_batch=self.batches.append)
+        restarts = Restarts(self.folder, self, most=most, resumes=resumes)
         return restarts.run()
 
 
@@ -82,8 +81,8 @@ def test_what_fails_twice_in_a_step_is_told_with_its_documents(
 ) -> None:
     starts = Starts(tmp_path, killed(7), killed(7))
     assert starts.run() == 137
-    assert starts.batches == [7]
-    assert "step 7 failed twice in the same way" in capsys.readouterr().err
+    inspect = f"`zerolora inspect {tmp_path}/training_config.json --step 7 --ranks 2` shows its samples"
+    assert f"step 7 failed twice in the same way; {inspect}" in capsys.readouterr().err
 
 
 def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,10 +30,10 @@ from trainer.contract.rank_arguments import StartMessage
 from trainer.parallel.ranks.progress import PROGRESS
 end = PROGRESS.end_start
 def ended():
-    times = end()
-    if times is not None:
+    parts = end()
+    if parts is not None:
         open("modules", "w").write("\\n".join(sys.modules))
-    return times
+    return parts
 def released(channel):
     open("modules-before", "w").write("\\n".join(sys.modules))
     assert gc.isenabled() and gc.get_freeze_count() > 100_000
@@ -125,20 +125,18 @@ def test_a_rank_imports_all_that_its_first_step_needs_before_its_release_and_not
 
 @pytest.mark.distributed
 def test_where_the_time_to_the_first_step_went_is_shown_and_recorded(folder: Path) -> None:
-    with train(folder, "--profile-start") as process:
+    with train(folder, "--verbose") as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    lines = out.splitlines()
-    first = lines.index(next(line for line in lines if line.split() == ["start", "s", "cpu", "s"]))
-    last = next(at for at, line in enumerate(lines) if line.startswith("from the command to the first step"))
-    parts = {line.split("  ")[0]: float(line.split()[-2]) for line in lines[first + 1 : last] if line[0] != " "}
+    line = next(line for line in out.splitlines() if line.startswith("start        "))
+    total, _, shown = line.removeprefix("start").partition(" s: ")
+    parts = {name: float(seconds) for name, _, seconds in (part.rpartition(" ") for part in shown.split(", "))}
     assert list(parts)[:3] == ["command", "imports", "checks"]
     assert {"join", "load", "start engine", "first step"} <= set(parts)
-    total = float(lines[last].split()[-1])
-    assert abs(sum(parts.values()) - total) < 0.01 * len(parts)
+    assert abs(sum(parts.values()) - float(total)) < 0.1 * len(parts)
     record = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert record["start/total_s"] == pytest.approx(total, abs=0.01)
-    assert record["start/load_s"] == pytest.approx(parts["load"], abs=0.01)
+    assert record["start/total_s"] == pytest.approx(float(total), abs=0.1)
+    assert record["start/load_s"] == pytest.approx(parts["load"], abs=0.1)
 
 
 @pytest.mark.distributed
@@ -232,24 +230,24 @@ def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp
 
 
 def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.parallel.ranks.start_times import StartTimes
+    from trainer.parallel.ranks.progress import Progress
 
     monkeypatch.delenv("ZEROLORA_LAUNCHER", raising=False)
-    times = StartTimes()
-    for phases in (("load",), ("load", "weights"), ("load",), (), ("start engine",)):
-        times.change(phases)
+    progress = Progress()
+    with progress.phase("load"):
         time.sleep(0.02)
-    began, before = psutil.Process(os.getpid()).create_time(), time.time()
-    times.at_first_step()
-    times.change(("backward",))
-    times.end()
-    after = time.time()
-    values = times.values()
-    assert sum(value for name, value in values.items() if name != "start/total_s") == pytest.approx(times.total)
-    assert values["start/load_s"] >= 0.06 and values["start/other_s"] >= 0.02
+        with progress.phase("weights"):
+            time.sleep(0.02)
+    time.sleep(0.02)
+    progress.at_step(1)
+    with progress.phase("backward"):
+        time.sleep(0.02)
+    parts = progress.end_start()
+    age = time.time() - psutil.Process(os.getpid()).create_time()
+    assert parts is not None and progress.end_start() is None
+    assert parts["load"] >= 0.04 and parts["other"] >= 0.02 and parts["first step"] >= 0.02 and "weights" not in parts
     # The kernel tells when a process began in hundredths of a second, and when it began itself in whole ones.
-    assert before - began - 2.0 <= times.total <= after - began + 2.0
-    assert "first step" in "\n".join(times.table())
+    assert sum(parts.values()) == pytest.approx(age, abs=2.0)
 
 
 def test_what_prepares_for_other_hosts_and_is_killed_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,22 +175,6 @@ def test_tasks_that_are_no_numbers_are_refused_as_such(config: Path, array: str)
     assert isinstance(done.exception, UserError) and "must read 0-7, 0,3,5 or 0-12:2" in str(done.exception)
 
 
-def test_a_comparison_is_an_array_over_seeds(config: Path, tmp_path: Path) -> None:
-    script = dry_run(config, "seed=7", "--compare-seeds", "3")
-    assert "--array=0-2" in options_of(script)
-    assert f"set -- compare {config} seed=7 --output {tmp_path}/run --seeds 1 @{tmp_path}/run/logs/sweep.txt" in script
-    script = dry_run(config, "--compare-seeds", "3", "--compare=--controllers=none,pi")
-    assert f" --seeds 1 --controllers=none,pi @{tmp_path}/run/logs/sweep.txt" in script
-    done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", "--compare=--controllers=none,pi"])
-    assert isinstance(done.exception, UserError) and "needs --compare-seeds" in str(done.exception)
-
-
-def test_a_comparison_needs_no_switch_for_the_settings_of_the_scu(config: Path) -> None:
-    config.write_text(config.read_text() + "scu: {target: 0.005}\n")
-    assert "set -- compare" in dry_run(config, "--compare-seeds", "2")
-    assert isinstance(CliRunner().invoke(app, ["submit", str(config), "--dry-run"]).exception, UserError)
-
-
 def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
     """The part of the script that does it, run by bash, with a value that holds a space."""
     script = TEMPLATE.read_text()
@@ -299,7 +283,7 @@ def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out
     (tmp_path / "metrics.jsonl").write_bytes(text.encode() + b"\xff\xfe\n" + b"[" * 100_000 + b"\n")
     shown = dict(describe_run(tmp_path))
     assert shown["held out"] == "1.7500 at step 3, best 1.5000 at step 3"
-    assert (shown["speed"], shown["elapsed"]) == ("150 tok/s", "0:00:35 of training")
+    assert shown["speed"] == "150 tok/s"
     assert shown["step"] == "3"
     (tmp_path / "metrics.jsonl").write_text(text.replace("tokens_per_second", "images_per_second"))
     assert dict(describe_run(tmp_path))["speed"] == "150.00 images/s"
@@ -313,13 +297,6 @@ def test_what_slurm_says_of_a_job() -> None:
     ]  # fmt: skip
     assert find_run_dir({"Comment": "zerolora /runs/a b"}) == Path("/runs/a b")
     assert find_run_dir({"Comment": "mine"}) is None
-
-
-def test_the_log_of_tasks_that_wait() -> None:
-    job = {"JobId": "15", "ArrayJobId": "15", "ArrayTaskId": "0-3,7%2", "JobState": "PENDING", "TimeLimit": "01:00:00"}
-    job |= {"StdOut": "/run/logs/slurm-15_4294967294.log"}
-    assert describe_job(job)[-1] == ("log", "/run/logs/slurm-15_[0-3,7].log")
-    assert describe_job(job | {"ArrayTaskId": "7"})[-1] == ("log", "/run/logs/slurm-15_7.log")
 
 
 SCRIPT = """

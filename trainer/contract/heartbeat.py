@@ -57,12 +57,12 @@ class Heartbeat:
     first_step: Count = 0
     """First optimizer step of this process; 0 before it."""
     device_reached: int | None = None
-    """Last mark reached by its GPU (trainer/parallel/ranks/device_marks.py), once the rank has stayed there."""
+    """Last mark reached by its GPU (trainer/parallel/ranks/watchdog.py), once the rank has stayed there."""
 
     @classmethod
-    def missing(cls, rank: int, host: str) -> "Heartbeat":
-        """Create a placeholder for a rank without a heartbeat; `host` is empty if it is unknown."""
-        return cls(rank, host, 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
+    def missing(cls, rank: int) -> "Heartbeat":
+        """Create a placeholder for a rank without a heartbeat."""
+        return cls(rank, "", 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
 
     @property
     def is_missing(self) -> bool:
@@ -73,11 +73,6 @@ class Heartbeat:
     def completed_step(self) -> bool:
         """Whether the process has completed a step since its start."""
         return self.step > self.first_step > 0
-
-    @property
-    def waits_for_build(self) -> bool:
-        """Whether it waits for another process to compile an operator."""
-        return self.place == BUILD_LOCK
 
     def where(self) -> str:
         """Format its position in the run, as "step 412, phase backward"."""

@@ -47,13 +47,6 @@ def read_place(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
     return None, 0, 1, 0
 
 
-def local_world_size(env: Mapping[str, str]) -> int | None:
-    """Return the number of ranks on this host; None if it is unknown."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    found = next((env[name] for name in names if name in env), "")
-    return int(found) if found.isdigit() else None
-
-
 def srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
     """Return the rendezvous address and port of a SLURM step: its first node, and the port of its job."""
     return first_host(env["SLURM_STEP_NODELIST"]), job_port(int(env["SLURM_JOB_ID"]))

@@ -54,7 +54,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
-    """Check and prepare the run; return 0 and the result, or another exit code after printing an error."""
     show = partial(print, flush=True)
     with _exit_on_signals(), _quiet(), phase("checks"):
         try:

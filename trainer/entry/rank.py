@@ -55,7 +55,11 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
         if ranks.local_rank == 0:
             start_build(loaded.config)
         with phase("tokenise"):
-            prepared = _prepare(loaded.config, found)
+            if isinstance(found, Prepared):  # before the launcher locked the folder
+                check_folder(loaded.config)
+                prepared = found
+            else:
+                prepared = prepare(loaded.config, model_files=found)
         with phase("join"):
             lock = _lock_folder(loaded.config, ranks, arguments.lock)
         watchdog.writes = True
@@ -67,14 +71,6 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     if lock is not None:
         lock.release()
     return code
-
-
-def _prepare(config: RunConfig, found: Prepared | ModelFiles | None) -> Prepared:
-    """Prepare the run, reusing what was found before the launcher locked the folder."""
-    if isinstance(found, Prepared):
-        check_folder(config)
-        return found
-    return prepare(config, model_files=found)
 
 
 def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
@@ -104,7 +100,6 @@ def _train(
     stop: StopRequest,
     lock: FolderLock | None,
 ) -> int:
-    """Train, report errors, and return the exit code."""
     console = open_console(
         Path(loaded.config.output_dir),
         ranks.rank,
@@ -119,7 +114,6 @@ def _train(
         console,
         stop,
         lock,
-        profile_start=arguments.profile_start,
         verbose=arguments.verbose,
     )
     try:
@@ -160,7 +154,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
     parser.add_argument("--lock", help="token of the launcher's lock of the output folder")
     parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
-    parser.add_argument("--profile-start", action="store_true", help="report the time spent before the first step")
     parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
     parser.add_argument("--console", help="file for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)

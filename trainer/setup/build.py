@@ -87,7 +87,6 @@ def _layer_shards(
 
 
 def _describe_gather(decided: Decisions, shards: LayerShards | None) -> str:
-    """Describe how stage 3 gathers the base, and why."""
     if shards is not None:
         return shards.line()
     if decided.gather.value == "layer":

@@ -1,7 +1,6 @@
 """Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from rich.markup import escape
@@ -16,7 +15,6 @@ from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.agreement import meet
-from trainer.parallel.ranks.device_ahead import hash_triton_ahead
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -27,33 +25,17 @@ from trainer.tasks.reward import RewardTask
 from trainer.tasks.task import Task
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Everything that the ranks of a run agree on before they load weights."""
-
-    config: RunConfig
-    """The configuration without `auto`."""
-    prepared: Prepared
-    device: torch.device
-    """Device of this rank."""
-    precision: str
-    memory: MemoryPlan
-    """Memory plan with the decisions."""
-    task: Task
-
-
 @phase("join")
 def join(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
-) -> Joined:
+) -> tuple[str, MemoryPlan, Task]:
     """Form the process group, plan the memory, and print the decisions; every rank must call it.
 
+    Returns the precision, the memory plan with the decisions and the configuration without `auto`, and the task.
     `notes` are those of loading the configuration. Raises UserError if ranks differ in what must be equal.
     """
     check_ranks(config.parallel.sequence, ranks.world_size)
     device = ranks.device()
-    if device.type == "cuda" and prepared.tokenizer is not None:  # image models use no Triton kernels
-        hash_triton_ahead()
     _join_process_group(config, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
     for note in notes:
@@ -67,7 +49,7 @@ def join(
     for note in memory.notes:
         say(note)
     _print_steps(config, resolved, count_samples(prepared), config.data_ranks(ranks.world_size), say)
-    return Joined(resolved, prepared, device, precision, memory, task)
+    return precision, memory, task
 
 
 def _join_process_group(config: RunConfig, ranks: Ranks, lock: FolderLock | None, say: Output) -> None:

@@ -284,33 +284,26 @@ def start_build(config: RunConfig) -> None:
 
     Raises UserError if they are requested and cannot be built.
     """
-    if not _uses_operators(config):
-        return
-    import ops
-
-    assert config.ops.backend in ("auto", "cuda")
-    try:
-        ops.start_build(config.ops.backend)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    _build(config, None)
 
 
 def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
     """Build the CUDA operators for the ranks if this run uses them."""
-    if not _uses_operators(config):
+    _build(config, report)
+
+
+def _build(config: RunConfig, report: Callable[[str], None] | None) -> None:
+    backend = config.ops.backend
+    if backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
         return
     import ops
 
-    assert config.ops.backend in ("auto", "cuda")
-    report("building the operators, unless they are cached")
+    if report is not None:
+        report("building the operators, unless they are cached")
     try:
-        ops.load(config.ops.backend)
+        (ops.start_build if report is None else ops.load)(backend)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def _uses_operators(config: RunConfig) -> bool:
-    return config.ops.backend in ("auto", "cuda") and config.adapter != "none" and torch.cuda.is_available()
 
 
 def _check_adapter_folder(config: RunConfig) -> None:
@@ -325,7 +318,6 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
 
 def _check_adapter_on_hub(name: str) -> None:
-    """Raise UserError if an adapter's settings cannot be loaded from the hub or its cache."""
     from peft import PeftConfig
 
     check_source("lora.adapter_path", name)

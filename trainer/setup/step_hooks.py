@@ -7,7 +7,6 @@ from trainer.data.prepared import Prepared, skipped_records
 from trainer.model.adapter import GradientCheck
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.ranks.progress import PROGRESS
-from trainer.parallel.ranks.start_times import StartTimes
 from trainer.tasks.task import BatchSource
 
 
@@ -26,14 +25,15 @@ class FirstGradients(Hook):
 class StartReport(Hook):
     """Reports the times of the start at the end of the first step, and logs them with the next metrics."""
 
-    def __init__(self, report: Callable[[StartTimes], None]) -> None:
+    def __init__(self, report: Callable[[dict[str, float]], None]) -> None:
         self._report = report
         self._times: dict[str, float] = {}
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        if (start := PROGRESS.end_start()) is not None:
-            self._times = start.values()
-            self._report(start)
+        if (parts := PROGRESS.end_start()) is not None:
+            self._times = {f"start/{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
+            self._times["start/total_s"] = sum(parts.values())
+            self._report(parts)
         found, self._times = (self._times, {}) if step.is_logged else ({}, self._times)
         return found
 
@@ -41,13 +41,13 @@ class StartReport(Hook):
 class Samples(Hook):
     """Generates samples every `every` steps, on every rank, except after the last step."""
 
-    def __init__(self, sample: Callable[[int], None], every: int, total_steps: int) -> None:
+    def __init__(self, sample: Callable[[str, int], None], every: int, total_steps: int) -> None:
         self._sample, self._every, self._total_steps = sample, every, total_steps
 
     def between_steps(self, step: int, settle: Callable[[], None]) -> None:
         if step % self._every == 0 and step != self._total_steps:
             settle()
-            self._sample(step)
+            self._sample(f"step-{step}", step)
 
 
 class SkippedRecords(Hook):

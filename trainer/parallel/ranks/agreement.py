@@ -68,8 +68,6 @@ class World:
     store: Any
     """On rank 0 the server at which the process group is formed: keep a reference until then."""
     hosts: int = 1
-    token: str = ""
-    """Token of the lock that rank 0 holds in the output folder, seen there by all ranks."""
 
 
 def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
@@ -103,7 +101,7 @@ def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
     answer = _exchange(exchange, ranks, report, patience, config.output_dir)
     if answer["wrong"]:
         raise UserError(answer["wrong"])
-    return World(answer["summary"], store, int(answer["hosts"]), token)
+    return World(answer["summary"], store, int(answer["hosts"]))
 
 
 def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
@@ -126,15 +124,9 @@ def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[
             decision = decide()
         except UserError as error:
             problem = str(error)
-        store.set("problem", problem)
-    else:
-        with phase(WAITING_PHASE):
-            problem = store.get("problem").decode()
-        if store.add("read", 1) == ranks.world_size - 1:
-            store.set("all read", "")
+    with phase(WAITING_PHASE):
+        problem = _send_to_all(store, ranks, problem)
     if problem:
-        # If rank 0 ended at once, the others would find a closed connection instead of the problem.
-        store.wait(["all read"])
         raise UserError(problem)
     return decision
 
@@ -216,13 +208,10 @@ def summary(reports: Sequence[Report]) -> str:
 
 
 def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
-    """Return rank 0's answer to all reports."""
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
-        answer: dict[str, str] = json.loads(store.get("answer"))
-        if store.add("read", 1) == ranks.world_size - 1:
-            store.set("all read", "")
-        return answer
+        heard: dict[str, str] = json.loads(_send_to_all(store, ranks, ""))
+        return heard
     reports = [report]
     for rank in range(1, ranks.world_size):
         try:
@@ -237,10 +226,20 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
         "summary": summary(reports),
         "hosts": str(len({report.host for report in reports})),
     }
-    store.set("answer", json.dumps(answer))
-    # If this rank ended at once, the others would find a closed connection instead of the answer.
-    store.wait(["all read"])
+    _send_to_all(store, ranks, json.dumps(answer))
     return answer
+
+
+def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
+    """Return rank 0's text on every rank, once all have read it: if rank 0 ended before, they would see no store."""
+    if ranks.is_main:
+        store.set("answer", text)
+    else:
+        text = store.get("answer").decode()
+        if store.add("read", 1) == ranks.world_size - 1:
+            store.set("all read", "")
+    store.wait(["all read"])
+    return text
 
 
 def _listed(words: Any) -> str:

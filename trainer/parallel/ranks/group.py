@@ -26,7 +26,6 @@ from trainer.contract.rendezvous import (
     SRUN,
     free_port,
     host_name,
-    local_world_size,
     port_taken_message,
     read_place,
     srun_rendezvous,
@@ -66,11 +65,6 @@ class Ranks:
                 f"of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
-
-    def is_on_own_host(self, rank: int) -> bool:
-        """Return whether the launcher's variables show that another rank is on this host."""
-        first = self.rank - self.local_rank
-        return first <= rank < first + (local_world_size(os.environ) or 0)
 
     def device(self) -> torch.device:
         """Return the device of this rank."""

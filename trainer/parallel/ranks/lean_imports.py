@@ -1,14 +1,12 @@
-"""Import libraries without heavy modules that training never uses: torch's compiler, torchao, SciPy and others.
+"""Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
 for any adapter, compiles two functions of its CPU backend at import, and DeepSpeed (0.19.8) three of an optimizer that
 it looks up by name. They are compiled at their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
-Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported.
-
-If SciPy and scikit-learn are installed, transformers imports them for code that no run calls: object detection losses
-and (in 5.17.0, not in 5.23.0) assisted generation. torchvision is still imported: image processors need it.
+Inductor with it, to ask whether a weight is torchao's. Such weights exist only once torchao has been imported. If SciPy
+is installed, transformers imports it for object detection losses, which no run calls.
 """
 
 import gc
@@ -18,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -32,12 +30,9 @@ AVAILABILITY_CHECKS = {
     "peft.tuners.lora.torchao": ("peft.import_utils", "torchao"),
     "peft.utils.quantization_utils": ("peft.import_utils", "torchao"),
     "diffusers.quantizers.torchao.torchao_quantizer": ("diffusers.utils", "torchao"),
-    "transformers.generation.candidate_generator": ("transformers.utils", "sklearn"),
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
 """Module -> module that it imports `is_..._available` from, and the package that this function checks."""
-IMPORT_UTILS = "transformers.utils.import_utils"
-"""Reads the names in all of transformers' files twice, because its cache is smaller than the number of folders."""
 NEEDED_BY_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -49,10 +44,10 @@ NEEDED_BY_EVERY_RUN = (
 
 
 class _Finder(MetaPathFinder):
-    """Finds each of the modules once, like the other finders, and wraps its loader."""
+    """Finds each of the modules once, like the other finders, and replaces functions while it is executed."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS, IMPORT_UTILS) if name not in sys.modules}
+        self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,26 +57,15 @@ class _Finder(MetaPathFinder):
         self._wanted.remove(fullname)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            loader: Any = spec.loader  # of this module alone
+            loader.exec_module = partial(_execute, loader.exec_module)
         return spec
 
 
-class _Loader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        asked = AVAILABILITY_CHECKS.get(module.__name__)
-        with _compile_lazily() if asked is None else _available_if_imported(*asked):
-            self._loader.exec_module(module)
-        if module.__name__ == IMPORT_UTILS:
-            lists: Any = module
-            lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    asked = AVAILABILITY_CHECKS.get(module.__name__)
+    with _compile_lazily() if asked is None else _available_if_imported(*asked):
+        execute(module)
 
 
 @contextmanager
@@ -109,8 +93,7 @@ def _available_if_imported(asked: str, package: str) -> Iterator[None]:
 
 @replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")
 @replaces("`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported")
-@replaces("`is_scipy_available` and `is_sklearn_available` while modules of transformers are imported")
-@replaces("the cache of transformers' import structure")
+@replaces("`is_scipy_available` while transformers' object detection losses are imported")
 def import_lean() -> None:
     """Install the finder; modules that are already imported stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -129,15 +112,12 @@ def import_common_modules() -> None:
 
 
 def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
-    """Return `function` compiled at its first call."""
     if function is None:
         return partial(_when_called, compile, **options)
-    compiled: list[Callable[..., Any]] = []
+    compiled = cache(lambda: compile(function, **options))
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        if not compiled:
-            compiled.append(compile(function, **options))
-        return compiled[0](*arguments, **named)
+        return compiled()(*arguments, **named)
 
     return call

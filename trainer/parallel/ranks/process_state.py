@@ -96,7 +96,7 @@ class Work:
         # The CPU time of the watching thread itself is not work.
         cpu = usage.ru_utime + usage.ru_stime - watching.ru_utime - watching.ru_stime
         moved_bytes, faults = 0.0, usage.ru_minflt + usage.ru_majflt - watching.ru_minflt - watching.ru_majflt
-        for process in (self._process, *self._children()):
+        for process in (self._process, *self._process.children(recursive=True)):
             try:
                 if process.pid != self._process.pid:
                     times = process.cpu_times()
@@ -107,25 +107,23 @@ class Work:
                 continue  # ended meanwhile, or not readable
         return cpu, moved_bytes, float(faults)
 
-    def _children(self) -> list[psutil.Process]:
-        try:
-            return self._process.children(recursive=True)
-        except psutil.Error:
-            return []
-
 
 def free_host_memory() -> float:
     """Return the GiB of host memory that this process may still use: of the machine, or of its cgroup if less."""
     free = [float(psutil.virtual_memory().available)]
-    for root, limit, used in (
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        for folder in (root / _own_cgroup(root.name == "memory"), root):
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")  # version 1 or 2
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        for folder in (root / path.lstrip("/"), root):
             try:
-                free.append(float((folder / limit).read_text()) - float((folder / used).read_text()))
+                free.append(
+                    float((folder / f"memory.{limit}").read_text()) - float((folder / f"memory.{used}").read_text())
+                )
             except (OSError, ValueError):
-                continue  # another version of cgroups, or "max"
+                continue  # no limit here, or "max"
     return max(min(free), 0.0) / GIB
 
 
@@ -136,12 +134,3 @@ def free_shared_memory() -> float:
     except OSError:
         return float("inf")
     return found.f_bavail * found.f_frsize / GIB
-
-
-def _own_cgroup(first_version: bool) -> str:
-    """Return the path of this process's memory cgroup below its mount point."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if ("memory" in controllers.split(",")) if first_version else not controllers:
-            return path.lstrip("/")
-    return ""

@@ -1,12 +1,11 @@
 """What this process is doing, recorded by its main thread for the watchdog; a note takes one or two microseconds."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import psutil
-
-from trainer.parallel.ranks.start_times import StartTimes
+from trainer.contract.launcher_process import VARIABLE, ProcessMark, read_stat
 
 # Work of a length that depends on data, disk and network. In all others a rank without progress waits for another one.
 LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", "save", "generate", "report"))
@@ -34,12 +33,12 @@ class Progress:
         """Writes the step and the first step at once; set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
         """Marks the device's work of this step when a phase of OF_A_STEP begins; set by the watchdog."""
-        self._start: StartTimes | None = StartTimes()
+        self._first_step_at: float | None = None
+        self._start_has_ended = False
 
     def at_step(self, step: int) -> None:
         """Record that optimizer step `step` begins."""
-        if self._start is not None:
-            self._start.at_first_step()
+        self._first_step_at = self._first_step_at or time.monotonic()
         self.first_step = self.first_step or step
         self.changed_at = time.monotonic()
         self.attribute_failures_to(step)
@@ -69,24 +68,41 @@ class Progress:
     def _change(self, phases: tuple[str, ...]) -> None:
         self.phases = phases
         self.changed_at = time.monotonic()
-        if self._start is not None:
-            self._start.change(phases)
 
-    def end_start(self) -> StartTimes | None:
-        """Return the times of the start, at the end of the first step; None later."""
-        start, self._start = self._start, None
-        if start is not None:
-            start.end()
-        return start
+    def end_start(self) -> dict[str, float] | None:
+        """Return the seconds from the command to the end of the first step, by part; None after the first call.
+
+        Parts are the launcher's own time, the imports, the outermost phases, the first step, and the rest.
+        """
+        if self._start_has_ended:
+            return None
+        self._start_has_ended = True
+        now, own = time.monotonic(), _read_start(os.getpid())
+        launcher = ProcessMark.parse(os.environ.get(VARIABLE, ""))
+        launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else own
+        parts = {"command": own - launched} if launched < own else {}
+        parts |= {"imports": self._seconds_before_phases(now), **self.seconds}
+        parts["first step"] = now - (self._first_step_at or now)
+        parts["other"] = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - launched - sum(parts.values()))
+        return parts
 
     def time_by_phase(self) -> dict[str, float]:
         """Return the seconds of this process: `start` until the first phase, each phase, and `steps` for the rest."""
         now = time.monotonic()
-        first = self.first_phase_at or now
-        start = max(0.0, time.time() - psutil.Process().create_time() - (now - first))
         open_for = now - self.changed_at if self.phases else 0.0
-        rest = max(0.0, now - first - open_for - sum(self.seconds.values()))
-        return {"start": start, **self.seconds, "steps": rest}
+        rest = max(0.0, now - (self.first_phase_at or now) - open_for - sum(self.seconds.values()))
+        return {"start": self._seconds_before_phases(now), **self.seconds, "steps": rest}
+
+    def _seconds_before_phases(self, now: float) -> float:
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - _read_start(os.getpid())
+        return max(0.0, age - (now - (self.first_phase_at or now)))
+
+
+def _read_start(pid: int) -> float:
+    """Return when a process of this host began, in seconds since the boot; now if it has ended."""
+    fields = read_stat(pid)
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return now if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 # One per process, as there is one main thread: passing it down to every collective would be noise.

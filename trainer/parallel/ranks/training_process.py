@@ -10,7 +10,6 @@ from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.contract.standard_streams import open_closed_descriptors
-from trainer.parallel.ranks.device_ahead import create_cuda_context_early
 from trainer.parallel.ranks.lean_imports import import_lean
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -33,8 +32,7 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 def begin() -> None:
     """End at once on a signal, until trainer.parallel.ranks.signals takes over, and when the parent process ends.
 
-    Later imports are lean (lean_imports.py) and never from the working folder; meanwhile the driver creates the CUDA
-    context.
+    Later imports are lean (lean_imports.py) and never from the working folder.
     """
     open_closed_descriptors()
     if not sys.flags.safe_path and str(CHECKOUT) in sys.path[1:]:
@@ -47,4 +45,3 @@ def begin() -> None:
     # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import_lean()
-    create_cuda_context_early()

@@ -106,6 +106,8 @@ class Watchdog:
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
+        self.note_end = self._folder.note_end
+        """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
         self.all_write = False
         """Whether every rank writes heartbeats from its start, so that a rank without any has not started."""
         PROGRESS.write_step = self._write_step
@@ -142,10 +144,6 @@ class Watchdog:
         self._folder.publish(replace(self._own_heartbeat(), exit_code=exit_code))
         return exit_code
 
-    def note_end(self, exit_code: int) -> None:
-        """Write the latest heartbeat again with the exit code; safe at any moment, as in a signal handler."""
-        self._folder.note_end(exit_code)
-
     def _write_step(self, step: int, first: int) -> None:
         if not self._folder.is_open:
             self._folder.publish(self._own_heartbeat())  # the launcher forwards signals to the process named here
@@ -163,7 +161,6 @@ class Watchdog:
                 self._check_others(beat)
 
     def _own_heartbeat(self) -> Heartbeat:
-        """Return this rank's current heartbeat."""
         progress, now = PROGRESS, time.monotonic()
         frame = main_thread_frame()
         collective, begun = find_collective(frame), None
@@ -202,14 +199,13 @@ class Watchdog:
         )
 
     def _check_others(self, own: Heartbeat) -> None:
-        """Read the others' heartbeats; end this rank if the run hangs."""
         now = time.monotonic()
         for rank, beat in (self._folder.read() | {own.rank: own}).items():
             before = self._seen.get(rank)
             if before is None or before[0] != beat:
                 self._seen[rank] = (beat, now)
         unheard = {
-            rank: Heartbeat.missing(rank, self._host if self._ranks.is_on_own_host(rank) else "")
+            rank: Heartbeat.missing(rank)
             for rank in range(self._ranks.world_size)
             if rank not in self._seen and own.step == 0
         }
@@ -227,7 +223,6 @@ class Watchdog:
             self._exit(verdict, first=self._folder.decide(verdict))
 
     def _exit(self, verdict: Hang, *, first: bool) -> None:
-        """Write this rank's stacks into its log and end the process."""
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
@@ -270,7 +265,6 @@ def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
 
 
 def _waits_for_others(beat: Heartbeat) -> bool:
-    """Return whether the rank is in a collective or where the ranks meet."""
     return beat.collective is not None or (beat.phase.startswith("join") and beat.place != BUILD_LOCK)
 
 
@@ -302,8 +296,7 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
 
 def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:
     if beat.is_missing:
-        place = f" on {beat.host}" if beat.host else ""
-        return f"rank {beat.rank}{place} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
+        return f"rank {beat.rank} has sent no heartbeat since it was started: {STOPPED_OR_LOST}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
         return f"{who} sends no heartbeat any more, {_describe_position(beat)}: {_why_silent(beat)}"
@@ -319,7 +312,6 @@ def _describe_position(beat: Heartbeat) -> str:
 
 
 def _why_silent(beat: Heartbeat) -> str:
-    """Return the rank's exit code, or the state of its process if it is on this host."""
     if beat.exit_code is not None:
         return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():
