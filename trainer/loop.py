@@ -69,6 +69,8 @@ class Loop:
             with exclude_from_garbage_collection():
                 while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
                     self._step()
+                    if self._context.stragglers is not None:
+                        self._context.stragglers.compare(self.position.step)
                     self._evaluate_if_due()
                     for hook in self._hooks:
                         hook.between_steps(self.position.step, self._pause)
@@ -117,7 +119,7 @@ class Loop:
     def _launch(self) -> tuple[StepInFlight, int]:
         """Fetch and start the step at this position; also returns the number of samples that all ranks used."""
         context, position = self._context, self.position
-        with phase("data"):
+        with phase("data"), context.own_time(on_device=False):
             batches, consumed = context.batches.step_batches(position.epoch, position.offset)
         for hook in self._hooks:
             hook.with_batches(position.step + 1, batches)

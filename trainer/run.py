@@ -35,6 +35,7 @@ from trainer.monitor.summary import start_summary
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.eight_bit_moments import elements_per_buffer
 from trainer.parallel.engine.flat_adapter import flatten_adapter
+from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
     build_optimizer,
     build_schedule,
@@ -280,9 +281,12 @@ class Run:
             hooks += [SpikeWatch(self.say, position)] if warns else []
         if self.task.counted == "images" and (every := self.config.image.sample_every):
             hooks.append(Samples(partial(self.evaluation.sample, folder=self.folder), every, total_steps))
+        stragglers = watch_stragglers(engine, self.ranks, self.say)
         loss = graphs or self.loss
         return Loop(
-            StepContext(engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering),
+            StepContext(
+                engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering, stragglers
+            ),
             [hook for hook in hooks if hook is not None],
             self.config.training,
             position,

@@ -9,6 +9,7 @@ micro-step therefore passes sum_local * world * accumulation / N to it.
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer.memory.oom_recovery import Recovery
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, sum_over_ranks
 from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.loss_head import to_device
 from trainer.scu.controller import Steering
 from trainer.tasks.task import Batch, BatchSource, StepLoss
@@ -72,6 +74,12 @@ class StepContext:
     """Lets the ranks agree, before gradients are reduced, that none ran out of memory."""
     steering: Steering | None = None
     """Adds its penalty, in nats per token, once per step."""
+    stragglers: StragglerWatch | None = None
+    """Measures this rank's own time; None on a single rank."""
+
+    def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
+        """Count the block as this rank's own time."""
+        return nullcontext() if self.stragglers is None else self.stragglers.own_time(on_device=on_device)
 
 
 class StepInFlight:
@@ -177,7 +185,8 @@ def _micro_step(
 
     `steering_at` is the step in its last micro-batch, to which the penalty is added.
     """
-    loss_local = context.loss(context.engine, batch, context.engine.device)
+    with context.own_time():
+        loss_local = context.loss(context.engine, batch, context.engine.device)
     sums[0] += loss_local.detach()
     total = (loss_local + context.loss.balancing) * scale
     if steering_at is not None and context.steering is not None:

@@ -1,4 +1,4 @@
-"""Runs with a rank that is killed, cannot restart, or fails on its data."""
+"""Runs with a rank that is killed, cannot restart, fails on its data, or is slow."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,9 @@ from tests.restarting import (
     train,
     write_short_run,
 )
+from tests.tiny import make_model
 from trainer.contract.restart_record import read_restarts
+from trainer.parallel.ranks.stragglers import REPEATS, WINDOW
 
 pytestmark = pytest.mark.distributed
 
@@ -99,3 +101,18 @@ def test_a_non_finite_first_loss_is_not_counted_as_a_step(workplace: Path) -> No
     code, seen = train(workplace, "nan-first", f"1:nan@loss:1;{LATE}", once=False)
     assert code == 1, seen
     assert "the run failed: rank 1 on " in seen and "not restarted: no step was completed" in seen, seen
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("gather", ["layer", "module"])
+def test_a_slow_rank_is_named_under_zero_3(workplace: Path, gather: str) -> None:
+    """The others wait for it within their forward passes, which then last as long as its own."""
+    if gather == "layer":  # a layer ahead, so that in a shallow model they would hardly wait
+        zero = [f"base_model={make_model(workplace / 'deep', layers=12)}"]
+    else:  # only the embedding and the head are gathered, and not ahead; by default all of a small model stays whole
+        zero = ["zero.persistence_threshold=20000", "zero.prefetch_bucket_size=0"]
+    settings = ["zero.stage=3", f"zero.gather={gather}", *zero, f"training.max_steps={WINDOW * REPEATS}"]
+    code, seen = train(workplace, f"slow-{gather}", "1:slow layer:1", *settings, "training.save_steps=0", once=False)
+    assert code == 0, seen
+    notes = [line for line in seen.splitlines() if " is slow: its own work" in line]
+    assert len(notes) == 1 and f"step {WINDOW * REPEATS}: rank 1 on " in notes[0], seen

@@ -1,6 +1,7 @@
-"""What the run reports of losses that jump; the numbers are given."""
+"""What the run tells of losses that jump and of ranks that are slow; the numbers are given."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from trainer.checkpoint.checkpoint import Position
 from trainer.monitor.hooks import FinishedStep
 from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
 
 
 def noisy(count: int) -> list[float]:
@@ -48,3 +51,38 @@ def test_what_is_no_spike(losses: list[float]) -> None:
     spikes = SpikeWatch(pytest.fail, Position())
     for step, loss in enumerate(losses, start=1):
         assert not spikes.check(step, loss, 1.0)
+
+
+def watch(said: list[str], ranks: int = 4) -> StragglerWatch:
+    found = StragglerWatch(Ranks(0, ranks, 0), torch.device("cpu"), said.append)
+    found._hosts = [f"gpu-{rank}" for rank in range(ranks)]
+    return found
+
+
+def test_a_rank_that_is_slow_again_and_again_is_named_once() -> None:
+    said: list[str] = []
+    stragglers = watch(said)
+    for window in range(1, REPEATS + 3):
+        stragglers.judge(window * WINDOW, [0.100, 0.130, 0.101, 0.099])
+    assert len(said) == 1
+    assert f"step {REPEATS * WINDOW}: rank 1 on gpu-1 is slow: its own work takes 130.0 ms per step" in said[0]
+
+
+def test_now_and_then_is_nobody_slow() -> None:
+    said: list[str] = []
+    stragglers = watch(said)
+    for window in range(1, 30):
+        times = [0.1] * 4
+        times[window % 4] = 0.2
+        stragglers.judge(window * WINDOW, times)
+        stragglers.judge(window * WINDOW, [0.0001, 0.0002, 0.0001, 0.0001])
+    assert said == []
+
+
+def test_own_time_is_that_of_the_block() -> None:
+    stragglers = watch([])
+    for _ in range(2):
+        with stragglers.own_time():
+            time.sleep(0.02)
+    assert 0.04 <= stragglers._own_seconds() < 1.0
+    assert stragglers._own_seconds() == 0.0

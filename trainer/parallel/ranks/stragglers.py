@@ -1,0 +1,97 @@
+"""Report a rank that is slower than the others step after step, as they all wait for it in every collective.
+
+The own time of a rank is measured where it waits for no other: its forward passes, on the GPU's clock, and the loading
+of its data. Under ZeRO-3 forward passes wait for all-gathers, which is subtracted
+(trainer/parallel/engine/gather_waits.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
+REPEATS comparisons in a row is reported.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from trainer.contract.rendezvous import host_name
+from trainer.parallel.ranks.group import Ranks, gather_objects
+
+WINDOW = 50
+REPEATS = 3
+# GPUs of one kind differ by a few per cent, and so do batches of documents.
+FACTOR = 1.15
+LEAST_S = 1e-3
+
+_Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
+
+
+class StragglerWatch:
+    """This rank's own time in the steps of a window, and the results of the comparisons so far."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, say: Callable[[str], None]) -> None:
+        """Exchange the host names of the ranks. Every rank must create one; only rank 0's `say` is called."""
+        self._ranks, self._device, self._say = ranks, device, say
+        self._spans: list[_Span] = []
+        self._seconds = 0.0
+        self._is_own = False
+        self._slow_in_a_row = [0] * ranks.world_size
+        self._hosts = gather_objects(host_name())
+
+    @contextmanager
+    def own_time(self, *, on_device: bool = True) -> Iterator[None]:
+        """Count the block as this rank's own time; `on_device` if a GPU does the work."""
+        self._is_own = True
+        try:
+            with self._timed(1.0, on_device=on_device):
+                yield
+        finally:
+            self._is_own = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Subtract the block, in which this rank waits for others, from its own time; no effect outside `own_time`."""
+        with self._timed(-1.0) if self._is_own else nullcontext():
+            yield
+
+    @contextmanager
+    def _timed(self, factor: float, *, on_device: bool = True) -> Iterator[None]:
+        if not (on_device and self._device.type == "cuda"):
+            started = time.perf_counter()
+            yield
+            self._seconds += factor * (time.perf_counter() - started)
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._spans.append((factor, start, end))
+
+    def compare(self, step: int) -> None:
+        """Compare the ranks at the end of a window and report slow ones; every rank must call it after every step."""
+        if step % WINDOW or self._ranks.world_size == 1:
+            return
+        own = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
+        own[self._ranks.rank] = self._own_seconds() / WINDOW
+        dist.all_reduce(own)
+        if self._ranks.is_main:
+            self.judge(step, own.tolist())
+
+    def judge(self, step: int, seconds: list[float]) -> None:
+        """Report slow ranks; `seconds` is each rank's mean own time per step in the window that ends with `step`."""
+        for rank, own in enumerate(seconds):
+            others = median(seconds[:rank] + seconds[rank + 1 :])
+            slow = own > FACTOR * others and own - others > LEAST_S
+            self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if slow else 0
+            if self._slow_in_a_row[rank] == REPEATS:
+                self._say(
+                    f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
+                    f"takes {own * 1e3:.1f} ms per step, the others' {others * 1e3:.1f}; all ranks wait for it"
+                )
+
+    def _own_seconds(self) -> float:
+        spans, self._spans = self._spans, []
+        seconds, self._seconds = self._seconds, 0.0
+        if spans:
+            spans[-1][2].synchronize()
+        return seconds + sum(factor * start.elapsed_time(end) for factor, start, end in spans) / 1e3
