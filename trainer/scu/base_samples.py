@@ -7,7 +7,6 @@ cost of coding the base's own text with the adapter. They are kept in the run's 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +21,9 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
-from trainer.scu.fit import MIN_TEXTS, split_held_out
 
 SAMPLES, LENGTH, SAMPLE_BATCH, MIN_LENGTH = 512, 128, 64, 8
 MAX_AUTO_CACHE_BYTES = 2**30
-HELD_OUT_BATCH = 8
-"""Held-out texts that are measured in one batch."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +51,14 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
     documents: Samples | list[Sample] | None = prepared.reference
     if documents is None:
         documents = base_samples(engine, prepared.tokenizer, config, resumes=inputs.step > 0, ranks=ranks)
-    everything = [documents[index] for index in range(len(documents))]
-    fits = scu.controller == "pi" and scu.scale_to_target
-    texts, held_out = split_held_out(everything) if fits else (everything, [])
+    texts = [documents[index] for index in range(len(documents))]
     reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
     length, stats = reference_length, prepared.data.stats
     if isinstance(prepared.data.train, Samples):
         length = stats.tokens / len(prepared.data.train)
     wanted = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
-    build_reference = partial(
-        Reference,
+    reference = Reference(
+        texts,
         rows=min(max(1, round(wanted * length / reference_length)), max(1, len(texts) // ranks.world_size)),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -73,13 +67,10 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
         packed=config.dataset.packing,
         flat=inputs.flat,
     )
-    reference = build_reference(texts)
     source = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
     say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {source}")
     if prepared.reference is None:
         say("scu: other texts may diverge more from the base than its own samples: set scu.reference to such texts")
-    if fits and not held_out:
-        say(f"scu: fewer than {MIN_TEXTS} reference texts, so none is held out: scu.scale_to_target does nothing")
     states, visits = None, inputs.total_steps * reference.rows
     if _should_cache_states(scu.reference_cache, size := _count_state_bytes(engine, texts), visits, len(texts)):
         states = BaseStates.compute(engine, inputs.token_loss, reference)
@@ -89,9 +80,8 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
         engine,
         inputs.token_loss,
         reference,
-        drawn=everything if prepared.reference is None else (),
+        drawn=texts if prepared.reference is None else (),
         base_states=states,
-        held_out=build_reference(held_out, rows=HELD_OUT_BATCH) if held_out else None,
     )
 
 

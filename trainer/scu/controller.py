@@ -13,7 +13,7 @@ Evaluation does not use it. A fault raises ScuFault on every rank; training neve
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from trainer.contract.whole_files import write_json
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
-from trainer.scu.fit import Fit
 from trainer.scu.information import AdapterInformation, data_bpt
 from trainer.scu.law_settings import adapt_state, build_information, build_law
 
@@ -85,8 +84,6 @@ class Steering:
         self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
         self.state = scu.initial(self.law)
         self.records: list[dict[str, Any]] = []
-        self.fitted: Fit | None = None
-        """Set at the end of a run, if the adapter was scaled to the target."""
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
         self._squares = self.information.squares if self.information is not None else None
@@ -296,8 +293,6 @@ class Steering:
             "tokens": self.tokens,
             "total_updates": self.law.total_updates,
         }
-        if self.fitted is not None:
-            config["fitted"] = asdict(self.fitted)
         if self.law.form == "published":
             config["gain_bound"] = scu.gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()

@@ -19,7 +19,6 @@ from trainer.contract.whole_files import write_json
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
 
 REFERENCE_FILE = "scu_reference.json"
@@ -99,18 +98,16 @@ class Divergence:
         *,
         drawn: Sequence[Sample] = (),
         base_states: BaseStates | None = None,
-        held_out: Reference | None = None,
     ) -> None:
         """`drawn`: all of the base's own samples, which a resumed run needs again.
 
-        With `base_states` steps need no forward pass of the base. `held_out` documents are used by no step.
+        With `base_states` steps need no forward pass of the base.
         """
-        self.drawn, self._base_states, self.held_out = drawn, base_states, held_out
+        self.drawn, self._base_states = drawn, base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self.compute: Callable[..., Tensor] = token_loss.divergence
         """`TokenLoss.divergence`, or a captured CUDA graph of it, for steps."""
         self._sum: Tensor | None = None
-        self._held_out_states: BaseStates | None = None
 
     def penalty(self, step: int, lambda_: float) -> Tensor:
         """Return lambda K in nats per token, of which the mean over the ranks is the penalty; a collective call.
@@ -142,31 +139,6 @@ class Divergence:
     def bits(self, step: int, sum_global: float) -> float:
         """Return K of a step in bits per token from the sum over the ranks, clamped at 0 against rounding."""
         return max(0.0, sum_global / self.reference.tokens(step) / math.log(2.0))
-
-    def measure_held_out(self) -> float:
-        """Return K of the current model on the held-out documents in bits per token, as rank 0 measures it.
-
-        A collective call. The base's hidden states are computed by the first call only, where they can be cached.
-        """
-        held_out, device = self.held_out, self._engine.device
-        assert held_out is not None, "no documents were held out"
-        if self._held_out_states is None:
-            self._held_out_states = BaseStates.compute(self._engine, self._token_loss, held_out)
-        states, total = self._held_out_states, torch.zeros((), dtype=torch.float64, device=device)
-        for begin in range(0, len(held_out.documents), held_out.rows):
-            chosen = range(begin, min(begin + held_out.rows, len(held_out.documents)))
-            batch = held_out.batch(chosen)
-            base = (
-                states.load(chosen, device)
-                if states
-                else self._token_loss.compute_base_states(self._engine, batch, device)
-            )
-            total += self._token_loss.divergence(self._engine, batch, device, base_states=base, with_gradient=False)
-        if self.reference.rank:
-            total.zero_()
-        tokens = sum(len(document.input_ids) - 1 for document in held_out.documents)
-        bits = sum_over_ranks(total).item() / tokens / math.log(2.0)
-        return 0.0 if bits < 0.0 else bits  # rounding; keeps NaN
 
     def write(self, run_dir: Path) -> None:
         """Write the base's samples, which exist nowhere else."""
