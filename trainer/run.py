@@ -41,7 +41,6 @@ from trainer.parallel.engine.optimizer import (
     build_schedule,
     has_moved,
     planned_rates,
-    rate_floor,
 )
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
@@ -246,7 +245,7 @@ class Run:
         self.batches = self.task.batches()
         total_steps = count_steps(training, count_samples(self.prepared), self.config.data_ranks(self.ranks.world_size))
         assert total_steps is not None  # a stream without max_steps was refused
-        self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
+        self.schedule = build_schedule(self.optimizer, training, total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, total_steps, self.schedule, self.batches)
         return position, total_steps
 

@@ -67,9 +67,6 @@ class ScuSection(Section):
     """Smallest lambda."""
     lambda_max: Positive = 1e4
     """Largest lambda; linear and cosine end here."""
-    rate_floor: Annotated[Fraction, _PI] = 0.0
-    """`pi`: minimum learning rate after warm-up as a fraction of the peak. The controller acts on gradients and has no
-    effect at a learning rate of 0."""
     sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
