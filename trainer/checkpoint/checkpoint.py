@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -56,10 +57,11 @@ class RankState:
         pieces = engine_state.pieces()
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
-            pieces = Pieces(tensors, pieces.shards, pieces.shapes, pieces.offsets, pieces.layout)
+            pieces = Pieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
-        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
+        metadata = {"python_rng": json.dumps(random.getstate()), "positions": _hash_positions(engine_state)}
+        return cls(ranks.rank, pieces, own, metadata, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Add `state`, after the device has computed the copied step."""
@@ -157,7 +159,8 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     tensors = _load(path)
-    version, internal, gauss = json.loads(read_safetensors_header(path)[1]["python_rng"])
+    metadata = read_safetensors_header(path)[1]
+    version, internal, gauss = json.loads(metadata["python_rng"])
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(tensors["rng/torch"])
     position, has_gauss, cached = tensors["rng/numpy_rest"].tolist()
@@ -166,7 +169,14 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}
-    return engine_state.restore_raw(moments)
+    if metadata["positions"] != _hash_positions(engine_state):  # changed by a setting such as ops.flat
+        return False
+    engine_state.restore_raw(moments)
+    return True
+
+
+def _hash_positions(engine_state: EngineState) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(engine_state.positions()).encode())
 
 
 def _loss_scale(engine: Engine) -> dict[str, float] | None:

@@ -1,8 +1,7 @@
 """The 8-bit moments of bitsandbytes: bytes, and a scale for each block of 256 elements of a partition.
 
 Quantising them again changes them: the signed code book has 1 but no -1, so a block with a negative largest element
-gets a different scale. The blocks of a flat adapter, cut at multiples of 256, are the same on any number of ranks, and
-their saved scales reproduce the bytes.
+gets a different scale.
 """
 
 from typing import Any
@@ -14,7 +13,6 @@ from trainer.config import OPTIMIZERS
 # bitsandbytes' names of the two 8-bit moments, their scales and code books; a scale covers 256 elements.
 EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
 EIGHT_BIT_BLOCK = 256
-ELEMENTS_AT_ONCE = 64_000_000
 
 
 def elements_per_buffer(optimizer: str, world_size: int) -> int:
@@ -28,33 +26,11 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor)
     return codes[values.reshape(-1).long()] * scale_of_each
 
 
-def requantise(
-    entry: dict[str, Any], names: tuple[str, str, str], dense: torch.Tensor, scales: torch.Tensor | None
-) -> bool:
-    """Write 32-bit moments into an 8-bit entry, with their original `scales` if given; return whether it is exact."""
+def requantise(entry: dict[str, Any], names: tuple[str, str, str], dense: torch.Tensor) -> None:
+    """Write 32-bit moments into an 8-bit entry."""
     from bitsandbytes.functional import quantize_blockwise
 
     values, scale, codes = (entry[name] for name in names)
-    if scales is not None:
-        packed = _nearest_codes(dense, scales, codes)
-        if torch.equal(dequantised(packed, scales, codes), dense):
-            values.copy_(packed.view_as(values))
-            scale.copy_(scales)
-            return True
     packed, found = quantize_blockwise(dense, code=codes, blocksize=EIGHT_BIT_BLOCK)
     values.copy_(packed.view_as(values))
     scale.copy_(found.absmax)
-    return not dense.any()
-
-
-def _nearest_codes(dense: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the nearest codes of values that were computed as code x scale."""
-    middles = (codes[1:] + codes[:-1]) / 2
-    inverse = torch.where(scales > 0, 1 / scales, 0)
-    packed = torch.empty_like(dense, dtype=torch.uint8)
-    for start in range(0, dense.numel(), ELEMENTS_AT_ONCE):
-        blocks = inverse[start // EIGHT_BIT_BLOCK : (start + ELEMENTS_AT_ONCE) // EIGHT_BIT_BLOCK]
-        part = dense[start : start + ELEMENTS_AT_ONCE]
-        relative = part * blocks.repeat_interleave(EIGHT_BIT_BLOCK)[: part.numel()]
-        packed[start : start + part.numel()] = torch.bucketize(relative, middles).to(torch.uint8)
-    return packed

@@ -7,27 +7,20 @@ stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_opti
 docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
 from trainer.config import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.averaged_weights import AVERAGES, COUNTED
-from trainer.parallel.engine.eight_bit_moments import (
-    EIGHT_BIT,
-    EIGHT_BIT_BLOCK,
-    dequantised,
-    requantise,
-)
+from trainer.parallel.engine.eight_bit_moments import EIGHT_BIT, dequantised, requantise
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.engine.state_pieces import LAYOUT, Pieces
+from trainer.parallel.engine.state_pieces import Pieces
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
@@ -63,26 +56,24 @@ class EngineState:
         """
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return None
-        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
         tensors = {
             f"{quantity}/{number}": values.float()
             for number, holder in enumerate(self._holders)
             for quantity, values in self._dense(holder).items()
         }
-        own = [shard for shard in self._shards if shard.length]
-        shards = [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
-        names = {shard.name for shard in own}
+        shards = self.positions()
+        names = {name for name, *_ in shards}
         shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
-        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
-        offsets = self._block_offsets()
-        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
-            return Pieces(tensors, shards, shapes)
-        for number, entry in enumerate(entries):
-            tensors |= {f"scales/{name}/{number}": entry[scale] for name, (_, scale, _) in self._eight_bit.items()}
-        return Pieces(tensors, shards, shapes, offsets, self._layout())
+        return Pieces(tensors, shards, shapes)
+
+    def positions(self) -> list[list[Any]]:
+        """Return [name, partition, start in it, start in the tensor, elements] of the shards of this rank."""
+        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
+        own = (shard for shard in self._shards if shard.length)
+        return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
 
     def sizes(self) -> list[tuple[int, torch.device]]:
-        """Return bytes and device of the tensors of `pieces` once moments exist, without the scales of 8-bit ones."""
+        """Return bytes and device of the tensors of `pieces` once moments exist."""
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return []
         return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in ("master", *self._kind.state)]
@@ -118,12 +109,12 @@ class EngineState:
                 piece = saved.narrow(0, shard.param_start, shard.length)
                 own[quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
         exact = True
-        for index, holder in enumerate(self._holders):
+        for holder in self._holders:
             entry = self._optimizer.state.get(holder, {})
             for quantity, names in self._eight_bit.items():
                 if names[0] in entry and entry[names[0]].dtype == torch.uint8:
-                    scales = self._saved_scales(state, quantity, index, entry[names[1]])
-                    exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
+                    requantise(entry, names, dense[id(holder)][quantity])
+                    exact &= not dense[id(holder)][quantity].any()
         self._refresh_working_copies(state)
         return exact
 
@@ -138,45 +129,11 @@ class EngineState:
             if entry["state1"].dtype == torch.uint8
         }
 
-    def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
-        """Restore this rank's own 8-bit moments; return False, without a change, for another partitioning."""
-        own = {}
-        for name in raw:
-            index, key = name.split("/")
-            own[name] = self._optimizer.state[self._holders[int(index)]][key]
-        if any(own[name].shape != value.shape for name, value in raw.items()):
-            return False
+    def restore_raw(self, raw: dict[str, torch.Tensor]) -> None:
+        """Restore the result of `raw`, saved at the same `positions`."""
         for name, value in raw.items():
-            own[name].copy_(value)
-        return True
-
-    def _saved_scales(
-        self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the saved scales of a holder's blocks, if they were saved with the same blocks."""
-        offsets, saved = self._block_offsets(), state.get(f"scales/{quantity}/{index}")
-        if offsets is None or saved is None or int(state[LAYOUT]) != self._layout():
-            return None
-        own = torch.zeros_like(like)  # only padding lies beyond the end of the saved ones
-        part = saved[offsets[index] // EIGHT_BIT_BLOCK :][: len(own)]
-        own[: len(part)].copy_(part)
-        return own
-
-    def _block_offsets(self) -> list[int] | None:
-        """Return the starts of this rank's holders in the flat buffers; None if a block may span two ranks."""
-        flat, stage = find_flat_adapter(self._engine.module), self._engine.zero_optimization_stage()
-        if flat is None or stage == 3 or len(flat.members) != len(self._trained):
-            return None
-        sizes = [holder.numel() for holder in self._holders]
-        if len(sizes) != len(flat.buffers) or any(size % EIGHT_BIT_BLOCK for size in sizes):
-            return None
-        return [size * self._engine.global_rank if stage else 0 for size in sizes]
-
-    def _layout(self) -> int:
-        """Return a hash of the positions of all factors in the flat buffers."""
-        flat = find_flat_adapter(self._engine.module)
-        assert flat is not None, "a layout without a flat adapter"
-        return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
+            index, key = name.split("/")
+            self._optimizer.state[self._holders[int(index)]][key].copy_(value)
 
     def averages(self) -> list[dict[str, float]]:
         """Return what Schedule-Free counts in each group for its average; nothing for other optimizers."""
