@@ -13,12 +13,11 @@ from tests.pipelines import make_pipeline, write_images
 from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.encoding import load_vae
+from trainer.tasks.images.encoding import cut_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.prepare import refuse_image_settings
 from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, SourceImage, read_images
-from trainer.tasks.images.text import cut_captions
 
 
 def read(folder: Path, caption: str | None = None) -> list[SourceImage]:

@@ -33,7 +33,6 @@ class Group:
     times: Tensor
     """Positions [B] between 0 and 1 in the scheduler's range of timesteps."""
     conditions: Conditions
-    captions: tuple[str, ...]
     weights: Tensor
     """Weights [B] of the images' losses; 0 for padding."""
 
@@ -236,7 +235,6 @@ def _group(rows: Sequence[_Row]) -> Group:
         torch.stack([row.noise for row in rows]),
         torch.tensor([row.time for row in rows], dtype=torch.float64),
         {name: torch.stack([each[name] for each in found]) for name in found[0]},
-        tuple(row.samples.store.captions[row.caption] for row in rows),
         torch.tensor([row.weight for row in rows]),
     )
 

@@ -21,12 +21,11 @@ from torch import Tensor
 from trainer.config import RunConfig, SourceSection
 from trainer.data.built_folder import load_or_build
 from trainer.data.grouping import held_out_count, weighted
-from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, cut_captions, encode
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import Fit, bucket_sizes, fit
 from trainer.tasks.images.source_images import SourceImage, read_images
-from trainer.tasks.images.text import cut_captions
 
 CACHE_FORMAT = 4
 

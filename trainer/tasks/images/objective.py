@@ -101,7 +101,7 @@ class NoiseLoss:
         conditions = {name: to_device(value, device) for name, value in group.conditions.items()}
         conditions = {name: value if name == SIZES else value.to(self._dtype) for name, value in conditions.items()}
         conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
-        predicted = model(noised.noisy.to(self._dtype), noised.times, conditions, group.captions)
+        predicted = model(noised.noisy.to(self._dtype), noised.times, conditions)
         errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
         if torch.is_grad_enabled():  # held-out losses are not weighted, so that runs can be compared
             errors = errors * noised.weights

@@ -96,8 +96,6 @@ class Pipeline:
     """Pixels per latent, in each direction."""
     text: dict[str, Sequence[int]]
     """Shapes of a caption's conditions, for a random pipeline."""
-    trains_text: bool = False
-    """Whether text encoders are trained along with the denoiser."""
 
     @property
     def side(self) -> int:
@@ -160,13 +158,6 @@ class Pipeline:
             )
         return model
 
-    def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
-        """Load diffusers' pipeline with this denoiser, which determines widths, and these text encoders; no VAE."""
-        frozen = [name for name in self.family.text_encoders if name not in encoders]
-        tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
-        left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
-        return self._library(left_out | encoders | {self.family.denoiser: denoiser})
-
     def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
         import diffusers
 
@@ -220,7 +211,7 @@ def _silence_libraries() -> None:
         library.utils.logging.disable_progress_bar()
 
 
-def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool = False) -> Pipeline:
+def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     """Read the pipeline at `base_model`. Raises UserError if it is missing, damaged, or not supported."""
     said = f"base_model={base_model}"
     if importlib.util.find_spec("diffusers") is None:
@@ -229,9 +220,7 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
         shape, settings = found
         family = next(family for family in FAMILIES if family.name == shape.family)
         side = 8 * family.packed
-        return Pipeline(
-            base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
-        )
+        return Pipeline(base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text)
     folder = _find_folder(base_model, section)
     listed = _read_json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
@@ -245,9 +234,7 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", said)
     halvings = len(vae.block_out_channels) - 1
     channels, packed = vae.latent_channels, known.packed
-    return Pipeline(
-        base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {}, trains_text
-    )
+    return Pipeline(base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {})
 
 
 def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str) -> None:

@@ -1,7 +1,6 @@
 """Training of image models: the denoiser predicts noise or velocity from noisy latents."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class ImageTask:
         conditions["sizes"] = torch.full((1, 6), 8.0 * side, device=device)
         conditions["guidance"] = torch.ones(1, device=device)
         noisy = torch.zeros(1, self._pipeline.channels, side, side, device=device, dtype=self._dtype)
-        return model(noisy, torch.ones(1, device=device), conditions, (self._data.train.store.captions[0],))
+        return model(noisy, torch.ones(1, device=device), conditions)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
         return NoiseLoss(self._objective, self._dtype, self._config.image.guidance)
@@ -131,7 +130,7 @@ class ImageTask:
 
     def companion_files(self) -> Callable[[Path], None]:
         """Return a writer of the adapter in diffusers' format."""
-        return partial(write_for_diffusers, pipeline=self._pipeline)
+        return write_for_diffusers
 
     def card(self, run_dir: Path, name: str) -> str:
         return image_card(self._config, self._pipeline, read_metrics(run_dir), name)
@@ -158,7 +157,7 @@ def draw_samples(
     drawn = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
-        given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
+        given, empty = (_rows(captions[each], device, model.dtype) for each in (prompt, ""))
         arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(given, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
