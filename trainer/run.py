@@ -50,9 +50,8 @@ from trainer.parallel.ranks.start_times import StartTimes
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
-from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
-from trainer.scu.steering import start_steering
+from trainer.scu.steering import SteeringInputs, start_steering
 from trainer.setup.build import build_model, select_patches
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport

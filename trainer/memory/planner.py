@@ -19,7 +19,7 @@ from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_obse
 from trainer.memory.stored_weights import Placement, fetched_weights, stored_bytes
 from trainer.memory.widths import Shapes
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
-from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
+from trainer.scu.steering import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
 
 LARGEST_BATCH = 256
 """Larger micro-batches are not faster on any GPU."""
