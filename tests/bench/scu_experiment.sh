@@ -99,11 +99,11 @@ CURVE
     ;;
   kl)
     # Six comparisons at once, each on one of the GPUs, so that the slowest runs of one do not leave a GPU idle.
-    reference=scu.reference="$scratch/prose/reference.jsonl"
+    reference=(scu.measure=kl scu.reference="$scratch/prose/reference.jsonl")
     slots=$((slots < 6 ? 1 : slots / 6)) at=0 slices=$((${#gpus[@]} > 1 ? ${#gpus[@]} : 1))
     for rate in 1e-3 5e-4 2e-3; do
       more=("${stdlib[@]}" training.learning_rate=$rate training.eval_steps=50)
-      cards=${gpus[at % slices]:-} compare "kl-$rate" "$first" "$count" "${more[@]}" "$reference" --measures kl \
+      cards=${gpus[at % slices]:-} compare "kl-$rate" "$first" "$count" "${more[@]}" "${reference[@]}" --measures kl \
         --controllers none,pi --targets 0.02,0.05,0.1 &
       at=$((at + 1))
       cards=${gpus[at % slices]:-} compare "norm-$rate" "$first" "$count" "${more[@]}" --controllers fixed \

@@ -75,9 +75,17 @@ def _place(result: Result) -> tuple[int, float, int]:
     return ORDER.index(setting.controller), setting.lambda_ or setting.target or 0.0, result.trial.seed
 
 
+def _known_settings(values: dict[str, Any], section: Any) -> dict[str, Any]:
+    """Leave out settings that were removed since."""
+    kinds = {name: field.annotation for name, field in section.model_fields.items() if name in values}
+    return {
+        name: _known_settings(values[name], kind) if hasattr(kind, "model_fields") else values[name]
+        for name, kind in kinds.items()
+    }
+
+
 def _result(run: dict[str, Any], *, several: bool) -> Result:
-    known = {name: value for name, value in run["config"]["scu"].items() if name in ScuSection.model_fields}
-    config = RunConfig.model_validate(run["config"] | {"scu": known})
+    config = RunConfig.model_validate(_known_settings(run["config"], RunConfig))
     scu = config.scu
     ends = {"fixed": float(scu.lambda_start), "linear": scu.lambda_max, "cosine": scu.lambda_max}
     target = scu.target if scu.controller == "pi" and scu.target != "auto" else None

@@ -352,9 +352,9 @@ def test_tokens_must_be_known() -> None:
         ("training.gradient_checkpointing=reentrant", "training.gradient_checkpointing=reentrant"),
         ("scu.law=published scu.target=auto", "scu.target=auto"),
         ("scu.reference=x.jsonl", "scu.reference=x.jsonl: has no effect, because scu.measure is delta"),
-        ("scu.measure=kl scu.law=published", "scu.law=published"),
-        ("scu.measure=kl adapter=none", "scu.enabled=true: the controller needs an adapter"),
-        ("scu.measure=kl scu.target=0", "scu.target=0"),
+        ("scu.measure=kl scu.reference=x.jsonl scu.law=published", "scu.law=published"),
+        ("scu.measure=kl scu.reference=x.jsonl adapter=none", "scu.enabled=true: the controller needs an adapter"),
+        ("scu.measure=kl scu.reference=x.jsonl scu.target=0", "scu.target=0"),
     ],
 )
 def test_settings_that_are_refused(tmp_path: Path, setting: str, named: str) -> None:

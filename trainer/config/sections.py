@@ -71,8 +71,7 @@ class ScuSection(Section):
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
     """`kl`: text on which the outputs should stay those of the base: a file, folder or hub name, read like
-    `dataset.path`, all of it without labels. None: samples of the base, drawn before training, which preserve less of
-    other texts."""
+    `dataset.path`, all of it without labels."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
     """`kl`: tokens of reference text per step, as a fraction of the training tokens."""
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"

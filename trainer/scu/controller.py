@@ -306,8 +306,6 @@ class Steering:
         }
         for name, content in (("config", config), ("metrics", self.records), ("history", history)):
             write_json(run_dir / f"scu_{name}.json", content)
-        if self.divergence is not None:
-            self.divergence.write(run_dir)
 
     def _mean_over_ranks(self, squares: Tensor) -> Tensor:
         """Divide this rank's Q by the number of ranks, so that the sum is the adapter's Q on every rank."""

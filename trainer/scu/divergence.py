@@ -8,20 +8,16 @@ rows and can compute the token count of all ranks without communication.
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract.whole_files import write_json
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, to_device
-
-REFERENCE_FILE = "scu_reference.json"
 
 
 class Reference:
@@ -96,14 +92,10 @@ class Divergence:
         token_loss: TokenLoss,
         reference: Reference,
         *,
-        drawn: Sequence[Sample] = (),
         base_states: BaseStates | None = None,
     ) -> None:
-        """`drawn`: all of the base's own samples, which a resumed run needs again.
-
-        With `base_states` steps need no forward pass of the base.
-        """
-        self.drawn, self._base_states = drawn, base_states
+        """With `base_states` steps need no forward pass of the base."""
+        self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self.compute: Callable[..., Tensor] = token_loss.divergence
         """`TokenLoss.divergence`, or a captured CUDA graph of it, for steps."""
@@ -139,8 +131,3 @@ class Divergence:
     def bits(self, step: int, sum_global: float) -> float:
         """Return K of a step in bits per token from the sum over the ranks, clamped at 0 against rounding."""
         return max(0.0, sum_global / self.reference.tokens(step) / math.log(2.0))
-
-    def write(self, run_dir: Path) -> None:
-        """Write the base's samples, which exist nowhere else."""
-        if self.drawn:
-            write_json(run_dir / REFERENCE_FILE, [document.input_ids for document in self.drawn])
