@@ -33,9 +33,8 @@ from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
-from trainer.parallel.engine.eight_bit_moments import elements_per_buffer
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.parallel.engine.gather_waits import watch_stragglers
+from trainer.parallel.engine.layer_gather.shards import watch_stragglers
 from trainer.parallel.engine.optimizer import (
     build_optimizer,
     build_schedule,
@@ -221,8 +220,7 @@ class Run:
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
         flat = None
         if self.decided.flat.value:
-            multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
-            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
         with phase("deepspeed"):

@@ -160,7 +160,7 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
         model.train()
-        flat = flatten_adapter(model, separate_up=False, multiple=1)
+        flat = flatten_adapter(model, separate_up=False)
         assert flat is not None
         loss = TokenLoss(model)
         batch = collate(documents(3), 0, packed=False, flat=False)
@@ -370,7 +370,7 @@ def test_a_pass_over_reference_text_recomputes_next_to_a_replayed_loss() -> None
         if recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
-        flat = flatten_adapter(model, separate_up=False, multiple=1)
+        flat = flatten_adapter(model, separate_up=False)
         assert flat is not None
         (buffer,), loss, found = flat.buffers, TokenLoss(model), list[Tensor]()
         batch = collate(documents(3), 0, packed=False, flat=False)

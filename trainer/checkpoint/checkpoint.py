@@ -31,10 +31,9 @@ from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
 from trainer.parallel.engine.flat_adapter import trained_parameters
-from trainer.parallel.engine.optimizer_state import EngineState
+from trainer.parallel.engine.optimizer_state import EngineState, Pieces, whole_state
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.engine.state_pieces import Pieces, whole_state
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 

@@ -1,13 +1,14 @@
 """Save and restore the optimizer's 32-bit state of a DeepSpeed engine, for any stage and number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
-position of one trained tensor in this rank's partition; with it, a state saved with other partitions
-(trainer/parallel/engine/state_pieces.py) is copied into any partitioning. Read in DeepSpeed 0.19.8:
+position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions (`Pieces`),
+without communication; the reader reassembles the tensors by name, for any partitioning. Read in DeepSpeed 0.19.8:
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
 docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,15 @@ import torch
 from trainer.config import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.averaged_weights import AVERAGES, COUNTED
-from trainer.parallel.engine.eight_bit_moments import EIGHT_BIT, dequantised, requantise
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.engine.state_pieces import Pieces
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
+# bitsandbytes' names of the two 8-bit moments, their scales and code books; a scale covers 256 elements.
+EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,47 @@ class Shard:
     holder_start: int
     param_start: int
     length: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
+
+    A moment with fewer elements than its master weights belongs to a whole tensor.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    shards: list[list[Any]]
+    """`EngineState.positions`."""
+    shapes: dict[str, list[int]]
+    """Shapes of the trained tensors that have a shard on this rank."""
+
+    def metadata(self) -> dict[str, str]:
+        """Return everything except the tensors, for the header of a file."""
+        return {"pieces": json.dumps({"shards": self.shards, "shapes": self.shapes})}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "Pieces":
+        """Rebuild the pieces from `tensors` and `metadata`."""
+        return cls(tensors, **json.loads(metadata["pieces"]))
+
+
+def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
+    """Return all trained tensors as {"master/NAME", "exp_avg/NAME", ...}: whole, fp32, on the CPU."""
+    state: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, holder, holder_start, start, length in part.shards:
+            size = len(part.tensors[f"master/{holder}"])
+            for quantity in {key.partition("/")[0] for key in part.tensors}:
+                piece = part.tensors[f"{quantity}/{holder}"]
+                if len(piece) != size:
+                    state[f"{quantity}/{name}"] = piece
+                    continue
+                piece = piece.narrow(0, holder_start, length)
+                if f"{quantity}/{name}" not in state:
+                    state[f"{quantity}/{name}"] = torch.zeros(part.shapes[name], dtype=piece.dtype)
+                state[f"{quantity}/{name}"].view(-1).narrow(0, start, length).copy_(piece)
+    return state
 
 
 class EngineState:
@@ -113,8 +156,14 @@ class EngineState:
             entry = self._optimizer.state.get(holder, {})
             for quantity, names in self._eight_bit.items():
                 if names[0] in entry and entry[names[0]].dtype == torch.uint8:
-                    requantise(entry, names, dense[id(holder)][quantity])
-                    exact &= not dense[id(holder)][quantity].any()
+                    from bitsandbytes.functional import quantize_blockwise
+
+                    values, scales, codes = (entry[name] for name in names)
+                    moment = dense[id(holder)][quantity]
+                    packed, found = quantize_blockwise(moment, codes, blocksize=BLOCK)
+                    values.copy_(packed.view_as(values))
+                    scales.copy_(found.absmax)
+                    exact &= not moment.any()
         self._refresh_working_copies(state)
         return exact
 
@@ -162,7 +211,10 @@ class EngineState:
             elif values not in entry:
                 dense[quantity] = torch.zeros_like(dense["master"])
             elif entry[values].dtype == torch.uint8:
-                dense[quantity] = dequantised(entry[values].to(holder.device), entry[scales], entry[codes])
+                from bitsandbytes.functional import dequantize_blockwise
+
+                packed = entry[values].reshape(-1).to(holder.device)
+                dense[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK)
             else:  # bitsandbytes keeps small tensors in 32 bits
                 dense[quantity] = entry[values].reshape(-1)
         return dense
