@@ -36,6 +36,7 @@ from trainer.patches.packing_probe import check_causal, check_parts, keep_docume
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.lm_eval_scores import Scores, TaskScores
+from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
 EXAMPLES = 3
@@ -44,8 +45,8 @@ LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothin
 """Losses of `training.loss` -> the setting of their parameter."""
 
 
-class LanguageTask:
-    """Implements `trainer.tasks.task.Task`."""
+class LanguageTask(Task):
+    """Language models; a sample is a text, a conversation or a pack of them."""
 
     counted = "tokens"
     pairs = False

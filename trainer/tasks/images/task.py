@@ -22,13 +22,13 @@ from trainer.tasks.images.files import write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.lm_eval_scores import Scores
+from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
 
 
-class ImageTask:
-    """Implements `trainer.tasks.task.Task`."""
+class ImageTask(Task):
+    """Pipelines of diffusers; a sample is an image with its caption."""
 
     counted = "images"
     peft_type = None
@@ -55,12 +55,6 @@ class ImageTask:
             shards=shards,
         )
 
-    def keep_embeddings(self) -> bool:
-        return False
-
-    def added_tokens(self) -> list[int]:
-        return []
-
     def small_pass(self, model: Any) -> object:
         """Run the smallest image that the model takes, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
@@ -76,9 +70,6 @@ class ImageTask:
 
     def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
         return NoiseLoss(self._objective, self._dtype, self._config.image.guidance)
-
-    def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
-        """Do nothing: the images of a batch are independent."""
 
     def batches(self) -> ImageBatches:
         config, training = self._config, self._config.training
@@ -107,12 +98,6 @@ class ImageTask:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
-
-    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        return Scores({}, {}, set())
-
-    def meter(self, model: Any) -> None:
-        """Return None: FLOPs of image models are not counted."""
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         """Draw an image for each sample prompt."""
