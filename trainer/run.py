@@ -34,7 +34,7 @@ from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.parallel.engine.layer_gather.shards import watch_stragglers
+from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
     build_optimizer,
     build_schedule,

@@ -52,8 +52,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
     torch.cuda.reset_peak_memory_stats()
     for step in range(WARM + STEPS):
         if step == WARM and shards is not None:
-            for unit in shards.units:
-                unit.waiting = partial(timed, waits)
+            shards.time_waits(partial(timed, waits))
         torch.cuda.synchronize()
         started = time.perf_counter()
         loss = loss_of(model, batch, device)

@@ -105,12 +105,15 @@ def test_a_non_finite_first_loss_is_not_counted_as_a_step(workplace: Path) -> No
 
 
 @pytest.mark.nightly
-def test_a_slow_rank_is_named_under_zero_3(workplace: Path) -> None:
+@pytest.mark.parametrize("gather", ["layer", "module"])
+def test_a_slow_rank_is_named_under_zero_3(workplace: Path, gather: str) -> None:
     """The others wait for it within their forward passes, which then last as long as its own."""
-    # A layer is gathered ahead, so that in a shallow model they would hardly wait.
-    deep = f"base_model={make_model(workplace / 'deep', layers=12)}"
-    settings = ["zero.stage=3", "zero.gather=layer", deep, f"training.max_steps={WINDOW * REPEATS}"]
-    code, seen = train(workplace, "slow-layer", "1:slow layer:1", *settings, "training.save_steps=0", once=False)
+    if gather == "layer":  # a layer ahead, so that in a shallow model they would hardly wait
+        zero = [f"base_model={make_model(workplace / 'deep', layers=12)}"]
+    else:  # only the embedding and the head are gathered, and not ahead; by default all of a small model stays whole
+        zero = ["zero.persistence_threshold=20000", "zero.prefetch_bucket_size=0"]
+    settings = ["zero.stage=3", f"zero.gather={gather}", *zero, f"training.max_steps={WINDOW * REPEATS}"]
+    code, seen = train(workplace, f"slow-{gather}", "1:slow layer:1", *settings, "training.save_steps=0", once=False)
     assert code == 0, seen
     notes = [line for line in seen.splitlines() if " is slow: its own work" in line]
     assert len(notes) == 1 and f"step {WINDOW * REPEATS}: rank 1 on " in notes[0], seen

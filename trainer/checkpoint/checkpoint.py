@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -59,8 +58,7 @@ class RankState:
             pieces = Pieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
-        metadata = {"python_rng": json.dumps(random.getstate()), "positions": _hash_positions(engine_state)}
-        return cls(ranks.rank, pieces, own, metadata, {})
+        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Add `state`, after the device has computed the copied step."""
@@ -158,8 +156,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     tensors = _load(path)
-    metadata = read_safetensors_header(path)[1]
-    version, internal, gauss = json.loads(metadata["python_rng"])
+    version, internal, gauss = json.loads(read_safetensors_header(path)[1]["python_rng"])
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(tensors["rng/torch"])
     position, has_gauss, cached = tensors["rng/numpy_rest"].tolist()
@@ -168,14 +165,7 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}
-    if metadata["positions"] != _hash_positions(engine_state):  # changed by a setting such as ops.flat
-        return False
-    engine_state.restore_raw(moments)
-    return True
-
-
-def _hash_positions(engine_state: EngineState) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(engine_state.positions()).encode())
+    return engine_state.restore_raw(moments)
 
 
 def _loss_scale(engine: Engine) -> dict[str, float] | None:

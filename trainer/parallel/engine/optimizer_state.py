@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from trainer.config import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
@@ -48,7 +49,7 @@ class Pieces:
 
     tensors: Mapping[str, torch.Tensor]
     shards: list[list[Any]]
-    """`EngineState.positions`."""
+    """[name, partition, start in it, start in the tensor, elements] of trained tensors."""
     shapes: dict[str, list[int]]
     """Shapes of the trained tensors that have a shard on this rank."""
 
@@ -104,13 +105,12 @@ class EngineState:
             for number, holder in enumerate(self._holders)
             for quantity, values in self._dense(holder).items()
         }
-        shards = self.positions()
+        shards = self._positions()
         names = {name for name, *_ in shards}
         shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
         return Pieces(tensors, shards, shapes)
 
-    def positions(self) -> list[list[Any]]:
-        """Return [name, partition, start in it, start in the tensor, elements] of the shards of this rank."""
+    def _positions(self) -> list[list[Any]]:
         numbers = {id(holder): number for number, holder in enumerate(self._holders)}
         own = (shard for shard in self._shards if shard.length)
         return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
@@ -169,7 +169,7 @@ class EngineState:
 
     def raw(self) -> dict[str, torch.Tensor]:
         """Return this rank's 8-bit moments (nothing for 32-bit ones), which fit only the same partitioning."""
-        return {
+        found = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
             for entry in [self._optimizer.state.get(holder, {})]
@@ -177,12 +177,19 @@ class EngineState:
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
             if entry["state1"].dtype == torch.uint8
         }
+        return found | {"positions": self._hash_positions()} if found else {}
 
-    def restore_raw(self, raw: dict[str, torch.Tensor]) -> None:
-        """Restore the result of `raw`, saved at the same `positions`."""
-        for name, value in raw.items():
+    def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
+        """Restore this rank's own 8-bit moments; return False, without a change, for another partitioning."""
+        if raw and not torch.equal(raw["positions"], self._hash_positions()):
+            return False
+        for name in raw.keys() - {"positions"}:
             index, key = name.split("/")
-            self._optimizer.state[self._holders[int(index)]][key].copy_(value)
+            self._optimizer.state[self._holders[int(index)]][key].copy_(raw[name])
+        return True
+
+    def _hash_positions(self) -> torch.Tensor:
+        return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._positions()).encode()) >> 1)  # fits an int64
 
     def averages(self) -> list[dict[str, float]]:
         """Return what Schedule-Free counts in each group for its average; nothing for other optimizers."""

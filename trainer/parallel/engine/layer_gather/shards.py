@@ -10,7 +10,7 @@ layer's weights are gathered.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,8 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from trainer.contract.replacements import replaces
-from trainer.parallel.engine.layer_gather.unit import ShardedUnit, find_slots
+from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
 from trainer.parallel.engine.partitioned import keep_own_values
-from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.stragglers import StragglerWatch
 
 SMALL = 100_000
 """Parameters with fewer elements than this are not sharded outside of blocks, such as the last norm."""
@@ -208,6 +205,11 @@ class LayerShards:
                 if unit is not self._current:
                     unit.free()
 
+    def time_waits(self, waiting: Waiting) -> None:
+        """Wrap every wait of the compute stream (on a CPU, of the caller) for a gather in `waiting()`."""
+        for unit in self.units:
+            unit.waiting = waiting
+
     def line(self) -> str:
         """Return a line for the console."""
         held = sum(unit.bytes_held for unit in self.units) / 2**30
@@ -271,21 +273,6 @@ class LayerShards:
             if unit is not self._steps[0].unit:
                 unit.free()
         self._current = None
-
-
-def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """Return a StragglerWatch that subtracts waits for the gathers of layers. Every rank must call it.
-
-    None on a single rank, and in DeepSpeed's own stage 3, whose waits would count as work of every rank.
-    """
-    shards = find_layer_shards(engine.module)
-    if ranks.world_size == 1 or (shards is None and engine.zero_optimization_stage() == 3):
-        return None
-    watch = StragglerWatch(ranks, engine.device, say)
-    if shards is not None:
-        for unit in shards.units:
-            unit.waiting = watch.waiting
-    return watch
 
 
 def find_layer_shards(model: Any) -> LayerShards | None:
