@@ -10,7 +10,7 @@ from trainer.config import RunConfig
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import Drawing, Group, ImageBatches
+from trainer.tasks.images.batches import Group, ImageBatches
 from trainer.tasks.images.objective import Objective
 
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
@@ -112,7 +112,8 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
     objective = Objective(prepared.model_config, image)
     return ImageBatches(
         prepared.data.train,
-        Drawing(objective.draw_time, image.flip, image.caption_dropout, image.prior_weight),
+        objective.draw_time,
+        image,
         prior=prepared.data.prior,
         batch_size=training.batch_size,
         accumulation=training.gradient_accumulation_steps * ranks,

@@ -22,7 +22,7 @@ from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.graphed_loss import replace_forward
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.controller import ScuFault, Steering
-from trainer.scu.divergence import BaseStates, Divergence, Reference
+from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
@@ -94,7 +94,14 @@ def documents(count: int = 7) -> list[Sample]:
 
 def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool = False) -> Reference:
     return Reference(
-        documents(), rows=rows, rank=rank, world_size=world_size, seed=5, pad_token_id=0, packed=packed, flat=False
+        documents=documents(),
+        rows=rows,
+        rank=rank,
+        world_size=world_size,
+        seed=5,
+        pad_token_id=0,
+        packed=packed,
+        flat=False,
     )
 
 
@@ -213,7 +220,7 @@ def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packe
     model, passes = adapted(), list[Any]()
     engine, loss, texts = engine_of(model), TokenLoss(model), reference(3, packed=packed)
     plain_term = Divergence(engine, loss, texts).penalty(2, 0.5)
-    states = BaseStates.compute(engine, loss, texts)
+    states = cache_base_states(engine, loss, texts)
     assert states is not None and model.training
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -233,7 +240,7 @@ def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packe
 
 def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
     model = adapted(modules_to_save=["lm_head"])
-    assert BaseStates.compute(engine_of(model), TokenLoss(model), reference(3)) is None
+    assert cache_base_states(engine_of(model), TokenLoss(model), reference(3)) is None
 
 
 class Loop:

@@ -13,7 +13,7 @@ Evaluation does not use it. A fault raises ScuFault on every rank; training neve
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -267,14 +267,14 @@ class Steering:
                 "sums": self._pending.wait(),
                 "memory_mb": self._pending.memory_mb,
             }
-        return {"controller": self.state.to_dict(), "pending": pending}
+        return {"controller": asdict(self.state), "pending": pending}
 
     def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> list[str]:
         """Continue after optimizer step `step`, with the records that the run has written into `run_dir`.
 
         Returns notes about changed settings.
         """
-        self.state, notes = adapt_state(self.law, scu.State.from_dict(values["controller"]))
+        self.state, notes = adapt_state(self.law, scu.State(**values["controller"]))
         pending = values["pending"]
         self._pending = pending and _Pending(
             pending["step"], torch.tensor(pending["sums"], dtype=torch.float64), None, pending["memory_mb"]

@@ -8,7 +8,7 @@ rows and can compute the token count of all ranks without communication.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,17 +20,18 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, to_device
 
 
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """Documents in an order drawn from `seed`, reshuffled for each pass; `rows` of them per rank and step."""
 
-    def __init__(
-        self, documents: Sequence[Sample], *, rows: int, rank: int, world_size: int, seed: int, pad_token_id: int,
-        packed: bool, flat: bool,
-    ) -> None:  # fmt: skip
-        self.documents = documents
-        self.rows, self.rank, self.world_size, self.seed = rows, rank, world_size, seed
-        self._shape: dict[str, Any] = {"packed": packed, "flat": flat}
-        self._pad = pad_token_id
+    documents: Sequence[Sample]
+    rows: int
+    rank: int
+    world_size: int
+    seed: int
+    pad_token_id: int
+    packed: bool
+    flat: bool
 
     def select(self, step: int) -> list[int]:
         """Return the indices of this rank's documents in optimizer step `step` (from 1)."""
@@ -38,7 +39,8 @@ class Reference:
 
     def batch(self, documents: Sequence[int]) -> MicroBatch:
         """Collate the documents with these indices."""
-        return collate([self.documents[index] for index in documents], self._pad, **self._shape)
+        chosen = [self.documents[index] for index in documents]
+        return collate(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 
     def tokens(self, step: int) -> int:
         """Return the number of positions at which all ranks together compare adapter and base in a step."""
@@ -52,35 +54,24 @@ class Reference:
         return [int(orders[place // count][place % count]) for place in places]
 
 
-class BaseStates:
-    """The base's last hidden states of every reference document, on the host, [T - 1, H] each."""
+def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:
+    """Return the base's last hidden states of all documents, on the host, [T - 1, H] each; a collective call.
 
-    def __init__(self, states: Sequence[Tensor]) -> None:
-        self._states = states
-
-    @classmethod
-    def compute(cls, engine: Engine, token_loss: TokenLoss, reference: Reference) -> "BaseStates | None":
-        """Compute the states of all documents on every rank, without the adapter; a collective call.
-
-        Returns None if the loss is not computed in chunks from such states.
-        """
-        model, states = engine.module, list[Tensor]()
-        was_training = model.training
-        model.eval()
-        for begin in range(0, len(reference.documents), reference.rows):
-            chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
-            batch = reference.batch(chosen)
-            if not token_loss.in_chunks(batch, engine.device):
-                break
-            found = token_loss.compute_base_states(engine, batch, engine.device)
-            lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
-            states += (part.clone() for part in found.cpu().split(lengths))
-        model.train(was_training)
-        return cls(states) if states else None
-
-    def load(self, documents: Sequence[int], device: torch.device) -> Tensor:
-        """Copy the concatenated states of these documents [K, H] to the device, asynchronously."""
-        return to_device(torch.cat([self._states[index] for index in documents]), device)
+    None if the loss is not computed in chunks from such states.
+    """
+    model, states = engine.module, list[Tensor]()
+    was_training = model.training
+    model.eval()
+    for begin in range(0, len(reference.documents), reference.rows):
+        chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
+        batch = reference.batch(chosen)
+        if not token_loss.in_chunks(batch, engine.device):
+            break
+        found = token_loss.compute_base_states(engine, batch, engine.device)
+        lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
+        states += (part.clone() for part in found.cpu().split(lengths))
+    model.train(was_training)
+    return states or None
 
 
 class Divergence:
@@ -92,7 +83,7 @@ class Divergence:
         token_loss: TokenLoss,
         reference: Reference,
         *,
-        base_states: BaseStates | None = None,
+        base_states: list[Tensor] | None = None,
     ) -> None:
         """With `base_states` steps need no forward pass of the base."""
         self._base_states = base_states
@@ -121,7 +112,7 @@ class Divergence:
 
     def _base_output(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:
-            return self._base_states.load(documents, self._engine.device)
+            return to_device(torch.cat([self._base_states[index] for index in documents]), self._engine.device)
         return self._token_loss.compute_base_states(self._engine, self.reference.batch(documents), self._engine.device)
 
     def local(self) -> Tensor | None:

@@ -20,8 +20,8 @@ Every rank runs this on the same reduced measurement in double precision, hence 
 """
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
 Form = Literal["published", "logit", "kl"]
@@ -89,18 +89,6 @@ class State:
     updates: int = 0
     started: bool = True
     """False until M first reaches the target, for laws that wait for it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, which JSON and torch.save preserve exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "State":
-        """Undo `to_dict`; raises ValueError, naming all keys, if some are missing or unknown."""
-        known = {field.name for field in fields(cls)}
-        if set(values) != known:
-            raise ValueError(f"controller state with keys {sorted(values)}: expected {sorted(known)}")
-        return cls(**values)
 
 
 def initial(law: Law) -> State:

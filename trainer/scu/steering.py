@@ -15,7 +15,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
-from trainer.scu.divergence import BaseStates, Divergence, Reference
+from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 MAX_AUTO_CACHE_BYTES = 2**30
 
@@ -74,7 +74,7 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
         length = stats.tokens / len(prepared.data.train)
     wanted = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
     reference = Reference(
-        texts,
+        documents=texts,
         rows=min(max(1, round(wanted * length / reference_length)), max(1, len(texts) // ranks.world_size)),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -90,7 +90,7 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
     size = width * sum(len(text.input_ids) - 1 for text in texts)
     pays = size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * len(texts)
     if pays if scu.reference_cache == "auto" else scu.reference_cache:
-        states = BaseStates.compute(engine, inputs.token_loss, reference)
+        states = cache_base_states(engine, inputs.token_loss, reference)
         kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
     return Divergence(engine, inputs.token_loss, reference, base_states=states)

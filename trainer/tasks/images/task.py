@@ -14,7 +14,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
-from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, image_evaluation
+from trainer.tasks.images.batches import ImageBatch, ImageBatches, image_evaluation
 from trainer.tasks.images.card import image_card
 from trainer.tasks.images.data import PreparedImages
 from trainer.tasks.images.families import Conditions
@@ -73,12 +73,10 @@ class ImageTask(Task):
 
     def batches(self) -> ImageBatches:
         config, training = self._config, self._config.training
-        drawing = Drawing(
-            self._objective.draw_time, config.image.flip, config.image.caption_dropout, config.image.prior_weight
-        )
         return ImageBatches(
             self._data.train,
-            drawing,
+            self._objective.draw_time,
+            config.image,
             prior=self._data.prior,
             batch_size=training.batch_size,
             accumulation=training.gradient_accumulation_steps,
