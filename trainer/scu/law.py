@@ -170,7 +170,6 @@ def _exp(value: float) -> float:
 
 
 def _scheduled(law: Law, updates: int) -> float:
-    """Return lambda of the controllers that ignore S."""
     progress = min(updates / law.total_updates, 1.0)
     span = law.lambda_max - law.lambda_start
     match law.controller:

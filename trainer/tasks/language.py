@@ -91,7 +91,6 @@ class LanguageTask(Task):
         return model
 
     def _read_images(self, model: Any) -> None:
-        """Prepare the inputs for images, if the data has any."""
         if not has_images(self._prepared):
             return
         assert self._prepared.images is not None
@@ -166,7 +165,6 @@ class LanguageTask(Task):
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """Arguments of `collate`."""
         token, shared = self._any_token, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
         return {**layout, "sequence": self._sequence, "images": self._images}

@@ -266,13 +266,11 @@ class EngineState:
 
 
 def _find_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-    """Return the row of optimizers.yaml for the optimizer's class."""
     name = type(optimizer).__name__
     return next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
 
 
 def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
-    """Yield the shards of the trained tensors, including the factors of a flat adapter."""
     flat = find_flat_adapter(engine.module)
     if flat is None:
         yield from _list_shards(engine, trained)

@@ -56,8 +56,6 @@ class ImageBatch:
 
 @dataclass(frozen=True)
 class _Row:
-    """An image with its random choices."""
-
     entry: Entry
     caption: int
     latents: Tensor

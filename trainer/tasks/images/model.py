@@ -107,7 +107,7 @@ def transformer_blocks(model: nn.Module) -> list[str]:
 def check_weights(model: ImageModel, pipeline: Pipeline, section: ModelSection) -> None:
     """Raise UserError if weight files are missing or damaged, or have other shapes than the model."""
     if pipeline.folder is not None:
-        _layout(model, DenoiserFiles(pipeline, section), pipeline)
+        _layout(model, _open_files(pipeline, section), pipeline)
 
 
 def load_image_model(
@@ -125,42 +125,27 @@ def load_image_model(
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
-    files: Any
-    if pipeline.folder is None:
-        files = RandomTensors(pipeline.base_model, model, device)
-    else:
-        files = DenoiserFiles(pipeline, section)
+    random = pipeline.folder is None
+    files: Any = RandomTensors(pipeline.base_model, model, device) if random else _open_files(pipeline, section)
     Filler(model, files, _layout(model, files, pipeline), dtype, device, quantization).fill(deepspeed_config, shards)
     vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.eight_bit
     return model
 
 
-class DenoiserFiles:
-    """The weight files of the denoiser, with tensors named as in `ImageModel`."""
-
-    def __init__(self, pipeline: Pipeline, section: ModelSection) -> None:
-        """Read the settings. Raises UserError if a file is missing or cannot be read."""
-        assert pipeline.folder is not None
-        folder = pipeline.folder / pipeline.family.denoiser
-        self._prefix = f"{pipeline.family.denoiser}."
-        self._files = SafetensorsFiles(str(folder), section, stem="diffusion_pytorch_model")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self._prefix + name: shape for name, shape in self._files.shapes().items()}
-
-    def read(self, name: str, index: int | None = None) -> Tensor:
-        """Read one tensor to the CPU."""
-        return self._files.read(name.removeprefix(self._prefix), index)
+def _open_files(pipeline: Pipeline, section: ModelSection) -> SafetensorsFiles:
+    return SafetensorsFiles(pipeline.denoiser_folder, section, stem="diffusion_pytorch_model")
 
 
-def _layout(model: nn.Module, files: Any, pipeline: Pipeline) -> dict[str, Any]:
+def _layout(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
     """Return where all parameters and buffers are stored. Raises UserError if one is missing or has another shape."""
     shapes, wanted = files.shapes(), dict(model.named_parameters())
-    _raise_if_any(pipeline, [name for name in wanted if name not in shapes], "are missing from its files")
-    of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[name]]
+    # Files hold the denoiser alone, under its own names.
+    prefix = "" if pipeline.folder is None else f"{pipeline.family.denoiser}."
+    stored = {name: name.removeprefix(prefix) for name in (*wanted, *(name for name, _ in model.named_buffers()))}
+    _raise_if_any(pipeline, [name for name in wanted if stored[name] not in shapes], "are missing from its files")
+    of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[stored[name]]]
     _raise_if_any(pipeline, of_other_shape, "have shapes that differ from config.json")
-    buffers = [name for name, _ in model.named_buffers() if name in shapes]
-    return {name: Stored(name, {name: (name,)}) for name in (*wanted, *buffers)}
+    return {name: Stored(name, {name: (own,)}) for name, own in stored.items() if own in shapes}
 
 
 def _raise_if_any(pipeline: Pipeline, names: Sequence[str], what: str) -> None:

@@ -23,7 +23,6 @@ def refuse_image_settings(config: RunConfig) -> None:
 
 
 def _find_unused_settings(config: RunConfig, task: str) -> Iterator[Unread]:
-    """Yield the changed settings that this kind of model does not use."""
     for setting in find_unread_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
@@ -49,7 +48,6 @@ def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepare
 
 
 def _find_mistakes(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each setting that image models do not support."""
     training, image = config.training, config.image
     if config.scu.enabled:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
