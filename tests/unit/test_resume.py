@@ -308,7 +308,8 @@ def test_moments_of_8_bits_keep_their_bytes_at_the_same_stage(ground: Path, tmp_
     assert "quantized again" not in shown
     for name, value in load_file(tmp_path / "same" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
-    for name, change in {"stage": {"zero__stage": 0}, "other": {"ops__flat": False}}.items():
+    changes: dict[str, dict[str, Any]] = {"stage": {"zero__stage": 0}, "other": {"ops__flat": False}}
+    for name, change in changes.items():
         shown = train(ground, **settings, **start, output_dir=str(tmp_path / name), **change)
         assert "note: the 8-bit moments are partitioned otherwise" in shown
         moved = load_file(tmp_path / name / "adapter_model.safetensors")
