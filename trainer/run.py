@@ -50,7 +50,7 @@ from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
-from trainer.scu.steering import SteeringInputs, start_steering
+from trainer.scu.steering import start_steering
 from trainer.setup.build import build_model, select_patches
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
@@ -252,12 +252,11 @@ class Run:
         if not self.config.scu.enabled:
             return None
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
-        given = SteeringInputs(
+        steering, notes = start_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs,
-            total_steps=total_steps, step=position.step, say=self.say,
+            flat=self.task.flat_packs, total_steps=total_steps, step=position.step,
+            restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
-        steering, notes = start_steering(given, self.restored_scu, self.folder.path)
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]

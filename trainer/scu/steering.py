@@ -1,7 +1,6 @@
 """Start the Shannon Control Unit of a run, with the reference texts of `scu.measure: kl`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +19,36 @@ from trainer.scu.divergence import Divergence, Reference, cache_base_states
 MAX_AUTO_CACHE_BYTES = 2**30
 
 
-@dataclass(frozen=True)
-class SteeringInputs:
-    """Inputs for building the controller of a run."""
-
-    config: RunConfig
-    prepared: Prepared
-    ranks: Ranks
-    engine: Engine
-    token_loss: TokenLoss
-    flat: bool
-    """Whether packs are a single row of all their documents."""
-    total_steps: int
-    """Optimizer steps of the whole run, so that a resumed run makes the same choices."""
-    step: int
-    """Optimizer steps already taken."""
-    say: Callable[[str], None]
-
-
 def start_steering(
-    inputs: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path
-) -> tuple[Steering, list[str]]:
-    """Build the controller after optimizer step `inputs.step`; return it with warnings. A collective call.
+    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, *, flat: bool,
+    total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
+) -> tuple[Steering, list[str]]:  # fmt: skip
+    """Build the controller after optimizer step `step` of `total_steps`; return it with warnings. A collective call.
 
-    `restored` is its state in the checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for
-    settings that cannot work.
+    `flat`: whether packs are a single row of all their documents. `restored` is the controller's state in the
+    checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for settings that cannot work.
     """
-    scu, step = inputs.config.scu, inputs.step
+    divergence = None
+    if config.scu.measure == "kl":
+        divergence = build_divergence(config, prepared, ranks, engine, token_loss, flat, total_steps, say)
     steering = Steering(
-        scu,
-        inputs.engine.module,
-        target_tokens=inputs.prepared.data.stats.target_tokens,
-        total_steps=inputs.total_steps,
-        base_parameters=count_parameters(inputs.engine.module)[1],
-        divergence=build_divergence(inputs) if scu.measure == "kl" else None,
+        config.scu,
+        engine.module,
+        target_tokens=prepared.data.stats.target_tokens,
+        total_steps=total_steps,
+        base_parameters=count_parameters(engine.module)[1],
+        divergence=divergence,
     )
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
-    if step:
-        return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"]
-    return steering, []
+    return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"] if step else []
 
 
-def build_divergence(inputs: SteeringInputs) -> Divergence:
+def build_divergence(
+    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
+    total_steps: int, say: Callable[[str], None],
+) -> Divergence:  # fmt: skip
     """Build the measurement of K on the texts of scu.reference; a collective call."""
-    config, prepared, ranks, engine, say = inputs.config, inputs.prepared, inputs.ranks, inputs.engine, inputs.say
     training, scu = config.training, config.scu
     assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
     texts = [prepared.reference[index] for index in range(len(prepared.reference))]
@@ -81,16 +65,16 @@ def build_divergence(inputs: SteeringInputs) -> Divergence:
         seed=config.seed,
         pad_token_id=prepared.tokenizer.pad_token_id,
         packed=config.dataset.packing,
-        flat=inputs.flat,
+        flat=flat,
     )
     say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
-    states, visits = None, inputs.total_steps * reference.rows
+    states, visits = None, total_steps * reference.rows
     base = engine.module.get_base_model()
     width = base.config.get_text_config().hidden_size * base.dtype.itemsize
     size = width * sum(len(text.input_ids) - 1 for text in texts)
     pays = size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * len(texts)
     if pays if scu.reference_cache == "auto" else scu.reference_cache:
-        states = cache_base_states(engine, inputs.token_loss, reference)
+        states = cache_base_states(engine, token_loss, reference)
         kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
-    return Divergence(engine, inputs.token_loss, reference, base_states=states)
+    return Divergence(engine, token_loss, reference, base_states=states)
