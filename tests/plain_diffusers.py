@@ -10,7 +10,7 @@ from trainer.config import RunConfig
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import Drawing, Group, ImageBatches
+from trainer.tasks.images.batches import Group, ImageBatches
 from trainer.tasks.images.objective import Objective
 
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
@@ -35,9 +35,7 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
         in_four_bits(denoiser)
     _add_adapter(config, denoiser, family)
     denoiser.to(device).train()
-    encoders = _trained_encoders(config, pipeline)
-    models = [denoiser, *encoders]
-    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
     assert training.max_steps is not None
     schedule = build_schedule(optimizer, training, training.max_steps)
@@ -51,10 +49,7 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
         total = 0.0
         for part in parts:
             for group in (_on(device, each) for each in part.groups):
-                given = dict(group.conditions)
-                if encoders:
-                    given |= _encoded(pipeline, family.name, group.captions)
-                loss = _loss(config, family.name, scheduler, denoiser, group, given) / taken
+                loss = _loss(config, family.name, scheduler, denoiser, group, group.conditions) / taken
                 loss.backward()
                 total += loss.item()
         losses.append(total)
@@ -112,50 +107,13 @@ def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
     denoiser.add_adapter(settings)
 
 
-TEXT_TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
-
-
-def _trained_encoders(config: RunConfig, pipeline: Any) -> list[Any]:
-    """Those of CLIP, adapted after the denoiser; all of them are frozen but for their adapters."""
-    from peft import LoraConfig
-    from transformers import CLIPTextModel, CLIPTextModelWithProjection
-
-    found = []
-    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-        encoder = getattr(pipeline, name, None)
-        if encoder is not None:
-            encoder.requires_grad_(False)
-        if config.image.train_text_encoders and isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection):
-            lora = config.lora
-            settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=TEXT_TARGETS, init_lora_weights=True)
-            if name == "text_encoder" and hasattr(pipeline, "text_encoder_2") and not hasattr(pipeline, "transformer"):
-                settings.exclude_modules = r".*layers\.1\..*"  # SDXL does not read this encoder's last layer
-            encoder.add_adapter(settings)
-            found.append(encoder.train())
-    return found
-
-
-def _encoded(pipeline: Any, family: str, captions: Any) -> dict[str, Any]:
-    """What the pipeline makes of captions, with gradients; no caption is empty."""
-    captions = list(captions)
-    assert all(captions)
-    if family == "sd":
-        return {"text": pipeline.encode_prompt(captions, "cpu", 1, False)[0]}
-    if family == "sdxl":
-        text, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
-    elif family == "sd3":
-        text, _, pooled, _ = pipeline.encode_prompt(captions, None, None, do_classifier_free_guidance=False)
-    else:
-        text, pooled, _ = pipeline.encode_prompt(captions, None)
-    return {"text": text, "pooled": pooled}
-
-
 def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
     training, image = config.training, config.image
     objective = Objective(prepared.model_config, image)
     return ImageBatches(
         prepared.data.train,
-        Drawing(objective.draw_time, image.flip, image.caption_dropout, image.prior_weight),
+        objective.draw_time,
+        image,
         prior=prepared.data.prior,
         batch_size=training.batch_size,
         accumulation=training.gradient_accumulation_steps * ranks,

@@ -33,7 +33,6 @@ from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
 from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
-from trainer.parallel.engine.eight_bit_moments import elements_per_buffer
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.gather_waits import watch_stragglers
 from trainer.parallel.engine.optimizer import (
@@ -41,7 +40,6 @@ from trainer.parallel.engine.optimizer import (
     build_schedule,
     has_moved,
     planned_rates,
-    rate_floor,
 )
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
@@ -50,9 +48,8 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
-from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
-from trainer.scu.steering import fit_to_target, start_steering
+from trainer.scu.steering import start_steering
 from trainer.setup.build import build_model, select_patches
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
@@ -153,17 +150,11 @@ class Run:
             if loop.stopped_early:
                 self._report_early_stop(position, total_steps)
             kept_step = self.checkpoints.restore_best(engine, position)
-            if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
-                position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None and self.metrics is not None:
                 self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
-            self.folder.save_result(
-                engine,
-                must_have_moved=has_moved(self.schedule),
-                factor=factor,
-                identity=self.checkpoints.identity(),
-            )
+            identity = self.checkpoints.identity()
+            self.folder.save_result(engine, must_have_moved=has_moved(self.schedule), identity=identity)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
         self.stop.saved = True
@@ -215,8 +206,7 @@ class Run:
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
         flat = None
         if self.decided.flat.value:
-            multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
-            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
         with phase("deepspeed"):
@@ -238,7 +228,7 @@ class Run:
         self.batches = self.task.batches()
         total_steps = count_steps(training, count_samples(self.prepared), self.config.data_ranks(self.ranks.world_size))
         assert total_steps is not None  # a stream without max_steps was refused
-        self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
+        self.schedule = build_schedule(self.optimizer, training, total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, total_steps, self.schedule, self.batches)
         return position, total_steps
 
@@ -247,12 +237,11 @@ class Run:
         if not self.config.scu.enabled:
             return None
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
-        given = SteeringInputs(
+        steering, notes = start_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs,
-            total_steps=total_steps, step=position.step, say=self.say,
+            flat=self.task.flat_packs, total_steps=total_steps, step=position.step,
+            restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
-        steering, notes = start_steering(given, self.restored_scu, self.folder.path)
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]

@@ -85,33 +85,25 @@ CURVE
     done
     ;;
   hold)
-    # Both texts in one pool of processes; the second, of short runs, continues with PI under a floor of the rate.
+    # Both texts in one pool of processes.
     slots=$((slots * 3 / 4)) compare stdlib "$first" "$count" "${stdlib[@]}" training.eval_steps=30 \
       --controllers none,fixed,linear,cosine,pi --lambdas $lambdas --ramps 3 --targets $targets &
-    (
-      slots=$((slots / 4))
-      compare torch "$first" "$count" "${torch[@]}" --controllers none,fixed,pi --lambdas $lambdas --targets $targets
-      compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=30 --controllers pi --targets 0.02 \
-        scu.rate_floor=0.1
-    ) &
+    slots=$((slots / 4)) compare torch "$first" "$count" "${torch[@]}" --controllers none,fixed,pi --lambdas $lambdas \
+      --targets $targets &
     wait
     tail -n 75 "$out/stdlib-$first.log" | cut -c1-130
     tail -n 60 "$out/torch-$first.log" | cut -c1-130
     ;;
   ramps)
-    slots=$((slots * 2 / 3)) compare ramps "$first" "$count" "${stdlib[@]}" training.eval_steps=50 --controllers linear,cosine \
-      --ramps 4 &
-    slots=$((slots / 3)) compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=50 --controllers pi \
-      --targets 0.02 scu.rate_floor=0.1 &
-    wait
+    compare ramps "$first" "$count" "${stdlib[@]}" training.eval_steps=50 --controllers linear,cosine --ramps 4
     ;;
   kl)
     # Six comparisons at once, each on one of the GPUs, so that the slowest runs of one do not leave a GPU idle.
-    reference=scu.reference="$scratch/prose/reference.jsonl"
+    reference=(scu.measure=kl scu.reference="$scratch/prose/reference.jsonl")
     slots=$((slots < 6 ? 1 : slots / 6)) at=0 slices=$((${#gpus[@]} > 1 ? ${#gpus[@]} : 1))
     for rate in 1e-3 5e-4 2e-3; do
       more=("${stdlib[@]}" training.learning_rate=$rate training.eval_steps=50)
-      cards=${gpus[at % slices]:-} compare "kl-$rate" "$first" "$count" "${more[@]}" "$reference" --measures kl \
+      cards=${gpus[at % slices]:-} compare "kl-$rate" "$first" "$count" "${more[@]}" "${reference[@]}" --measures kl \
         --controllers none,pi --targets 0.02,0.05,0.1 &
       at=$((at + 1))
       cards=${gpus[at % slices]:-} compare "norm-$rate" "$first" "$count" "${more[@]}" --controllers fixed \

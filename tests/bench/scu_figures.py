@@ -49,8 +49,7 @@ def publish(runs: Path, file: Path) -> None:
         for source in (config["dataset"], config["dataset"]["evaluation"]):
             source["path"] = "/".join(Path(source["path"]).parts[-2:])
         config["dataset"]["cache_dir"] = "cache"
-        fitted = json.loads((folder / "scu_config.json").read_text(encoding="utf-8")).get("fitted")
-        found.append({"experiment": folder.parent.name, "config": config, "fitted": fitted, "curve": curve, **written})
+        found.append({"experiment": folder.parent.name, "config": config, "curve": curve, **written})
     with gzip.open(file, "wt", encoding="utf-8", compresslevel=9) as out:
         json.dump(found, out, separators=(",", ":"))
     print(f"{file}: {len(found)} runs, {file.stat().st_size / 2**20:.2f} MiB")
@@ -76,15 +75,24 @@ def _place(result: Result) -> tuple[int, float, int]:
     return ORDER.index(setting.controller), setting.lambda_ or setting.target or 0.0, result.trial.seed
 
 
+def _known_settings(values: dict[str, Any], section: Any) -> dict[str, Any]:
+    """Leave out settings that were removed since."""
+    kinds = {name: field.annotation for name, field in section.model_fields.items() if name in values}
+    return {
+        name: _known_settings(values[name], kind) if hasattr(kind, "model_fields") else values[name]
+        for name, kind in kinds.items()
+    }
+
+
 def _result(run: dict[str, Any], *, several: bool) -> Result:
-    config = RunConfig.model_validate(run["config"])
+    config = RunConfig.model_validate(_known_settings(run["config"], RunConfig))
     scu = config.scu
     ends = {"fixed": float(scu.lambda_start), "linear": scu.lambda_max, "cosine": scu.lambda_max}
     target = scu.target if scu.controller == "pi" and scu.target != "auto" else None
     setting = Setting(scu.measure, scu.controller, ends.get(scu.controller), target, several and target is not None)
     trial = Trial(setting, config.seed, Path(), (), config)
     curve = [record | {"step": int(record["step"])} for record in run["curve"]]
-    # What `_held` shows of scu.scale_to_target has no place of its own in a result.
+    # Runs of scu.scale_to_target, a setting that was removed since, scaled their update by this factor at the end.
     curve[-1]["kept"] = (run.get("fitted") or {}).get("factor", 1.0)
     sums = [
         np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 STEPS, RANKS, STAGES = 3, 2, (0, 1, 2, 3)
 RELATIVE = 1e-6
 MODULE = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
-TEXT = {"image__train_text_encoders": True}
 SHOWN = {"image__flip": True, "image__caption_dropout": 0.5, "image__min_snr_gamma": 5.0}
 
 
@@ -58,12 +57,6 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [case("v-prediction", image__prediction="v_prediction", image__min_snr_gamma=5.0)]
     convolutions = {"lora__target_modules": ["to_q", "to_v", "conv1", "conv2"]}
     cases += [case(f"convolutions-{stage}", zero__stage=stage, **convolutions) for stage in (2, 3)]
-    cases += [
-        case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in (2, 3)
-    ]
-    cases += [case("text-nf4-3", adapter="qlora", zero__stage=3, **TEXT)]
-    cases += [case("text-sd-2", base_model=str(folder / "sd"), **TEXT, **drawn)]
-    cases += [case("text-sd3-3", zero__stage=3, **TEXT, **sd3, **drawn), case("text-flux-2", **TEXT, **flux, **drawn)]
     again = {"training__resume_from_checkpoint": "shown/checkpoint-2", "output_dir": "again", **SHOWN}
     return [*cases, case("again", **again)]
 
@@ -141,26 +134,6 @@ def test_losses_with_activations_or_weights_and_optimizer_on_the_host_are_those_
     assert runs["sd3-host"].losses == pytest.approx(runs["sd3-3"].losses, rel=RELATIVE)
 
 
-@pytest.mark.parametrize(
-    ("family", "names"),
-    [
-        ("sdxl", ["text-sdxl-2", "text-sdxl-3"]),
-        ("sd", ["text-sd-2"]),
-        ("sd3", ["text-sd3-3"]),
-        ("flux", ["text-flux-2"]),
-    ],
-)
-def test_losses_with_trained_text_encoders_are_those_of_plain_diffusers(
-    runs: Matrix, family: str, names: list[str]
-) -> None:
-    folder = runs["sdxl-0"].folder.parent
-    expected, _ = plain(runs, f"base_model={folder / family}", "image.train_text_encoders=true")
-    for name in names:
-        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
-    frozen = "sd3-3" if family == "sd3" else f"{family}-2"
-    assert runs[names[0]].losses[-1] != runs[frozen].losses[-1], "the text encoders learnt nothing"
-
-
 def test_ranks_with_images_of_several_sizes_wait_for_each_other(runs: Matrix) -> None:
     expected, _ = plain(runs, "training.batch_size=2")
     for name in ("mixed-2", "mixed-3"):
@@ -190,14 +163,6 @@ def test_losses_on_a_four_bit_base_are_those_of_plain_diffusers_with_bitsandbyte
     assert runs[f"flux-nf4-{stage}"].losses == pytest.approx(expected, rel=RELATIVE)
     assert expected != pytest.approx(whole, rel=100 * RELATIVE), "4 bits are too close to the whole base to distinguish"
     assert expected == pytest.approx(whole, rel=0.05)
-
-
-def test_text_encoders_are_trained_on_a_four_bit_base_too(runs: Matrix) -> None:
-    trained, whole = (runs[name].losses for name in ("text-nf4-3", "text-sdxl-3"))
-    assert trained != whole and trained == pytest.approx(whole, rel=0.02)
-    adapter = runs["text-nf4-3"].adapter()
-    learnt = [each for name, each in adapter.items() if ".text_encoder" in name and "lora_B" in name]
-    assert learnt and all(float(each.abs().max()) > 0 for each in learnt)
 
 
 def test_prior_preservation_adds_its_weighted_loss(runs: Matrix) -> None:

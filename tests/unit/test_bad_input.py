@@ -167,7 +167,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "training.focal_gamma=3": ("training.focal_gamma=3.0: has no effect", "set training.loss: focal"),
     "training.loss=label_smoothing ; training.label_smoothing=1": ("training.label_smoothing=1: must be below 1",),
     "scu.enabled=true ; scu.target=0.01 ; training.loss=dft": ("training.loss=dft: scu.measure=", "use nll, or"),
-    "scu.enabled=true ; scu.measure=kl ; training.neftune_noise_alpha=5": (
+    "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; training.neftune_noise_alpha=5": (
         "training.neftune_noise_alpha=5: scu.measure: kl would measure the noise",
     ),
     "dataset.streaming=true": ("dataset.streaming=true", "set training.max_steps"),
@@ -176,8 +176,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: the controller needs", "use lora or"),
     "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),
-    "scu.enabled=true ; scu.measure=kl ; scu.target=0": ("scu.target=0: must be above 0",),
-    "scu.enabled=true ; scu.measure=kl ; training.offload_activations=true ; training.gradient_checkpointing=true": (
+    "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; scu.target=0": ("scu.target=0: must be above 0",),
+    "scu.enabled=true ; scu.measure=kl": ("scu.reference: scu.measure: kl needs texts", "set it to their file"),
+    "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; training.offload_activations=true ; "
+    "training.gradient_checkpointing=true": (
         "training.offload_activations=true: not with scu.measure: kl",
     ),
     "model.added_tokens=['']": ("model.added_tokens=", "has an empty entry; remove it"),
@@ -186,7 +188,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "parallel.sequence=2 ; task=preference ; preference.share_prompt=true": (
         "parallel.sequence=2: not with preference.share_prompt", "set preference.share_prompt: auto",
     ),
-    "parallel.sequence=2 ; scu.enabled=true ; scu.measure=kl": ("scu.measure=kl: not with parallel.sequence=2",),
+    "parallel.sequence=2 ; scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt": (
+        "scu.measure=kl: not with parallel.sequence=2",
+    ),
     "parallel.sequence=2 ; training.torch_compile=true": ("torch_compile=true: not with", "parallel.sequence: 1"),
     "parallel.sequence=2 ; model.attn_implementation=eager": ("attn_implementation=eager: not with", "use auto"),
     "parallel.sequence=2 ; training.cuda_graphs=on": ("training.cuda_graphs=on: parallel.sequence exchanges",),

@@ -350,7 +350,9 @@ def test_scaled_and_unscaled_seeds_are_drawn_together(config: Path, tmp_path: Pa
     losses_ED, tokens_D = np.outer([60.0, 40.0, 45.0], np.ones(4)), np.full(4, 20.0)
     results = [
         replace(result(trial, losses_ED, tokens_D, [0.1, 0.01]), texts=texts_of(3))
-        for trial in planned(config, "--measures", "kl", "--controllers", "none,pi")
+        for trial in planned(
+            config, "--measures", "kl", "--controllers", "none,pi", "scu.measure=kl", "scu.reference=x.jsonl"
+        )
     ]
     once_more = np.concatenate([losses_ED, losses_ED[-1:]])
     results[-1] = replace(results[-1], steps=[0, 5, 10, 10], losses_ED=once_more, texts=texts_of(4))

@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.config import ScuSection, TrainingSection, UserError, load_config
-from trainer.parallel.engine.optimizer import build_schedule, planned_rates, rate_floor
+from trainer.config import ScuSection, UserError, load_config
 from trainer.scu import law as scu
 from trainer.scu.controller import ScuFault, Steering
 
@@ -295,16 +294,6 @@ def test_a_checkpoint_under_changed_settings(
     assert [said in line for line in lines] == ([True] if said else [])
 
 
-def test_the_rate_floor_holds_after_warm_up_while_pi_works() -> None:
-    training = TrainingSection(learning_rate=1e-2, warmup_steps=3, lr_scheduler="cosine")
-    section = ScuSection(enabled=True, rate_floor=0.1)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-2)
-    rates = planned_rates(build_schedule(optimizer, training, 20, floor=rate_floor(section)), 20)
-    assert rates[0] == 0.0 and min(rates[3:]) == rates[-1] == pytest.approx(1e-3)
-    assert rate_floor(section.model_copy(update={"controller": "fixed"})) == 0.0
-    assert rate_floor(section.model_copy(update={"enabled": False})) == 0.0
-
-
 def test_controllers_without_a_target_are_not_held_to_it() -> None:
     assert steer(adapted(), controller="fixed", target=0.99).check_target(6.0, [1e-9]) == []
 
@@ -363,9 +352,9 @@ def test_tokens_must_be_known() -> None:
         ("training.gradient_checkpointing=reentrant", "training.gradient_checkpointing=reentrant"),
         ("scu.law=published scu.target=auto", "scu.target=auto"),
         ("scu.reference=x.jsonl", "scu.reference=x.jsonl: has no effect, because scu.measure is delta"),
-        ("scu.measure=kl scu.law=published", "scu.law=published"),
-        ("scu.measure=kl adapter=none", "scu.enabled=true: the controller needs an adapter"),
-        ("scu.measure=kl scu.target=0", "scu.target=0"),
+        ("scu.measure=kl scu.reference=x.jsonl scu.law=published", "scu.law=published"),
+        ("scu.measure=kl scu.reference=x.jsonl adapter=none", "scu.enabled=true: the controller needs an adapter"),
+        ("scu.measure=kl scu.reference=x.jsonl scu.target=0", "scu.target=0"),
     ],
 )
 def test_settings_that_are_refused(tmp_path: Path, setting: str, named: str) -> None:

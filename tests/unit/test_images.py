@@ -13,7 +13,7 @@ from PIL import Image
 from tests.pipelines import make_pipeline, write_images
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, by_size, image_evaluation
+from trainer.tasks.images.batches import ImageBatches, by_size, image_evaluation
 from trainer.tasks.images.encoding import image_to_tensor
 from trainer.tasks.images.objective import Objective
 from trainer.tasks.images.sizes import bucket_sizes, fit
@@ -193,9 +193,11 @@ def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.C
 def batches_of(prepared: Any, *, ranks: int, accumulation: int, **changes: Any) -> list[ImageBatches]:
     image = ImageSection(**changes)
     objective = Objective(prepared.model_config, image)
-    drawing = Drawing(objective.draw_time, image.flip, image.caption_dropout, image.prior_weight)
     common: dict[str, Any] = {"prior": None, "batch_size": 1, "accumulation": accumulation, "seed": 3, "shuffle": True}
-    return [ImageBatches(prepared.data.train, drawing, rank=rank, world_size=ranks, **common) for rank in range(ranks)]
+    return [
+        ImageBatches(prepared.data.train, objective.draw_time, image, rank=rank, world_size=ranks, **common)
+        for rank in range(ranks)
+    ]
 
 
 def test_two_ranks_draw_what_one_draws(root: Path) -> None:
@@ -219,14 +221,16 @@ def test_two_ranks_draw_what_one_draws(root: Path) -> None:
 def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=6, caption_dropout=0.5)
-    captions = [
-        caption for epoch in range(40) for batch in batches.step_batches(epoch, 0)[0] for caption in shown(batch)
+    store = prepared.data.train.store
+    empty = store.conditions(store.caption_number(""))["text"]
+    dropped = [
+        torch.equal(text, empty)
+        for epoch in range(40)
+        for batch in batches.step_batches(epoch, 0)[0]
+        for group in batch.groups
+        for text in group.conditions["text"]
     ]
-    assert 0.4 < captions.count("") / len(captions) < 0.6
-
-
-def shown(batch: ImageBatch) -> list[str]:
-    return [caption for group in batch.groups for caption in group.captions]
+    assert 0.4 < sum(dropped) / len(dropped) < 0.6
 
 
 def test_global_batches_have_one_size_as_far_as_there_are_pictures() -> None:
@@ -241,9 +245,9 @@ def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None
     """At stage 3 a rank with fewer of them would leave the others waiting for ever."""
     prepared = prepare(run_config(root))
     samples = prepared.data.train
-    drawing = Drawing(Objective(prepared.model_config, ImageSection()).draw_time, False, 0.0, 1.0)
+    draw = Objective(prepared.model_config, ImageSection()).draw_time, ImageSection()
     common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
-    both = [ImageBatches(samples, drawing, rank=rank, world_size=2, **common) for rank in range(2)]
+    both = [ImageBatches(samples, *draw, rank=rank, world_size=2, **common) for rank in range(2)]
     passes = [[len(each.step_batches(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
     assert all(one == other for one, other in passes)
     assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"

@@ -13,12 +13,11 @@ from tests.pipelines import make_pipeline, write_images
 from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.encoding import load_vae
+from trainer.tasks.images.encoding import cut_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.prepare import refuse_image_settings
 from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, SourceImage, read_images
-from trainer.tasks.images.text import cut_captions
 
 
 def read(folder: Path, caption: str | None = None) -> list[SourceImage]:
@@ -252,3 +251,9 @@ def test_settings_of_a_scheduler_that_mean_nothing_are_one_line(copied: Path) ->
     file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_schedule": "steep"}))
     with pytest.raises(UserError, match=r"its scheduler cannot be read \(steep is not implemented"):
         pipeline_of(copied).training_scheduler(ImageSection())
+
+
+def test_a_single_file_is_refused_with_what_converts_it(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors: a single file; .* from_single_file"):
+        read_pipeline(str(tmp_path / "model.safetensors"), ModelSection())

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.pipelines import vae
 from trainer.config import ModelSection, UserError
-from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
-from trainer.tasks.images.kohya import convert_to_kohya
+from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya, write_for_diffusers
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 
@@ -89,7 +88,7 @@ def test_flux_draws_the_same_picture_with_either_file(tmp_path: Path) -> None:
     from PIL import ImageChops
 
     pipeline, _ = adapter(tmp_path, "flux-dev")
-    write_for_diffusers(tmp_path, pipeline)
+    write_for_diffusers(tmp_path)
     save_file(convert_to_kohya(tmp_path, pipeline), tmp_path / "kohya.safetensors")
     flux, pictures = _flux(pipeline), {}
     for name in (None, DIFFUSERS, "kohya.safetensors"):

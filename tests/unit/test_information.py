@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -45,7 +46,6 @@ def measured(model: nn.Module, measure: Any, *, sigma: float = 0.01, tokens: int
 
 def naive_squares(model: nn.Module, measure: str) -> torch.Tensor:
     """Q by PEFT's own merged update, or by a plain sum; autograd gives its gradient."""
-    from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if measure == "delta":
@@ -74,7 +74,7 @@ def test_peft_merges_the_update_that_delta_measures() -> None:
     model = adapted(use_rslora=True)
     pair = find_pairs(model)[0]
     assert pair.scale == pytest.approx(6.0 / math.sqrt(4))
-    layer: Any = model.get_submodule(pair.name)
+    layer: Any = next(module for module in model.modules() if isinstance(module, LoraLayer))
     merged = layer.get_delta_weight("default")
     # In 64 bits: PEFT scales the product, this the first factor.
     torch.testing.assert_close(pair.scale * pair.b @ pair.a, merged, rtol=1e-15, atol=1e-16)
@@ -232,12 +232,6 @@ def test_no_walk_within_the_learning_rates_leaves_the_reachable_range(measure: s
 def test_reach_of_zero_is_the_value_itself() -> None:
     information = measured(adapted(), "delta")
     assert information.reachable_squares(0.0, 0.0) == pytest.approx((information.squares().item(),) * 2, rel=1e-9)
-
-
-@pytest.mark.parametrize(("sigma", "tokens", "setting"), [(0.0, 10, "scu.sigma=0.0"), (0.01, 0, "scu.tokens=0")])
-def test_impossible_prior(sigma: float, tokens: int, setting: str) -> None:
-    with pytest.raises(UserError, match=setting):
-        measured(adapted(), "delta", sigma=sigma, tokens=tokens)
 
 
 def test_model_without_adapter() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -177,7 +177,7 @@ def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> N
     calm = scu.Law(target=0.03, ki=0.01)
     slope = scu.steepest_slope(0.03)
     warning = scu.gain_warning(published)
-    assert warning is not None and "use scu.ki: 0.075" in warning and scu.gain_warning(calm) is None
+    assert warning is not None and "not stable with the smoothing" in warning and scu.gain_warning(calm) is None
     assert (scu.is_stable(published, slope), scu.is_stable(calm, slope)) == (False, True)
     assert not settled(published, odds_for(0.03, 0.3))[0]
     assert settled(calm, odds_for(0.03, 0.3))[0]
@@ -207,18 +207,9 @@ def test_state_survives_json_to_the_bit(law: scu.Law, measured: list[float], cut
     whole = resumed = scu.initial(law)
     for index, ratio in enumerate(measured):
         if index == cut:
-            resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
+            resumed = scu.State(**json.loads(json.dumps(asdict(resumed))))
         whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed
-
-
-def test_state_with_other_keys_is_refused() -> None:
-    values = scu.initial(scu.Law(target=0.1)).to_dict()
-    with pytest.raises(ValueError, match="expected"):
-        scu.State.from_dict(values | {"gain": 1.0})
-    del values["integral"]
-    with pytest.raises(ValueError, match="expected"):
-        scu.State.from_dict(values)
 
 
 @pytest.mark.parametrize("ratio", [math.nan, math.inf, -0.01, 1.01])
@@ -336,18 +327,10 @@ def test_kl_recovers_from_a_useless_lambda() -> None:
     assert state.lambda_ < 0.3
 
 
-@pytest.mark.parametrize(
-    ("kp", "ki", "wrong"),
-    [(0.5, 0.2, "ki=0.2: with scu.kp=0.5"), (0.5, 3.0, "ki=3: with scu.kp=0.5"), (0.0, 0.1, "ki=0.1: with scu.kp=0")],
-)
-def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float, wrong: str) -> None:
-    said = rf"^{wrong} .* oscillates ever wider; kp: .* is stable"
-    with pytest.raises(ValueError, match=said) as refused:
+@pytest.mark.parametrize(("kp", "ki"), [(0.5, 0.2), (0.5, 3.0), (0.0, 0.1)])
+def test_gains_that_swing_are_refused(kp: float, ki: float) -> None:
+    with pytest.raises(ValueError, match=rf"^ki={ki:g}: with scu.kp={kp:g} .* oscillates ever wider; use auto"):
         ours(kp=kp, ki=ki)
-    words = str(refused.value).replace(";", " ").split()
-    numbers = [float(words[index + 1]) for index, word in enumerate(words) if word in ("kp:", "ki:")]
-    law = ours(kp=numbers[0], ki=numbers[1])
-    assert max(abs(state.error or 0.0) for state in run_on_lagging_plant(law, 3.0, 33.0, 6000)[-200:]) <= law.deadband
     with pytest.raises(ValueError, match="ki=0: without it"):
         ours(ki=0.0)
 
@@ -380,6 +363,6 @@ def test_state_of_the_logit_law_survives_json_to_the_bit(target: float, measured
     whole = resumed = scu.initial(law)
     for index, ratio in enumerate(measured):
         if index == cut:
-            resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
+            resumed = scu.State(**json.loads(json.dumps(asdict(resumed))))
         whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed and law.lambda_min <= whole.lambda_ <= law.lambda_max

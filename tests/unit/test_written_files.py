@@ -24,7 +24,6 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
-from trainer.tasks.images.pipeline import read_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_whole_models_and_initial_adapters_have_the_mode_of_new_files(mode: int,
 def test_image_adapters_have_the_mode_of_new_files(mode: int, run_dir: Path, tmp_path: Path) -> None:
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / name).write_bytes((run_dir / name).read_bytes())
-    write_for_diffusers(tmp_path, read_pipeline("random:sd1.5", ModelSection()))
+    write_for_diffusers(tmp_path)
     assert modes(tmp_path / DIFFUSERS) == {mode}
 
 

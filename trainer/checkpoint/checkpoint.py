@@ -30,10 +30,9 @@ from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
 from trainer.parallel.engine.flat_adapter import trained_parameters
-from trainer.parallel.engine.optimizer_state import EngineState
+from trainer.parallel.engine.optimizer_state import EngineState, Pieces, whole_state
 from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.engine.state_pieces import Pieces, whole_state
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 
@@ -56,7 +55,7 @@ class RankState:
         pieces = engine_state.pieces()
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
-            pieces = Pieces(tensors, pieces.shards, pieces.shapes, pieces.offsets, pieces.layout)
+            pieces = Pieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
         return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})

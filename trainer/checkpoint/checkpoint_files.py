@@ -19,7 +19,7 @@ from trainer.config import UserError
 from trainer.config.files import read_json
 
 MARKER = "COMPLETE"
-FORMAT = 3
+FORMAT = 4
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
 FSYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)

@@ -49,7 +49,7 @@ from trainer.scu.controller import Steering
 from trainer.tasks.task import BatchSource
 
 REQUANTIZED_MOMENTS = (
-    "the 8-bit moments are split into other blocks than in the checkpoint and were quantized again: the run continues "
+    "the 8-bit moments are partitioned otherwise than in the checkpoint and were quantized again: the run continues "
     "almost, but not exactly, as it would have"
 )
 

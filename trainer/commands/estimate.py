@@ -256,7 +256,7 @@ def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assumed(world_size, precision, ranks_per_host)
     if is_pipeline(config):
-        pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
+        pipeline = read_pipeline(config.base_model, config.model)
         where = f"every image counts as {config.image.resolution} x {config.image.resolution}"
         return build_image_planner(config, pipeline, machine), [where]
     model_config, note = read_model_config(config)

@@ -16,8 +16,7 @@ from trainer.monitor.metrics import Record
 from trainer.monitor.report.sample_images import SAMPLES
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.tasks.images.card import image_card
-from trainer.tasks.images.files import DIFFUSERS
-from trainer.tasks.images.kohya import convert_to_kohya
+from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
 
@@ -25,8 +24,7 @@ KOHYA = "lora.safetensors"
 
 
 def _pipeline(run: FinishedRun) -> Pipeline:
-    config = run.config
-    return read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
+    return read_pipeline(run.config.base_model, run.config.model)
 
 
 def is_image_run(run: FinishedRun) -> bool:
@@ -89,15 +87,14 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     adapted = load_adapter(model, str(run.folder), in_32_bits=True)
     scale_adapter(adapted, scale)
     merged: Any = adapted.merge_and_unload()
-    kept = _stored_dtype(pipeline.folder / pipeline.family.denoiser) if dtype == "auto" else DTYPES[dtype]
-    parts = {pipeline.family.denoiser: merged.denoiser, **merged.text_encoders}
+    denoiser = pipeline.family.denoiser
+    kept = _stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
     with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
-            if path.is_dir() and path.name not in parts:
+            if path.is_dir() and path.name != denoiser:
                 shutil.copytree(path, folder / path.name)
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
-        for name, part in parts.items():
-            part.to(kept).save_pretrained(folder / name, safe_serialization=True)
+        merged.denoiser.to(kept).save_pretrained(folder / denoiser, safe_serialization=True)
         move_into_place(folder, output)
     return output
 

@@ -428,6 +428,9 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
 
 def _check_kl(config: RunConfig) -> Iterator[Mistake]:
     measure, lora = "scu.measure", config.lora
+    if config.scu.reference is None:
+        problem = "scu.measure: kl needs texts on which the model should stay near the base"
+        yield Mistake("scu.reference", None, problem, "set it to their file", measure)
     if config.scu.law == "published" and config.scu.controller == "pi":
         yield Mistake("scu.law", "published", "not with scu.measure: kl, which has its own law", "remove it", measure)
     if lora.init in ("pissa", "pissa_niter_16", "olora"):

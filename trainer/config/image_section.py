@@ -46,8 +46,6 @@ class ImageSection(Section):
     """Flow matching: shift s of the noise levels, s t / (1 + (s - 1) t); `auto`: as in the model's scheduler."""
     guidance: NonNegative = 1.0
     """Flux: guidance value that the model receives in training."""
-    train_text_encoders: bool = False
-    """Adapt the CLIP text encoders as well; captions are then encoded in every step instead of once."""
     sample_steps: Annotated[Count, _SAMPLES] = 28
     """Inference steps of a sample image."""
     sample_guidance: Annotated[NonNegative | Literal["auto"], _SAMPLES] = "auto"

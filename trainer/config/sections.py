@@ -67,23 +67,16 @@ class ScuSection(Section):
     """Smallest lambda."""
     lambda_max: Positive = 1e4
     """Largest lambda; linear and cosine end here."""
-    rate_floor: Annotated[Fraction, _PI] = 0.0
-    """`pi`: minimum learning rate after warm-up as a fraction of the peak. The controller acts on gradients and has no
-    effect at a learning rate of 0."""
     sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
     """`kl`: text on which the outputs should stay those of the base: a file, folder or hub name, read like
-    `dataset.path`, all of it without labels. None: samples of the base, drawn before training, which preserve less of
-    other texts."""
+    `dataset.path`, all of it without labels."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
     """`kl`: tokens of reference text per step, as a fraction of the training tokens."""
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
     """`kl`: keep the base's last hidden states of the reference text on the host, which saves the forward pass of the
     base in each step. `auto`: if they take at most 1 GiB per rank and each text is used at least twice."""
-    scale_to_target: Annotated[bool, _KL, _PI] = True
-    """`kl` with `pi`, from 64 reference texts on: hold out an eighth of them, at most 64. If K on these exceeds the
-    target at the end of training, scale the saved update down to the target."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[Annotated[int, Field(ge=1, le=10**16)] | None, _INFORMATION] = None

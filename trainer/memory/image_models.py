@@ -125,7 +125,7 @@ def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tu
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
     noisy = torch.empty(1, pipeline.channels, side, side, device="meta", dtype=dtype)
-    return noisy, torch.empty(1, device="meta"), conditions, ("",)
+    return noisy, torch.empty(1, device="meta"), conditions
 
 
 def caption_shapes(pipeline: Pipeline) -> Text:

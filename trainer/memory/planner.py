@@ -19,7 +19,7 @@ from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_obse
 from trainer.memory.stored_weights import Placement, fetched_weights, stored_bytes
 from trainer.memory.widths import Shapes
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
-from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
+from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256
 """Larger micro-batches are not faster on any GPU."""
@@ -330,10 +330,7 @@ class Planner:
         kl = scu.enabled and scu.measure == "kl"
         if not kl or not scu.reference_cache or decided.fused_head.value is False:
             return 0
-        places = self.lengths.reference or 0
-        if scu.reference is None:
-            places = SAMPLES * (min(LENGTH, config.dataset.max_length) - 1)
-        size = places * self.shapes.hidden * self._element
+        size = (self.lengths.reference or 0) * self.shapes.hidden * self._element
         return size if scu.reference_cache is True or size <= MAX_AUTO_CACHE_BYTES else 0
 
     @cached_property

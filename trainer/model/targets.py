@@ -142,8 +142,6 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(below("experts"))  # each expert is a module
     patterns += filter(None, [_build_pattern(find_non_text_modules(model))])
-    unused_layers: Any = getattr(model, "unused_layers", list)
-    patterns += [rf"{re.escape(path)}\..*" for path in unused_layers()]
     left_out = find_untrainable_layers(model)
     if lora.target_modules == ALL_LINEAR:
         left_out |= _find_excluded_by_default(model)

@@ -26,7 +26,6 @@ from trainer.contract.whole_files import write_json
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
-from trainer.scu.fit import Fit
 from trainer.scu.information import AdapterInformation, data_bpt
 from trainer.scu.law_settings import adapt_state, build_information, build_law
 
@@ -85,8 +84,6 @@ class Steering:
         self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
         self.state = scu.initial(self.law)
         self.records: list[dict[str, Any]] = []
-        self.fitted: Fit | None = None
-        """Set at the end of a run, if the adapter was scaled to the target."""
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
         self._squares = self.information.squares if self.information is not None else None
@@ -270,14 +267,14 @@ class Steering:
                 "sums": self._pending.wait(),
                 "memory_mb": self._pending.memory_mb,
             }
-        return {"controller": self.state.to_dict(), "pending": pending}
+        return {"controller": asdict(self.state), "pending": pending}
 
     def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> list[str]:
         """Continue after optimizer step `step`, with the records that the run has written into `run_dir`.
 
         Returns notes about changed settings.
         """
-        self.state, notes = adapt_state(self.law, scu.State.from_dict(values["controller"]))
+        self.state, notes = adapt_state(self.law, scu.State(**values["controller"]))
         pending = values["pending"]
         self._pending = pending and _Pending(
             pending["step"], torch.tensor(pending["sums"], dtype=torch.float64), None, pending["memory_mb"]
@@ -296,8 +293,6 @@ class Steering:
             "tokens": self.tokens,
             "total_updates": self.law.total_updates,
         }
-        if self.fitted is not None:
-            config["fitted"] = asdict(self.fitted)
         if self.law.form == "published":
             config["gain_bound"] = scu.gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()
@@ -311,8 +306,6 @@ class Steering:
         }
         for name, content in (("config", config), ("metrics", self.records), ("history", history)):
             write_json(run_dir / f"scu_{name}.json", content)
-        if self.divergence is not None:
-            self.divergence.write(run_dir)
 
     def _mean_over_ranks(self, squares: Tensor) -> Tensor:
         """Divide this rank's Q by the number of ranks, so that the sum is the adapter's Q on every rank."""

@@ -44,7 +44,6 @@ GRAM_PIECES = 16
 class AdapterPair:
     """One adapted layer: A [R, I], B [O, R], scale s of its update s B A; for experts A [E, R, I], B [E, O, R]."""
 
-    name: str
     a: nn.Parameter
     b: nn.Parameter
     scale: float
@@ -69,7 +68,7 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
                 raise UserError(
                     f"scu.enabled=true: {path} has an adapter of shape {tuple(whole_shape(a))}; exclude that layer"
                 )
-            pairs.append(AdapterPair(path, a, b, float(module.scaling[adapter])))
+            pairs.append(AdapterPair(a, b, float(module.scaling[adapter])))
     if not pairs:
         raise UserError("scu.enabled=true: the model has no LoRA layer to measure; use adapter: lora or qlora")
     return pairs
@@ -96,10 +95,6 @@ class AdapterInformation:
         flat: FlatAdapter | None = None,
     ) -> None:
         """`flat` holds the pairs in one buffer, which is read and differentiated without a copy."""
-        if sigma <= 0.0:
-            raise UserError(f"scu.sigma={sigma}: the prior needs a positive standard deviation, such as 0.01")
-        if tokens < 1:
-            raise UserError(f"scu.tokens={tokens}: must be at least one target token")
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_chunks(pairs, flat))

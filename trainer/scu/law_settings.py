@@ -12,6 +12,8 @@ from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
 AUTO_TARGET_BITS = 0.05
 """Target of K, bits per token."""
+OWN = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda_start", "lambda_min", "lambda_max")
+"""Settings that are parameters of the law."""
 
 
 def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
@@ -55,17 +57,9 @@ def build_law(section: ScuSection, *, total_steps: int, base_parameters: int) ->
             target=target,
             controller=section.controller,
             form=form,
-            kp=float(section.kp),
-            ki=float(section.ki),
-            deadband=float(section.deadband),
-            ema=section.ema,
-            leak=section.leak,
-            integral_bound=section.integral_bound,
-            lambda_start=float(section.lambda_start),
-            lambda_min=section.lambda_min,
-            lambda_max=section.lambda_max,
             total_updates=max(1, total_steps // section.every),
             every=section.every,
+            **{name: float(getattr(section, name)) for name in OWN},
         )
     except ValueError as error:
         raise UserError(f"scu.{error}") from None

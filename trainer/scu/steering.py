@@ -1,61 +1,80 @@
-"""Start the Shannon Control Unit of a run, new or from a checkpoint, and scale the adapter after training."""
+"""Start the Shannon Control Unit of a run, with the reference texts of `scu.measure: kl`."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from rich.markup import escape
 
+from trainer.config import RunConfig
+from trainer.data.prepared import Prepared
+from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
-from trainer.model.adapter_scale import scale_adapter, scaled_adapter
-from trainer.parallel.ranks.progress import phase
-from trainer.scu.base_samples import SteeringInputs, build_divergence
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
-from trainer.scu.fit import fit
+from trainer.scu.divergence import Divergence, Reference, cache_base_states
+
+MAX_AUTO_CACHE_BYTES = 2**30
 
 
 def start_steering(
-    inputs: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path
-) -> tuple[Steering, list[str]]:
-    """Build the controller after optimizer step `inputs.step`; return it with warnings. A collective call.
+    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, *, flat: bool,
+    total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
+) -> tuple[Steering, list[str]]:  # fmt: skip
+    """Build the controller after optimizer step `step` of `total_steps`; return it with warnings. A collective call.
 
-    `restored` is its state in the checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for
-    settings that cannot work.
+    `flat`: whether packs are a single row of all their documents. `restored` is the controller's state in the
+    checkpoint, `run_dir` holds its records of earlier steps. Raises UserError for settings that cannot work.
     """
-    scu, step = inputs.config.scu, inputs.step
+    divergence = None
+    if config.scu.measure == "kl":
+        divergence = build_divergence(config, prepared, ranks, engine, token_loss, flat, total_steps, say)
     steering = Steering(
-        scu,
-        inputs.engine.module,
-        target_tokens=inputs.prepared.data.stats.target_tokens,
-        total_steps=inputs.total_steps,
-        base_parameters=count_parameters(inputs.engine.module)[1],
-        divergence=build_divergence(inputs) if scu.measure == "kl" else None,
+        config.scu,
+        engine.module,
+        target_tokens=prepared.data.stats.target_tokens,
+        total_steps=total_steps,
+        base_parameters=count_parameters(engine.module)[1],
+        divergence=divergence,
     )
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
-    if step:
-        return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"]
-    return steering, []
+    return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"] if step else []
 
 
-@phase("steer")
-def fit_to_target(steering: Steering | None, model: nn.Module, say: Callable[[str], None]) -> float:
-    """Scale a trained adapter to the target of `kl` on held-out text; a collective call.
-
-    Returns the factor, 1 without held-out text. The model in memory is scaled; written weights still have to be.
-    """
-    divergence = steering.divergence if steering is not None else None
-    if steering is None or divergence is None or divergence.held_out is None:
-        return 1.0
-
-    def kl_bits(factor: float) -> float:
-        with scaled_adapter(model, factor):
-            return divergence.measure_held_out()
-
-    was_training = model.training
-    model.eval()
-    fitted = steering.fitted = fit(kl_bits, steering.law.target, len(divergence.held_out.documents))
-    model.train(was_training)
-    scale_adapter(model, fitted.factor)
-    say(fitted.line(steering.law.target))
-    return fitted.factor
+def build_divergence(
+    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
+    total_steps: int, say: Callable[[str], None],
+) -> Divergence:  # fmt: skip
+    """Build the measurement of K on the texts of scu.reference; a collective call."""
+    training, scu = config.training, config.scu
+    assert prepared.reference is not None, "scu.measure: kl without scu.reference was refused"
+    texts = [prepared.reference[index] for index in range(len(prepared.reference))]
+    reference_length = sum(len(text.input_ids) for text in texts) / len(texts)
+    length, stats = reference_length, prepared.data.stats
+    if isinstance(prepared.data.train, Samples):
+        length = stats.tokens / len(prepared.data.train)
+    wanted = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
+    reference = Reference(
+        documents=texts,
+        rows=min(max(1, round(wanted * length / reference_length)), max(1, len(texts) // ranks.world_size)),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=config.seed,
+        pad_token_id=prepared.tokenizer.pad_token_id,
+        packed=config.dataset.packing,
+        flat=flat,
+    )
+    say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
+    states, visits = None, total_steps * reference.rows
+    base = engine.module.get_base_model()
+    width = base.config.get_text_config().hidden_size * base.dtype.itemsize
+    size = width * sum(len(text.input_ids) - 1 for text in texts)
+    pays = size <= MAX_AUTO_CACHE_BYTES and visits >= 2 * len(texts)
+    if pays if scu.reference_cache == "auto" else scu.reference_cache:
+        states = cache_base_states(engine, token_loss, reference)
+        kept = f"cached on the host, {size / 2**20:,.0f} MiB per rank: no forward pass of the base in a step"
+        say(f"scu: the base's hidden states are {kept if states else 'not cached: this head needs full logits'}")
+    return Divergence(engine, token_loss, reference, base_states=states)

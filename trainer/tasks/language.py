@@ -36,6 +36,7 @@ from trainer.patches.packing_probe import check_causal, check_parts, keep_docume
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.lm_eval_scores import Scores, TaskScores
+from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
 EXAMPLES = 3
@@ -44,8 +45,8 @@ LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothin
 """Losses of `training.loss` -> the setting of their parameter."""
 
 
-class LanguageTask:
-    """Implements `trainer.tasks.task.Task`."""
+class LanguageTask(Task):
+    """Language models; a sample is a text, a conversation or a pack of them."""
 
     counted = "tokens"
     pairs = False
@@ -90,7 +91,6 @@ class LanguageTask:
         return model
 
     def _read_images(self, model: Any) -> None:
-        """Prepare the inputs for images, if the data has any."""
         if not has_images(self._prepared):
             return
         assert self._prepared.images is not None
@@ -165,7 +165,6 @@ class LanguageTask:
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """Arguments of `collate`."""
         token, shared = self._any_token, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
         return {**layout, "sequence": self._sequence, "images": self._images}

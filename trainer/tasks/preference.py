@@ -51,7 +51,6 @@ class Sums:
     """Sums since they were last taken, of training and of evaluation."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._sums: dict[bool, torch.Tensor] = {}
 
     def add(self, sums: torch.Tensor, *, training: bool) -> None:

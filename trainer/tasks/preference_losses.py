@@ -1,7 +1,7 @@
 """Losses of preference pairs by the names of TRL, as functions of log-probabilities of whole answers.
 
-Legend: P pairs; c and r the chosen and the rejected answer, log p(y) the sum of their tokens' log-probabilities,
-h(y) = log p(y) - log p_ref(y), and n(y) the number of tokens.
+Legend: P pairs; log p(y) the sum of the log-probabilities of an answer's tokens, n(y) their number,
+h(y) = log p(y) - log p_ref(y), c and r beta h of the chosen and the rejected answer, p the settings.
 """
 
 import math
@@ -39,7 +39,8 @@ class PairScores:
 
 def pair_losses(scores: PairScores, settings: PreferenceSection) -> Tensor:
     """Return the weighted sum of the configured losses of each pair [P]."""
-    losses = [weight * LOSSES[name](scores, settings) for name, weight in settings.loss.items()]
+    c, r = (settings.beta * ratio for ratio in scores.ratios)
+    losses = [weight * LOSSES[name](c, r, scores, settings) for name, weight in settings.loss.items()]
     return torch.stack(losses).sum(0)
 
 
@@ -47,106 +48,59 @@ def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
     return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
 
-def _dpo(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Rafailov et al. 2023, with the smoothing of cDPO (Mitchell 2023)."""
-    chosen, rejected = scores.ratios
-    return _smoothed(settings.beta * (chosen - rejected), settings.label_smoothing)
-
-
-def _hinge(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Zhao et al. 2023 (SLiC)."""
-    chosen, rejected = scores.ratios
-    return torch.relu(1.0 - settings.beta * (chosen - rejected))
-
-
-def _ipo(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Azar et al. 2023, with h per token."""
-    chosen, rejected = scores.ratios
-    difference = chosen / scores.chosen_tokens - rejected / scores.rejected_tokens
-    return (difference - 0.5 / settings.beta) ** 2
-
-
-def _robust(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Chowdhury et al. 2024."""
-    chosen, rejected = scores.ratios
-    logits, noise = settings.beta * (chosen - rejected), settings.label_smoothing
+def _robust(logits: Tensor, noise: float) -> Tensor:
     return (noise * F.logsigmoid(-logits) - (1.0 - noise) * F.logsigmoid(logits)) / (1.0 - 2.0 * noise)
 
 
-def _exo_pair(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Ji et al. 2024."""
-    chosen, rejected = scores.ratios
-    logits, noise = settings.beta * (chosen - rejected), settings.label_smoothing
+def _exo_pair(logits: Tensor, noise: float) -> Tensor:
     better = logits.sigmoid() * (F.logsigmoid(logits) - math.log1p(-noise))
     return better + (-logits).sigmoid() * (F.logsigmoid(-logits) - math.log(noise))
 
 
-def _nca_pair(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Chen et al. 2024."""
-    chosen, rejected = (settings.beta * ratio for ratio in scores.ratios)
-    return -F.logsigmoid(chosen) - 0.5 * (F.logsigmoid(-chosen) + F.logsigmoid(-rejected))
-
-
-def _bco_pair(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Jung et al. 2024, without the shift of rewards."""
-    chosen, rejected = (settings.beta * ratio for ratio in scores.ratios)
-    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
-
-
-def _sppo_hard(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Wu et al. 2024, with hard labels."""
-    chosen, rejected = scores.ratios
-    return (chosen - 0.5 / settings.beta) ** 2 + (rejected + 0.5 / settings.beta) ** 2
-
-
-def _apo_zero(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """D'Oosterlinck et al. 2024, for answers that are better than the model's."""
-    chosen, rejected = (settings.beta * ratio for ratio in scores.ratios)
-    return (-chosen).sigmoid() + rejected.sigmoid()
-
-
-def _apo_down(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """D'Oosterlinck et al. 2024, for answers that are worse than the model's."""
-    chosen, rejected = (settings.beta * ratio for ratio in scores.ratios)
-    return chosen.sigmoid() + (rejected - chosen).sigmoid()
-
-
-def _discopop(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Lu et al. 2024."""
-    chosen, rejected = scores.ratios
-    logits = settings.beta * (chosen - rejected)
-    share = (logits / settings.discopop_tau).sigmoid()
+def _discopop(logits: Tensor, tau: float) -> Tensor:
+    share = (logits / tau).sigmoid()
     return -F.logsigmoid(logits) * (1.0 - share) + torch.exp(-logits) * share
 
 
-def _cpo(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Xu et al. 2024: DPO's loss without a reference, and the loss of the chosen answer."""
-    logits = settings.beta * (scores.chosen - scores.rejected)
-    return _smoothed(logits, settings.label_smoothing) + _sft(scores, settings)
-
-
-def _simpo(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Meng et al. 2024."""
-    chosen, rejected = scores.means
-    return _smoothed(settings.beta * (chosen - rejected) - settings.gamma, settings.label_smoothing)
-
-
-def _orpo(scores: PairScores, settings: PreferenceSection) -> Tensor:
-    """Hong et al. 2024: the loss of the chosen answer, and beta times that of the ratio of odds."""
+def _orpo(scores: PairScores, beta: float) -> Tensor:
     chosen, rejected = scores.means
     odds = (chosen - rejected) - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
-    return _sft(scores, settings) - settings.beta * F.logsigmoid(odds)
+    return -chosen - beta * F.logsigmoid(odds)
 
 
-def _sft(scores: PairScores, _: PreferenceSection) -> Tensor:
-    """Pang et al. 2024 (RPO's second term): -log p(c) / n(c)."""
-    return -scores.means[0]
-
-
-LOSSES: dict[str, Callable[[PairScores, PreferenceSection], Tensor]] = {
-    loss.__name__.removeprefix("_"): loss
-    for loss in (
-        _dpo, _hinge, _ipo, _robust, _exo_pair, _nca_pair, _bco_pair, _sppo_hard, _apo_zero, _apo_down, _discopop,
-        _cpo, _simpo, _orpo, _sft,
-    )
-}  # fmt: skip
+LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tensor]] = {
+    # Rafailov et al. 2023, with the smoothing of cDPO (Mitchell 2023)
+    "dpo": lambda c, r, scores, p: _smoothed(c - r, p.label_smoothing),
+    # Zhao et al. 2023 (SLiC)
+    "hinge": lambda c, r, scores, p: torch.relu(1.0 - (c - r)),
+    # Azar et al. 2023, with h per token
+    "ipo": lambda c, r, scores, p: (((c / scores.chosen_tokens - r / scores.rejected_tokens) - 0.5) / p.beta).square(),
+    # Chowdhury et al. 2024
+    "robust": lambda c, r, scores, p: _robust(c - r, p.label_smoothing),
+    # Ji et al. 2024
+    "exo_pair": lambda c, r, scores, p: _exo_pair(c - r, p.label_smoothing),
+    # Chen et al. 2024
+    "nca_pair": lambda c, r, scores, p: -F.logsigmoid(c) - 0.5 * (F.logsigmoid(-c) + F.logsigmoid(-r)),
+    # Jung et al. 2024, without the shift of rewards
+    "bco_pair": lambda c, r, scores, p: -F.logsigmoid(c) - F.logsigmoid(-r),
+    # Wu et al. 2024, with hard labels
+    "sppo_hard": lambda c, r, scores, p: ((c - 0.5) / p.beta).square() + ((r + 0.5) / p.beta).square(),
+    # D'Oosterlinck et al. 2024, for answers that are better than the model's
+    "apo_zero": lambda c, r, scores, p: (-c).sigmoid() + r.sigmoid(),
+    # D'Oosterlinck et al. 2024, for answers that are worse than the model's
+    "apo_down": lambda c, r, scores, p: c.sigmoid() + (r - c).sigmoid(),
+    # Lu et al. 2024
+    "discopop": lambda c, r, scores, p: _discopop(c - r, p.discopop_tau),
+    # Xu et al. 2024: DPO's loss without a reference, and the loss of the chosen answer
+    "cpo": lambda c, r, scores, p: (
+        _smoothed(p.beta * (scores.chosen - scores.rejected), p.label_smoothing) - scores.means[0]
+    ),
+    # Meng et al. 2024
+    "simpo": lambda c, r, scores, p: _smoothed(
+        p.beta * (scores.means[0] - scores.means[1]) - p.gamma, p.label_smoothing
+    ),
+    # Hong et al. 2024: the loss of the chosen answer, and beta times that of the ratio of odds
+    "orpo": lambda c, r, scores, p: _orpo(scores, p.beta),
+    # Pang et al. 2024 (RPO's second term): -log p(c) / n(c)
+    "sft": lambda c, r, scores, p: -scores.means[0],
+}

@@ -5,7 +5,7 @@ Language models predict the next token (language.py); image models predict the n
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -20,17 +20,14 @@ class Batch(Protocol):
     @property
     def tokens(self) -> int:
         """Size of the batch in the unit of `Task.counted`."""
-        ...
 
     @property
     def target_count(self) -> int:
         """Number of targets, by which the held-out loss is divided."""
-        ...
 
     @property
     def target_weight(self) -> float:
         """Divisor of the summed loss of a step: the sum of the targets' weights."""
-        ...
 
 
 class BatchSource(Protocol):
@@ -42,11 +39,9 @@ class BatchSource(Protocol):
     @property
     def samples_per_epoch(self) -> int | None:
         """Samples of all ranks; None for a stream, which is one endless epoch."""
-        ...
 
     def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
         """Return this rank's micro-batches `offset` samples into the epoch, and the number of samples of all ranks."""
-        ...
 
 
 class StepLoss(Protocol):
@@ -55,11 +50,10 @@ class StepLoss(Protocol):
     @property
     def balancing(self) -> torch.Tensor | float:
         """The balancing loss of the router, to be added in training."""
-        ...
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return further metrics of training or evaluation since the last call; every rank must call it."""
-        ...
+        return {}
 
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
 
@@ -67,70 +61,56 @@ class StepLoss(Protocol):
 class Task(Protocol):
     """A kind of model, in one run on one rank."""
 
-    @property
-    def counted(self) -> str:
-        """Unit in which batches are counted: tokens or images."""
-        ...
-
-    @property
-    def peft_type(self) -> str | None:
-        """PEFT's task_type."""
-        ...
+    counted: ClassVar[str]
+    """Unit in which batches are counted: tokens or images."""
+    peft_type: ClassVar[str | None]
+    """PEFT's task_type."""
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the frozen model onto the device, partitioned on the fly at stage 3."""
-        ...
 
     def keep_embeddings(self) -> bool:
         """Return whether the per-layer all-gather must leave embedding and head whole."""
-        ...
+        return False
 
     def added_tokens(self) -> list[int]:
         """Return the ids of embedding rows that are trained with the adapter."""
-        ...
+        return []
 
     def small_pass(self, model: Any) -> object:
         """Run a forward pass on the smallest input that the model takes."""
-        ...
 
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
         """Build the loss of this model, before the engine starts."""
-        ...
 
     def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError."""
-        ...
 
     def batches(self) -> BatchSource:
         """Return this rank's training batches."""
-        ...
 
     def evaluation(self) -> Iterable[Any]:
         """Return this rank's batches of held-out data; every rank has the same number."""
-        ...
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
         """Return the scores of the `evaluation` section, with `base` those of the base model; a collective call."""
-        ...
+        return Scores({}, {}, set())
 
     def meter(self, model: Any) -> Any:
         """Return a meter of the model's FLOPs, or None if they or the GPU's peak are unknown."""
-        ...
+        return None
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and save them in the run's `folder`; every rank must call it.
 
         `when` is before, after, or step-N.
         """
-        ...
 
     def companion_files(self) -> Callable[[Path], None]:
         """Return a function that writes the files that saved weights need into their folder; rank 0 only.
 
         The function may be called from a thread while training continues, this method may not.
         """
-        ...
 
     def card(self, run_dir: Path, name: str) -> str:
         """Return the model card of the finished run."""
-        ...

@@ -48,7 +48,6 @@ def _wait_for_copies() -> None:
 
 
 def _refresh_model(engine: Engine) -> None:
-    """Copy the master weights into the model."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage():
         require(optimizer, "update_lp_params", "deepspeed")()

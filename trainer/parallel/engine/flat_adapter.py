@@ -65,11 +65,8 @@ class Block:
 class FlatAdapter:
     """The buffers, their blocks, and the views that the current forward pass reads."""
 
-    def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, multiple: int = 1) -> None:
-        """Copy the factors into buffers with a multiple of `multiple` elements.
-
-        `separate_up` puts the factors B into a second buffer, for a separate learning rate (LoRA+).
-        """
+    def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool) -> None:
+        """Copy the factors; with `separate_up` those of B into a second buffer, for another learning rate (LoRA+)."""
         self.blocks: list[Block] = []
         ends = [0, 0] if separate_up else [0]
         groups: dict[tuple[torch.Size, torch.Size], list[tuple[Member, Member]]] = {}
@@ -84,8 +81,7 @@ class FlatAdapter:
                 stride = (numel + alignment - 1) // alignment * alignment
                 self.blocks.append(Block(members, buffer, ends[buffer], stride))
                 ends[buffer] += self.blocks[-1].elements
-        sizes = [(end + multiple - 1) // multiple * multiple for end in ends]
-        self.buffers = [nn.Parameter(torch.zeros(size, dtype=sample.dtype, device=sample.device)) for size in sizes]
+        self.buffers = [nn.Parameter(torch.zeros(end, dtype=sample.dtype, device=sample.device)) for end in ends]
         self.stacks: dict[int, Tensor] = {}
         """Stacked factors [N, *shape] by block number, in the graph of the latest forward pass with gradients."""
         self._watcher: Watcher | None = None
@@ -143,9 +139,8 @@ class FlatAdapter:
             return
         for index, buffer in enumerate(self._sources or self.buffers):
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
-            elements = [block.elements for _, block in blocks]
-            pieces = buffer.split([*elements, buffer.numel() - sum(elements)])
-            for (number, block), piece in zip(blocks, pieces, strict=False):  # the last one is padding
+            pieces = buffer.split([block.elements for _, block in blocks])
+            for (number, block), piece in zip(blocks, pieces, strict=True):
                 stack = block.stacked(piece)
                 self.stacks[number] = stack
                 if self._stacks_alone:
@@ -209,11 +204,8 @@ class FlatAdapter:
 
 
 @replaces("the factors that PEFT reads in a forward pass")
-def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> FlatAdapter | None:
-    """Move the LoRA factors of a PEFT model into flat buffers registered with the model; None if it has none.
-
-    The number of elements of a buffer is rounded up to `multiple`.
-    """
+def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
+    """Move the LoRA factors of a PEFT model into flat buffers registered with the model; None if it has none."""
     from peft.tuners.lora import LoraLayer
 
     pairs: list[tuple[Member, Member]] = []
@@ -231,7 +223,7 @@ def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> Flat
                 )
     if not pairs:
         return None
-    flat = FlatAdapter(pairs, separate_up=separate_up, multiple=multiple)
+    flat = FlatAdapter(pairs, separate_up=separate_up)
     sides = (DOWN, UP) if separate_up else ("both",)
     for side, buffer in zip(sides, flat.buffers, strict=True):
         model.register_parameter(f"{FLAT}{side}", buffer)

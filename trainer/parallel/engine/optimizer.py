@@ -1,13 +1,11 @@
 """The optimizer and its schedule: trainer/config/optimizers.yaml, LoRA+ groups, transformers' schedules."""
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
 import torch
 
-from trainer.config import OPTIMIZERS, LoraSection, ScuSection, TrainingSection, UserError
-from trainer.contract.replacements import replaces
+from trainer.config import OPTIMIZERS, LoraSection, TrainingSection, UserError
 from trainer.data.step_count import warmup_steps
 from trainer.parallel.engine.averaged_weights import AVERAGES
 from trainer.parallel.engine.flat_adapter import FLAT, UP
@@ -48,14 +46,8 @@ def build_optimizer(
     return cast(torch.optim.Optimizer, optimizer)
 
 
-@replaces("`lr_lambdas` of the learning rate schedule")
-def build_schedule(
-    optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int, *, floor: float = 0.0
-) -> Any:
-    """Build transformers' learning rate schedule over the optimizer steps of the run.
-
-    After warm-up the learning rate falls no lower than `floor` times its peak.
-    """
+def build_schedule(optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int) -> Any:
+    """Build transformers' learning rate schedule over the optimizer steps of the run."""
     from transformers import get_scheduler
 
     kwargs: dict[str, Any] = {}
@@ -67,25 +59,13 @@ def build_schedule(
     elif training.lr_scheduler == "warmup_stable_decay":
         decay = min(round(training.decay_ratio * total_steps), total_steps - warmup)
         kwargs |= {"num_decay_steps": decay, "min_lr_ratio": training.min_lr_ratio}
-    schedule = get_scheduler(
+    return get_scheduler(
         training.lr_scheduler,
         optimizer,
         num_warmup_steps=warmup,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=kwargs or None,
     )
-    if floor:
-        schedule.lr_lambdas = [_add_floor(curve, floor, warmup) for curve in schedule.lr_lambdas]
-    return schedule
-
-
-def rate_floor(scu: ScuSection) -> float:
-    """Return the minimum learning rate, as a fraction of the peak, that the SCU's controller requires while active."""
-    return scu.rate_floor if scu.enabled and scu.controller == "pi" else 0.0
-
-
-def _add_floor(curve: Callable[[int], float], floor: float, warmup: int) -> Callable[[int], float]:
-    return lambda step: curve(step) if step < warmup else max(curve(step), floor)
 
 
 def restore_schedule(schedule: Any, steps: int) -> None:

@@ -1,14 +1,14 @@
 """Save and restore the optimizer's 32-bit state of a DeepSpeed engine, for any stage and number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
-position of one trained tensor in this rank's partition; with it, a state saved with other partitions
-(trainer/parallel/engine/state_pieces.py) is copied into any partitioning. Read in DeepSpeed 0.19.8:
+position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions (`Pieces`),
+without communication; the reader reassembles the tensors by name, for any partitioning. Read in DeepSpeed 0.19.8:
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
 docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +18,15 @@ import xxhash
 from trainer.config import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.averaged_weights import AVERAGES, COUNTED
-from trainer.parallel.engine.eight_bit_moments import (
-    EIGHT_BIT,
-    EIGHT_BIT_BLOCK,
-    dequantised,
-    requantise,
-)
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, trained_parameters
 from trainer.parallel.engine.partitioned import whole_shape, whole_size
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.engine.state_pieces import LAYOUT, Pieces
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
+# bitsandbytes' names of the two 8-bit moments, their scales and code books; a scale covers 256 elements.
+EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,47 @@ class Shard:
     holder_start: int
     param_start: int
     length: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
+
+    A moment with fewer elements than its master weights belongs to a whole tensor.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    shards: list[list[Any]]
+    """[name, partition, start in it, start in the tensor, elements] of trained tensors."""
+    shapes: dict[str, list[int]]
+    """Shapes of the trained tensors that have a shard on this rank."""
+
+    def metadata(self) -> dict[str, str]:
+        """Return everything except the tensors, for the header of a file."""
+        return {"pieces": json.dumps({"shards": self.shards, "shapes": self.shapes})}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "Pieces":
+        """Rebuild the pieces from `tensors` and `metadata`."""
+        return cls(tensors, **json.loads(metadata["pieces"]))
+
+
+def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
+    """Return all trained tensors as {"master/NAME", "exp_avg/NAME", ...}: whole, fp32, on the CPU."""
+    state: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, holder, holder_start, start, length in part.shards:
+            size = len(part.tensors[f"master/{holder}"])
+            for quantity in {key.partition("/")[0] for key in part.tensors}:
+                piece = part.tensors[f"{quantity}/{holder}"]
+                if len(piece) != size:
+                    state[f"{quantity}/{name}"] = piece
+                    continue
+                piece = piece.narrow(0, holder_start, length)
+                if f"{quantity}/{name}" not in state:
+                    state[f"{quantity}/{name}"] = torch.zeros(part.shapes[name], dtype=piece.dtype)
+                state[f"{quantity}/{name}"].view(-1).narrow(0, start, length).copy_(piece)
+    return state
 
 
 class EngineState:
@@ -63,26 +100,23 @@ class EngineState:
         """
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return None
-        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
         tensors = {
             f"{quantity}/{number}": values.float()
             for number, holder in enumerate(self._holders)
             for quantity, values in self._dense(holder).items()
         }
-        own = [shard for shard in self._shards if shard.length]
-        shards = [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
-        names = {shard.name for shard in own}
+        shards = self._positions()
+        names = {name for name, *_ in shards}
         shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
-        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
-        offsets = self._block_offsets()
-        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
-            return Pieces(tensors, shards, shapes)
-        for number, entry in enumerate(entries):
-            tensors |= {f"scales/{name}/{number}": entry[scale] for name, (_, scale, _) in self._eight_bit.items()}
-        return Pieces(tensors, shards, shapes, offsets, self._layout())
+        return Pieces(tensors, shards, shapes)
+
+    def _positions(self) -> list[list[Any]]:
+        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
+        own = (shard for shard in self._shards if shard.length)
+        return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
 
     def sizes(self) -> list[tuple[int, torch.device]]:
-        """Return bytes and device of the tensors of `pieces` once moments exist, without the scales of 8-bit ones."""
+        """Return bytes and device of the tensors of `pieces` once moments exist."""
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return []
         return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in ("master", *self._kind.state)]
@@ -118,18 +152,24 @@ class EngineState:
                 piece = saved.narrow(0, shard.param_start, shard.length)
                 own[quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
         exact = True
-        for index, holder in enumerate(self._holders):
+        for holder in self._holders:
             entry = self._optimizer.state.get(holder, {})
             for quantity, names in self._eight_bit.items():
                 if names[0] in entry and entry[names[0]].dtype == torch.uint8:
-                    scales = self._saved_scales(state, quantity, index, entry[names[1]])
-                    exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
+                    from bitsandbytes.functional import quantize_blockwise
+
+                    values, scales, codes = (entry[name] for name in names)
+                    moment = dense[id(holder)][quantity]
+                    packed, found = quantize_blockwise(moment, codes, blocksize=BLOCK)
+                    values.copy_(packed.view_as(values))
+                    scales.copy_(found.absmax)
+                    exact &= not moment.any()
         self._refresh_working_copies(state)
         return exact
 
     def raw(self) -> dict[str, torch.Tensor]:
         """Return this rank's 8-bit moments (nothing for 32-bit ones), which fit only the same partitioning."""
-        return {
+        found = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
             for entry in [self._optimizer.state.get(holder, {})]
@@ -137,46 +177,19 @@ class EngineState:
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
             if entry["state1"].dtype == torch.uint8
         }
+        return found | {"positions": self._hash_positions()} if found else {}
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
         """Restore this rank's own 8-bit moments; return False, without a change, for another partitioning."""
-        own = {}
-        for name in raw:
-            index, key = name.split("/")
-            own[name] = self._optimizer.state[self._holders[int(index)]][key]
-        if any(own[name].shape != value.shape for name, value in raw.items()):
+        if raw and not torch.equal(raw["positions"], self._hash_positions()):
             return False
-        for name, value in raw.items():
-            own[name].copy_(value)
+        for name in raw.keys() - {"positions"}:
+            index, key = name.split("/")
+            self._optimizer.state[self._holders[int(index)]][key].copy_(raw[name])
         return True
 
-    def _saved_scales(
-        self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the saved scales of a holder's blocks, if they were saved with the same blocks."""
-        offsets, saved = self._block_offsets(), state.get(f"scales/{quantity}/{index}")
-        if offsets is None or saved is None or int(state[LAYOUT]) != self._layout():
-            return None
-        own = torch.zeros_like(like)  # only padding lies beyond the end of the saved ones
-        part = saved[offsets[index] // EIGHT_BIT_BLOCK :][: len(own)]
-        own[: len(part)].copy_(part)
-        return own
-
-    def _block_offsets(self) -> list[int] | None:
-        """Return the starts of this rank's holders in the flat buffers; None if a block may span two ranks."""
-        flat, stage = find_flat_adapter(self._engine.module), self._engine.zero_optimization_stage()
-        if flat is None or stage == 3 or len(flat.members) != len(self._trained):
-            return None
-        sizes = [holder.numel() for holder in self._holders]
-        if len(sizes) != len(flat.buffers) or any(size % EIGHT_BIT_BLOCK for size in sizes):
-            return None
-        return [size * self._engine.global_rank if stage else 0 for size in sizes]
-
-    def _layout(self) -> int:
-        """Return a hash of the positions of all factors in the flat buffers."""
-        flat = find_flat_adapter(self._engine.module)
-        assert flat is not None, "a layout without a flat adapter"
-        return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
+    def _hash_positions(self) -> torch.Tensor:
+        return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._positions()).encode()) >> 1)  # fits an int64
 
     def averages(self) -> list[dict[str, float]]:
         """Return what Schedule-Free counts in each group for its average; nothing for other optimizers."""
@@ -205,7 +218,10 @@ class EngineState:
             elif values not in entry:
                 dense[quantity] = torch.zeros_like(dense["master"])
             elif entry[values].dtype == torch.uint8:
-                dense[quantity] = dequantised(entry[values].to(holder.device), entry[scales], entry[codes])
+                from bitsandbytes.functional import dequantize_blockwise
+
+                packed = entry[values].reshape(-1).to(holder.device)
+                dense[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK)
             else:  # bitsandbytes keeps small tensors in 32 bits
                 dense[quantity] = entry[values].reshape(-1)
         return dense
@@ -250,13 +266,11 @@ class EngineState:
 
 
 def _find_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-    """Return the row of optimizers.yaml for the optimizer's class."""
     name = type(optimizer).__name__
     return next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
 
 
 def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
-    """Yield the shards of the trained tensors, including the factors of a flat adapter."""
     flat = find_flat_adapter(engine.module)
     if flat is None:
         yield from _list_shards(engine, trained)

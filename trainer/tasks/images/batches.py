@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.config import ImageSection
 from trainer.data.batches import GlobalBatches
 from trainer.tasks.images.data import Entry, ImageSamples
 from trainer.tasks.images.families import Conditions
@@ -33,7 +34,6 @@ class Group:
     times: Tensor
     """Positions [B] between 0 and 1 in the scheduler's range of timesteps."""
     conditions: Conditions
-    captions: tuple[str, ...]
     weights: Tensor
     """Weights [B] of the images' losses; 0 for padding."""
 
@@ -55,19 +55,7 @@ class ImageBatch:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """The random choices made for each image."""
-
-    draw_time: Callable[[torch.Generator], float]
-    flip: bool
-    caption_dropout: float
-    prior_weight: float
-
-
-@dataclass(frozen=True)
 class _Row:
-    """An image with its random choices."""
-
     entry: Entry
     caption: int
     latents: Tensor
@@ -86,7 +74,8 @@ class ImageBatches(GlobalBatches):
     def __init__(
         self,
         samples: ImageSamples,
-        drawing: Drawing,
+        draw_time: Callable[[torch.Generator], float],
+        image: ImageSection,
         *,
         prior: ImageSamples | None,
         batch_size: int,
@@ -98,7 +87,7 @@ class ImageBatches(GlobalBatches):
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples, self.prior = samples, prior
-        self._drawing, self._seed, self._shuffle = drawing, seed, shuffle
+        self._draw_time, self._image, self._seed, self._shuffle = draw_time, image, seed, shuffle
         self._order: tuple[int, int, NDArray[np.int64]] | None = None
 
     @property
@@ -140,7 +129,7 @@ class ImageBatches(GlobalBatches):
         ]
         count = len(rows)
         if self.prior is not None:
-            weight = self._drawing.prior_weight
+            weight = self._image.prior_weight
             rows += [
                 self._row(self.prior, int(place) % len(self.prior), epoch, int(place), _PRIOR, weight)
                 for place in places
@@ -150,14 +139,14 @@ class ImageBatches(GlobalBatches):
         return collate(rows, count, passes)
 
     def _row(self, samples: ImageSamples, index: int, epoch: int, place: int, kind: int, weight: float) -> _Row:
-        drawing, entry = self._drawing, samples[index]
+        image, entry = self._image, samples[index]
         generator = seeded_generator(self._seed, epoch, place, kind)
         mirrored, dropped = torch.rand(2, generator=generator).tolist()
-        mean, std = samples.store.latents(entry.number, flipped=drawing.flip and mirrored < 0.5)
-        time = drawing.draw_time(generator)
+        mean, std = samples.store.latents(entry.number, flipped=image.flip and mirrored < 0.5)
+        time = self._draw_time(generator)
         latents = mean + std * torch.randn(mean.shape, generator=generator)
         noise = torch.randn(mean.shape, generator=generator)
-        caption = samples.store.caption_number("") if dropped < drawing.caption_dropout else entry.caption
+        caption = samples.store.caption_number("") if dropped < image.caption_dropout else entry.caption
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 
@@ -236,7 +225,6 @@ def _group(rows: Sequence[_Row]) -> Group:
         torch.stack([row.noise for row in rows]),
         torch.tensor([row.time for row in rows], dtype=torch.float64),
         {name: torch.stack([each[name] for each in found]) for name in found[0]},
-        tuple(row.samples.store.captions[row.caption] for row in rows),
         torch.tensor([row.weight for row in rows]),
     )
 

@@ -5,7 +5,6 @@ The VAE encodes an image to a mean and a standard deviation, from which training
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -21,12 +20,11 @@ from torch import Tensor
 from trainer.config import RunConfig, SourceSection
 from trainer.data.built_folder import load_or_build
 from trainer.data.grouping import held_out_count, weighted
-from trainer.tasks.images.encoding import IMAGES_PER_FILE, encode
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, cut_captions, encode
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import Fit, bucket_sizes, fit
 from trainer.tasks.images.source_images import SourceImage, read_images
-from trainer.tasks.images.text import cut_captions
 
 CACHE_FORMAT = 4
 
@@ -39,7 +37,7 @@ class ImageStats:
     captions: int
     held_out: int
     priors: int
-    sizes: dict[str, int]
+    sizes: Counter[str]
     notes: tuple[str, ...] = ()
     prompt_text: None = None
     skipped: dict[str, int] = field(default_factory=dict)
@@ -54,8 +52,7 @@ class ImageStats:
         return 0
 
     def lines(self) -> list[str]:
-        common = sorted(self.sizes.items(), key=lambda each: -each[1])[:6]
-        sizes = ", ".join(f"{count} of {size}" for size, count in common)
+        sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.most_common(6))
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} of the class" if self.priors else ""
         images, captions = (
@@ -81,12 +78,12 @@ class Entry:
     """Left and top of the crop."""
 
 
+@dataclass(frozen=True)
 class ImageSamples:
     """The images of a split in a complete cache folder; an image may occur several times."""
 
-    def __init__(self, store: "Store", entries: Sequence[Entry]) -> None:
-        self.store = store
-        self.entries = list(entries)
+    store: "Store"
+    entries: list[Entry]
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -144,8 +141,6 @@ class PreparedImages:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The images of a run and how they are encoded."""
-
     images: list[SourceImage]
     parts: dict[str, list[int]]
     """{train, evaluation or prior: indices of images in order}."""
@@ -175,21 +170,12 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
     store, note = load_or_build(folder, build, lambda path: Store(path, plan.captions))
     entries = [_entry(number, plan) for number in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
-    sizes: dict[str, int] = {}
-    for entry in parts["train"]:
-        key = f"{entry.width} x {entry.height}"
-        sizes[key] = sizes.get(key, 0) + 1
+    sizes = Counter(f"{entry.width} x {entry.height}" for entry in parts["train"])
     held_out, prior = parts["evaluation"], parts["prior"]
     warnings = [*plan.skipped, *_warnings(plan), *cut_captions(pipeline, [each.caption for each in plan.images])]
-    notes = ((note,) if note else (), (f"warning: {line}" for line in warnings))
-    stats = ImageStats(
-        len(parts["train"]),
-        len({image.caption for image in plan.images}),
-        len(held_out),
-        len(prior),
-        sizes,
-        tuple(chain(*notes)),
-    )
+    notes = (*filter(None, [note]), *(f"warning: {line}" for line in warnings))
+    captions = len({image.caption for image in plan.images})
+    stats = ImageStats(len(parts["train"]), captions, len(held_out), len(prior), sizes, notes)
     return PreparedImages(
         ImageSamples(store, parts["train"]),
         ImageSamples(store, held_out) if held_out else None,

@@ -1,5 +1,6 @@
 """Encoding of images by the VAE and of captions by the text encoders, into a folder of safetensors files."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -144,3 +145,34 @@ def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
 
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}
+
+
+def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
+    """Return a line for each token limit that captions exceed, with the text encoders that have it."""
+    import diffusers
+    import transformers
+
+    if pipeline.folder is None:
+        return []
+    listed = pipeline.index
+    encode = inspect.signature(getattr(diffusers, pipeline.family.pipeline).encode_prompt)
+    readers: dict[int, list[str]] = {}
+    too_long: dict[int, int] = {}
+    for name in pipeline.family.text_encoders:
+        part = name.replace("text_encoder", "tokenizer")
+        if None in listed.get(part, [None]):
+            continue
+        with pipeline.reading(f"its {part}"):
+            tokenizer: Any = getattr(transformers, listed[part][1]).from_pretrained(pipeline.folder / part)
+        is_clip = listed[part][1].startswith("CLIP")
+        limit = tokenizer.model_max_length if is_clip else encode.parameters["max_sequence_length"].default
+        lengths = [len(ids) for ids in tokenizer(list(captions)).input_ids]
+        readers.setdefault(limit, []).append(name)
+        too_long[limit] = max(too_long.get(limit, 0), sum(length > limit for length in lengths))
+    more = [f"; {' and '.join(names)} read up to {limit}" for limit, names in readers.items() if not too_long[limit]]
+    return [
+        f"{count:,} of {len(captions):,} captions have more than the {limit} tokens read by "
+        f"{' and '.join(readers[limit])}, and are cut there{''.join(more)}"
+        for limit, count in too_long.items()
+        if count
+    ]

@@ -35,9 +35,6 @@ class Family:
     """Whether samples are drawn with a negative prompt (classifier-free guidance)."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
     """(pipeline, captions, device) -> conditions, each [B, ...]."""
-    encode_trained: Callable[[Any, Sequence[str], Conditions], Conditions] | None
-    """(pipeline without frozen encoders, captions, cached conditions) -> conditions from the trained encoders; None if
-    no encoder can be trained."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], timesteps of the scheduler [B], conditions) -> prediction [B, C, H, W]."""
     packed: int = 1
@@ -59,58 +56,27 @@ class Family:
 PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 
 
-def _encode_sd(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
-    text, _ = pipeline.encode_prompt(list(captions), device, 1, False)
-    return {"text": text}
+def _encode(
+    pipeline: Any, captions: Sequence[str], device: torch.device, *, places: dict[str, int], **options: Any
+) -> Conditions:
+    """Return the conditions at their `places` in the result of diffusers' `encode_prompt`."""
+    found = pipeline.encode_prompt(list(captions), device=device, **options)
+    return {name: found[place] for name, place in places.items()}
 
 
-def _encode_sdxl(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
-    text, _, pooled, _ = pipeline.encode_prompt(list(captions), device=device, do_classifier_free_guidance=False)
-    return {"text": text, "pooled": pooled}
+UNGUIDED: dict[str, Any] = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
+_encode_sd = partial(_encode, places={"text": 0}, **UNGUIDED)
+_encode_sdxl = partial(_encode, places={"text": 0, "pooled": 2}, **UNGUIDED)
+_encode_sd3 = partial(_encode, places={"text": 0, "pooled": 2}, prompt_2=None, prompt_3=None, **UNGUIDED)
+_encode_flux = partial(_encode, places={"text": 0, "pooled": 1}, prompt_2=None)
+_encode_flux2 = partial(_encode, places={"text": 0})
 
 
-def _encode_sd3(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
-    text, _, pooled, _ = pipeline.encode_prompt(
-        list(captions), None, None, device=device, do_classifier_free_guidance=False
-    )
-    return {"text": text, "pooled": pooled}
-
-
-def _encode_flux(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
-    text, pooled, _ = pipeline.encode_prompt(list(captions), None, device=device)
-    return {"text": text, "pooled": pooled}
-
-
-def _trained_sd(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
-    encode = _encode_sdxl if "pooled" in cached else _encode_sd
-    return encode(pipeline, captions, cached["text"].device)
-
-
-def _trained_sd3(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
-    found = _encode_sd3(pipeline, captions, cached["text"].device)
-    of_clip = pipeline.tokenizer_max_length  # followed by T5's tokens
-    text = torch.cat([found["text"][:, :of_clip].to(cached["text"].dtype), cached["text"][:, of_clip:]], dim=1)
-    return {"text": text, "pooled": found["pooled"]}
-
-
-def _trained_flux(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
-    pooled = pipeline._get_clip_prompt_embeds(list(captions), device=cached["pooled"].device)
-    return {"pooled": pooled}  # the text is from T5, which is frozen
-
-
-def _encode_flux2(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
-    text, _ = pipeline.encode_prompt(list(captions), device=device)
-    return {"text": text}
-
-
-def _predict_sd(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
-    predicted: Tensor = unet(noisy, times, conditions["text"], return_dict=False)[0]
-    return predicted
-
-
-def _predict_sdxl(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
-    added = {"text_embeds": conditions["pooled"], "time_ids": conditions["sizes"]}
-    predicted: Tensor = unet(noisy, times, conditions["text"], added_cond_kwargs=added, return_dict=False)[0]
+def _predict_unet(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    added = {}
+    if "pooled" in conditions:  # SDXL
+        added = {"added_cond_kwargs": {"text_embeds": conditions["pooled"], "time_ids": conditions["sizes"]}}
+    predicted: Tensor = unet(noisy, times, conditions["text"], **added, return_dict=False)[0]
     return predicted
 
 
@@ -167,23 +133,23 @@ CLIP_T5 = ("text_encoder", "text_encoder_2", "text_encoder_3")
 FAMILIES = (
     Family(
         *("sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True),
-        *(_encode_sd, _trained_sd, _predict_sd),
+        *(_encode_sd, _predict_unet),
     ),
     Family(
         *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:2], True),
-        *(_encode_sdxl, _trained_sd, _predict_sdxl),
+        *(_encode_sdxl, _predict_unet),
     ),
     Family(
         *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, CLIP_T5, True),
-        *(_encode_sd3, _trained_sd3, _predict_sd3),
+        *(_encode_sd3, _predict_sd3),
     ),
     Family(
         *("flux", "FluxPipeline", "transformer", "FluxTransformer2DModel", FLOW, 2, CLIP_T5[:2], False),
-        *(_encode_flux, _trained_flux, _predict_flux),
+        *(_encode_flux, _predict_flux),
     ),
     Family(
         *("flux2", "Flux2KleinPipeline", "transformer", "Flux2Transformer2DModel", FLOW, 1, CLIP_T5[:1], True),
-        *(_encode_flux2, None, _predict_flux2, 2),
+        *(_encode_flux2, _predict_flux2, 2),
     ),
 )
 

@@ -1,53 +1,122 @@
-"""The adapter in the format that diffusers loads."""
+"""The adapter in the formats of diffusers and of kohya's scripts, which ComfyUI and others read.
+
+kohya: a layer is named after its path in the model's original implementation, with underscores for dots. Next to the
+factors `lora_down` and `lora_up` it has a tensor `alpha`; the adapter is scaled by alpha / rank. Where the original has
+one matrix for several of diffusers (queries, keys, values), their factors are combined without loss: downs are stacked,
+ups are placed along the diagonal, and ranks and alphas add up.
+
+Sources: tensor names in the checkpoints of SD3.5, FLUX.1 and FLUX.2; kohya-ss/sd-scripts, networks/lora_flux.py and
+lora_sd3.py.
+"""
 
 import json
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.config import UserError
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.yaml_core import read_yaml
 from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.pipeline import Pipeline
 
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 """File name that diffusers' `load_lora_weights` expects."""
 PEFT_PREFIX = "base_model.model."
-TEXT_MODEL = "text_model."
 METADATA = "lora_adapter_metadata"
 """Metadata key under which diffusers stores PEFT's settings."""
 OF_DIFFUSERS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "target_modules")
+KOHYA_NAMES = Path(__file__).with_name("kohya.yaml")
 
 
-def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
+def write_for_diffusers(folder: Path) -> None:
     """Write `pytorch_lora_weights.safetensors` next to PEFT's file: tensors under diffusers' names, and settings."""
-    tensors = tensors_by_part(folder)
-    settings = read_adapter_settings(folder)
-    metadata: dict[str, Any] = {}
-    for part in sorted({name.partition(".")[0] for name in tensors}):  # denoiser, text encoders
-        metadata |= {f"{part}.{name}": settings[name] for name in OF_DIFFUSERS if name in settings}
-        metadata[f"{part}.target_modules"] = sorted(_layer_names(tensors, part))
+    tensors, settings = read_tensors(folder), read_adapter_settings(folder)
+    part = next(iter(tensors)).partition(".")[0]
+    layers = {name.removeprefix(f"{part}.").partition(".lora_")[0] for name in tensors if ".lora_A" in name}
+    metadata = {f"{part}.{name}": settings[name] for name in OF_DIFFUSERS if name in settings}
+    metadata[f"{part}.target_modules"] = sorted(layers)
     text = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
     save_file(tensors, folder / DIFFUSERS, metadata=text)
     apply_umask(folder / DIFFUSERS)
 
 
-def tensors_by_part(folder: Path) -> dict[str, Tensor]:
-    """Return the adapter's tensors, named by component of the pipeline and layer."""
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the adapter's tensors, named by the denoiser's name in the pipeline and layer."""
     found: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
-    return {_old_name(name.removeprefix(PEFT_PREFIX)): each for name, each in found.items()}
+    return {name.removeprefix(PEFT_PREFIX): each for name, each in found.items()}
 
 
-def _old_name(name: str) -> str:
-    """Insert `text_model` into names of text encoders: readers expect it, and not every transformers version has it."""
-    part, _, rest = name.partition(".")
-    if part.startswith("text_encoder") and not rest.startswith(TEXT_MODEL):
-        return f"{part}.{TEXT_MODEL}{rest}"
-    return name
+@cache
+def load_blocks() -> dict[str, dict[str, Any]]:
+    """Return the names of blocks and layers by family, in the form that kohya.yaml describes."""
+    return read_yaml(KOHYA_NAMES).tree
 
 
-def _layer_names(tensors: dict[str, Tensor], part: str) -> set[str]:
-    # Without `text_model`, which only some versions of transformers have: PEFT compares the ends of paths.
-    own = [name.removeprefix(f"{part}.") for name in tensors if name.startswith(f"{part}.") and ".lora_A" in name]
-    return {name.removeprefix(TEXT_MODEL).partition(".lora_")[0] for name in own}
+def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return the adapter in `folder` as kohya tensors. Raises UserError for DoRA or a layer without a kohya name."""
+    settings, factors = read_adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
+    if settings.get("use_dora"):
+        raise UserError(
+            "lora.dora=true: programs that read kohya's format do not agree on DoRA's magnitudes; export with --format "
+            "peft, which diffusers loads, or --format hf, the whole pipeline"
+        )
+    for name, tensor in read_tensors(folder).items():
+        path, _, side = name.partition(".lora_")
+        factors[path]["down" if side[0] == "A" else "up"] = tensor
+    groups: dict[str, dict[int, str]] = defaultdict(dict)
+    members: dict[str, tuple[str, ...]] = {}
+    for path in factors:
+        name, at, layers = _locate(path, pipeline)
+        groups[name][at] = path
+        members[name] = layers
+    found: dict[str, Tensor] = {}
+    for name, paths in groups.items():
+        downs = [factors[path]["down"] for _, path in sorted(paths.items())]
+        ups = {at: factors[path]["up"] for at, path in paths.items()}
+        rank = downs[0].shape[0]
+        scale = float(settings["lora_alpha"]) * (rank**0.5 if settings.get("use_rslora") else 1.0)
+        key = name.replace(".", "_")
+        if len(members[name]) == 1:
+            down, up = downs[0], ups[0]
+        else:
+            down, up = torch.cat(downs), _build_block_diagonal(ups, members[name], pipeline)
+        found[f"{key}.lora_down.weight"], found[f"{key}.lora_up.weight"] = down.contiguous(), up.contiguous()
+        found[f"{key}.alpha"] = torch.tensor(scale * len(downs))
+    return found
+
+
+def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
+    """Return the layer's kohya name, its index among the layers combined under this name, and all of these."""
+    own = path.partition(".")[2]
+    if pipeline.family.name not in load_blocks():
+        return f"lora_unet.{own}", 0, (own,)
+    pieces = own.split(".", 2)
+    blocks = load_blocks()[pipeline.family.name].get(pieces[0], {"name": "", "layers": {}})
+    for name, layers in blocks["layers"].items():
+        together = tuple(layers.split())
+        if pieces[-1] in together:
+            return f"lora_unet.{blocks['name']}.{pieces[1]}.{name}", together.index(pieces[-1]), together
+    raise UserError(
+        f"{own}: an adapted layer without a name in kohya's format; export with --format peft, which diffusers loads, "
+        "or train attention and feed-forward alone (lora.target_modules: all-linear)"
+    )
+
+
+def _build_block_diagonal(ups: dict[int, Tensor], together: tuple[str, ...], pipeline: Pipeline) -> Tensor:
+    """Combine factors into one of [sum of widths, sum of ranks], with zeros for layers without an adapter."""
+    settings = pipeline.settings
+    inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
+    widths = [4 * inner if name == "proj_mlp" else inner for name in together]
+    up = torch.zeros(sum(widths), sum(each.shape[1] for each in ups.values()), dtype=next(iter(ups.values())).dtype)
+    column = 0
+    for at, each in sorted(ups.items()):
+        row = sum(widths[:at])
+        up[row : row + widths[at], column : column + each.shape[1]] = each
+        column += each.shape[1]
+    return up

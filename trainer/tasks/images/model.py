@@ -14,10 +14,9 @@ from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.tasks.images.families import Conditions, Family
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.images.text import Captions, EncoderFiles, empty_encoders
 
-ATTENTION = ("attn", "attn1", "self_attn")
-"""Names of the first attention module of a transformer block, in diffusers and in CLIP."""
+ATTENTION = ("attn", "attn1")
+"""Names of the first attention module of a transformer block in diffusers."""
 
 
 class ModelSettings(SimpleNamespace):
@@ -37,7 +36,7 @@ class ImageModel(nn.Module):
     """Read by PEFT if submodules are transformers models."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Build the modules without memory for weights; trained text encoders are submodules."""
+        """Build the modules without memory for weights."""
         super().__init__()
         denoiser, family = pipeline.empty_denoiser(), pipeline.family
         self.family: Family = family
@@ -45,10 +44,6 @@ class ImageModel(nn.Module):
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
         self.config = ModelSettings(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
         self.add_module(family.denoiser, denoiser)
-        self.text_encoders = empty_encoders(pipeline) if pipeline.trains_text else {}
-        for name, encoder in self.text_encoders.items():
-            self.add_module(name, encoder)
-        self._captions = Captions(pipeline, denoiser, self.text_encoders) if self.text_encoders else None
 
     @property
     def denoiser(self) -> Any:
@@ -58,13 +53,8 @@ class ImageModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(each.dtype for each in self.parameters() if each.is_floating_point())
 
-    def conditions(self, captions: Sequence[str], cached: Conditions) -> Conditions:
-        """Return the cached conditions of captions, updated by the text encoders if these are trained."""
-        return cached if self._captions is None else self._captions.encoded(captions, cached)
-
-    def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions, captions: Sequence[str]) -> Tensor:
+    def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
         """Return the prediction [B, C, H, W] for noisy latents at the scheduler's timesteps [B]."""
-        conditions = self.conditions(captions, conditions)
         return self.family.predict(self.denoiser, noisy, times, conditions)
 
     def usual_targets(self) -> list[str]:
@@ -84,12 +74,6 @@ class ImageModel(nn.Module):
         residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]
         return [path for path, _ in self.named_modules() if path in {*blocks, *residual}]
 
-    def unused_layers(self) -> list[str]:
-        """Return the layers without effect: SDXL uses the first text encoder's output before its last layer."""
-        if self.family.name != "sdxl" or "text_encoder" not in self.text_encoders:
-            return []
-        return [path for path in transformer_blocks(self) if path.startswith("text_encoder.")][-1:]
-
     def get_output_embeddings(self) -> None:
         """Return None: there is no language-model head."""
 
@@ -103,16 +87,10 @@ class ImageModel(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
         """Enable recomputation; trainer/patches/recompute.py sets the function that recomputes a block."""
         self.denoiser.enable_gradient_checkpointing()
-        encoder: Any
-        for encoder in self.text_encoders.values():
-            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Disable recomputation."""
         self.denoiser.disable_gradient_checkpointing()
-        encoder: Any
-        for encoder in self.text_encoders.values():
-            encoder.gradient_checkpointing_disable()
 
 
 def transformer_blocks(model: nn.Module) -> list[str]:
@@ -129,8 +107,7 @@ def transformer_blocks(model: nn.Module) -> list[str]:
 def check_weights(model: ImageModel, pipeline: Pipeline, section: ModelSection) -> None:
     """Raise UserError if weight files are missing or damaged, or have other shapes than the model."""
     if pipeline.folder is not None:
-        files = DenoiserFiles(pipeline, section, EncoderFiles(pipeline, model.text_encoders))
-        _layout(model, files, pipeline)
+        _layout(model, _open_files(pipeline, section), pipeline)
 
 
 def load_image_model(
@@ -148,46 +125,27 @@ def load_image_model(
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
-    files: Any
-    if pipeline.folder is None:
-        files = RandomTensors(pipeline.base_model, model, device)
-    else:
-        files = DenoiserFiles(pipeline, section, EncoderFiles(pipeline, model.text_encoders))
+    random = pipeline.folder is None
+    files: Any = RandomTensors(pipeline.base_model, model, device) if random else _open_files(pipeline, section)
     Filler(model, files, _layout(model, files, pipeline), dtype, device, quantization).fill(deepspeed_config, shards)
     vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.eight_bit
     return model
 
 
-class DenoiserFiles:
-    """The weight files of the denoiser and of trained text encoders, with tensors named as in `ImageModel`."""
-
-    def __init__(self, pipeline: Pipeline, section: ModelSection, encoders: EncoderFiles) -> None:
-        """Read the settings. Raises UserError if a file is missing or cannot be read."""
-        assert pipeline.folder is not None
-        folder = pipeline.folder / pipeline.family.denoiser
-        self._prefix = f"{pipeline.family.denoiser}."
-        self._encoders = encoders
-        self._files = SafetensorsFiles(str(folder), section, stem="diffusion_pytorch_model")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        own = {self._prefix + name: shape for name, shape in self._files.shapes().items()}
-        return own | self._encoders.shapes()
-
-    def read(self, name: str, index: int | None = None) -> Tensor:
-        """Read one tensor to the CPU."""
-        if not name.startswith(self._prefix):
-            return self._encoders.read(name)
-        return self._files.read(name.removeprefix(self._prefix), index)
+def _open_files(pipeline: Pipeline, section: ModelSection) -> SafetensorsFiles:
+    return SafetensorsFiles(pipeline.denoiser_folder, section, stem="diffusion_pytorch_model")
 
 
-def _layout(model: nn.Module, files: Any, pipeline: Pipeline) -> dict[str, Any]:
+def _layout(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
     """Return where all parameters and buffers are stored. Raises UserError if one is missing or has another shape."""
     shapes, wanted = files.shapes(), dict(model.named_parameters())
-    _raise_if_any(pipeline, [name for name in wanted if name not in shapes], "are missing from its files")
-    of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[name]]
+    # Files hold the denoiser alone, under its own names.
+    prefix = "" if pipeline.folder is None else f"{pipeline.family.denoiser}."
+    stored = {name: name.removeprefix(prefix) for name in (*wanted, *(name for name, _ in model.named_buffers()))}
+    _raise_if_any(pipeline, [name for name in wanted if stored[name] not in shapes], "are missing from its files")
+    of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[stored[name]]]
     _raise_if_any(pipeline, of_other_shape, "have shapes that differ from config.json")
-    buffers = [name for name, _ in model.named_buffers() if name in shapes]
-    return {name: Stored(name, {name: (name,)}) for name in (*wanted, *buffers)}
+    return {name: Stored(name, {name: (own,)}) for name, own in stored.items() if own in shapes}
 
 
 def _raise_if_any(pipeline: Pipeline, names: Sequence[str], what: str) -> None:

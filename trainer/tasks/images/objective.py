@@ -17,6 +17,7 @@ from trainer.config import ImageSection
 from trainer.patches.loss_head import to_device
 from trainer.tasks.images.batches import SIZES, Group, ImageBatch
 from trainer.tasks.images.pipeline import Pipeline
+from trainer.tasks.task import StepLoss
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,18 @@ class Objective:
         return Noised(noisy, noise - latents, times, torch.ones_like(sigmas, dtype=torch.float32))
 
 
-class NoiseLoss:
+class NoiseLoss(StepLoss):
     """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
+
+    balancing = 0.0
 
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
         """`dtype` is the compute dtype of the model; `guidance` is passed to models that take it."""
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
-        self.balancing: Tensor | float = 0.0
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
         losses = [self._group_loss(model, group, device) for group in batch.groups]
         return torch.stack(losses).sum()
-
-    def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return no further metrics."""
-        return {}
 
     def _group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
         latents, noise, times = (to_device(each, device) for each in (group.latents, group.noise, group.times))
@@ -101,7 +99,7 @@ class NoiseLoss:
         conditions = {name: to_device(value, device) for name, value in group.conditions.items()}
         conditions = {name: value if name == SIZES else value.to(self._dtype) for name, value in conditions.items()}
         conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
-        predicted = model(noised.noisy.to(self._dtype), noised.times, conditions, group.captions)
+        predicted = model(noised.noisy.to(self._dtype), noised.times, conditions)
         errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
         if torch.is_grad_enabled():  # held-out losses are not weighted, so that runs can be compared
             errors = errors * noised.weights

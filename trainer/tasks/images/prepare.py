@@ -1,13 +1,12 @@
 """All checks and data of a run on images, before a weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.config.needs import Unread, find_unread_settings
 from trainer.data.prepared import Prepared
-from trainer.model.targets import check_targets, resolve_targets
+from trainer.model.targets import check_targets
 from trainer.tasks.images.data import prepare_images
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import INDEX, Pipeline, read_pipeline
@@ -24,7 +23,6 @@ def refuse_image_settings(config: RunConfig) -> None:
 
 
 def _find_unused_settings(config: RunConfig, task: str) -> Iterator[Unread]:
-    """Yield the changed settings that this kind of model does not use."""
     for setting in find_unread_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
@@ -35,7 +33,7 @@ def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepare
     for mistake in _find_mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
-    pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
+    pipeline = read_pipeline(config.base_model, config.model)
     for mistake in _find_family_mistakes(config, pipeline):
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
@@ -44,32 +42,12 @@ def prepare_image_run(config: RunConfig, tell: Callable[[str], None]) -> Prepare
         model = ImageModel(pipeline)
     check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
-    _check_encoders(model, config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"encoding the images of {', '.join(map(str, paths))}, or finding that done")
     return Prepared(None, pipeline, prepare_images(config, pipeline, tell))
 
 
-def _check_encoders(model: Any, config: RunConfig) -> None:
-    """Raise UserError if text encoders should be trained but none of their layers are adapted."""
-    said = "image.train_text_encoders=true"
-    if not config.image.train_text_encoders:
-        return
-    if not model.text_encoders:
-        raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
-    adapted = resolve_targets(model, config.lora)
-    if adapted is None:  # determined by lora.adapter_path
-        return
-    for name in model.text_encoders:
-        if not any(path.startswith(f"{name}.") for path in adapted.modules):
-            raise UserError(
-                f"{said}: lora.target_modules={shown(config.lora.target_modules)} names no layer of {name}; "
-                "add q_proj, k_proj, v_proj and out_proj, or use all-linear"
-            )
-
-
 def _find_mistakes(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each setting that image models do not support."""
     training, image = config.training, config.image
     if config.scu.enabled:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"

@@ -1,7 +1,6 @@
 """Training of image models: the denoiser predicts noise or velocity from noisy latents."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
-from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, image_evaluation
+from trainer.tasks.images.batches import ImageBatch, ImageBatches, image_evaluation
 from trainer.tasks.images.card import image_card
 from trainer.tasks.images.data import PreparedImages
 from trainer.tasks.images.families import Conditions
@@ -23,13 +22,13 @@ from trainer.tasks.images.files import write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.lm_eval_scores import Scores
+from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
 
 
-class ImageTask:
-    """Implements `trainer.tasks.task.Task`."""
+class ImageTask(Task):
+    """Pipelines of diffusers; a sample is an image with its caption."""
 
     counted = "images"
     peft_type = None
@@ -56,12 +55,6 @@ class ImageTask:
             shards=shards,
         )
 
-    def keep_embeddings(self) -> bool:
-        return False
-
-    def added_tokens(self) -> list[int]:
-        return []
-
     def small_pass(self, model: Any) -> object:
         """Run the smallest image that the model takes, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
@@ -73,22 +66,17 @@ class ImageTask:
         conditions["sizes"] = torch.full((1, 6), 8.0 * side, device=device)
         conditions["guidance"] = torch.ones(1, device=device)
         noisy = torch.zeros(1, self._pipeline.channels, side, side, device=device, dtype=self._dtype)
-        return model(noisy, torch.ones(1, device=device), conditions, (self._data.train.store.captions[0],))
+        return model(noisy, torch.ones(1, device=device), conditions)
 
     def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
         return NoiseLoss(self._objective, self._dtype, self._config.image.guidance)
 
-    def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
-        """Do nothing: the images of a batch are independent."""
-
     def batches(self) -> ImageBatches:
         config, training = self._config, self._config.training
-        drawing = Drawing(
-            self._objective.draw_time, config.image.flip, config.image.caption_dropout, config.image.prior_weight
-        )
         return ImageBatches(
             self._data.train,
-            drawing,
+            self._objective.draw_time,
+            config.image,
             prior=self._data.prior,
             batch_size=training.batch_size,
             accumulation=training.gradient_accumulation_steps,
@@ -109,12 +97,6 @@ class ImageTask:
             world_size=self._ranks.world_size,
         )
 
-    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        return Scores({}, {}, set())
-
-    def meter(self, model: Any) -> None:
-        """Return None: FLOPs of image models are not counted."""
-
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         """Draw an image for each sample prompt."""
         prompts = self._config.logging.sample_prompts
@@ -131,7 +113,7 @@ class ImageTask:
 
     def companion_files(self) -> Callable[[Path], None]:
         """Return a writer of the adapter in diffusers' format."""
-        return partial(write_for_diffusers, pipeline=self._pipeline)
+        return write_for_diffusers
 
     def card(self, run_dir: Path, name: str) -> str:
         return image_card(self._config, self._pipeline, read_metrics(run_dir), name)
@@ -158,7 +140,7 @@ def draw_samples(
     drawn = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
-        given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
+        given, empty = (_rows(captions[each], device, model.dtype) for each in (prompt, ""))
         arguments: dict[str, Any] = dict(pipeline.family.pipeline_arguments(given, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
