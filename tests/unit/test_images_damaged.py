@@ -251,9 +251,3 @@ def test_settings_of_a_scheduler_that_mean_nothing_are_one_line(copied: Path) ->
     file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_schedule": "steep"}))
     with pytest.raises(UserError, match=r"its scheduler cannot be read \(steep is not implemented"):
         pipeline_of(copied).training_scheduler(ImageSection())
-
-
-def test_a_single_file_is_refused_with_what_converts_it(tmp_path: Path) -> None:
-    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.safetensors: a single file; .* from_single_file"):
-        read_pipeline(str(tmp_path / "model.safetensors"), ModelSection())

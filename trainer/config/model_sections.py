@@ -52,6 +52,9 @@ class ModelSection(Section):
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
     pad_token: Annotated[str | None, LANGUAGE] = None
     """Padding token for a tokenizer without one; default: an unused token, else the end-of-text token."""
+    pipeline: Annotated[PathText | None, Needs("task", ("image",))] = None
+    """Folder or hub name of the diffusers pipeline of a single-file `base_model`, for its settings and tokenizers;
+    default: the published pipeline that the file matches."""
     _has_score: bool = PrivateAttr(default=False)
 
     @property

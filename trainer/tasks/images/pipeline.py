@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,9 +12,10 @@ import xxhash
 from pydantic import Field
 
 from trainer.config import ImageSection, ModelSection, RunConfig, UserError
-from trainer.config.files import UnreadableFile, read_json
+from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 from trainer.config.yaml_core import plain, read_yaml
 from trainer.contract.hub_patience import disable_retries_without_network
+from trainer.data.built_folder import load_or_build
 from trainer.model.model_source import check_source, unreadable_error
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
@@ -169,15 +170,9 @@ class Pipeline:
         with self.reading("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
-    @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
+    def reading(self, what: str) -> AbstractContextManager[None]:
         """Convert exceptions of the libraries while reading files into a UserError."""
-        try:
-            yield
-        except Exception as error:  # the libraries raise many kinds
-            reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-            said = f"base_model={self.base_model}: {what} cannot be read ({reason}); copy the pipeline again"
-            raise UserError(said) from None
+        return _reading(f"base_model={self.base_model}", what)
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -196,6 +191,15 @@ class Pipeline:
                 with file.open("rb") as stream:
                     digest.update(stream.read(SAMPLED_BYTES))
         return digest.hexdigest()
+
+
+@contextmanager
+def _reading(said: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the libraries raise many kinds
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
 def _silence_libraries() -> None:
@@ -244,16 +248,15 @@ def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str
 
 
 def _is_single_file(path: Path) -> bool:
-    """Return whether a file holds weights, but not those of a language model's folder."""
-    return path.suffix == ".safetensors" and path.is_file() and not (path.parent / "config.json").is_file()
+    in_model_folder = (path.parent / "config.json").is_file()  # as the weights of a language model are
+    return path.suffix == ".safetensors" and path.is_file() and not in_model_folder
 
 
-def _find_folder(base_model: str, section: ModelSection) -> Path:
-    """Return the folder of a pipeline, downloaded if it is on the hub."""
+def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
+    """Return the folder of a pipeline, downloaded if it is on the hub: the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if _is_single_file(path):
-        fix = "convert it by from_single_file and save_pretrained of diffusers"
-        raise UserError(f"base_model={base_model}: a single file; use the folder of a diffusers pipeline; {fix}")
+        return _convert(path, section)
     if path.is_dir():
         if not (path / INDEX).is_file():
             raise UserError(f"base_model={base_model}: has no {INDEX}; use the folder of a diffusers pipeline")
@@ -266,11 +269,55 @@ def _find_folder(base_model: str, section: ModelSection) -> Path:
         # Many repositories contain the weights several times, for other tools and in other precisions.
         ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
         found = snapshot_download(
-            base_model, revision=section.revision, allow_patterns=["*/*", INDEX], ignore_patterns=ignored
+            base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
     except Exception as error:  # the hub's library raises many kinds
         raise unreadable_error("base_model", base_model, error) from None
     return Path(found)
+
+
+def _convert(file: Path, section: ModelSection) -> Path:
+    """Return a folder with the pipeline of a single weights file, converted once by diffusers.
+
+    Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
+    the file has only the denoiser, as for Flux, all other components come from there too.
+    """
+    import diffusers
+    import torch
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+
+    said = f"base_model={file}"
+    entries, _, _ = read_safetensors_header(file)
+    shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
+    source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
+    try:
+        wanted = [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ["*/*", INDEX]
+        origin = _find_folder(source, section, wanted)
+    except UserError as error:
+        fix = "set model.pipeline to the folder of a pipeline of the same kind"
+        raise UserError(f"{said}: has only weights, and their settings are missing; {fix} ({error})") from None
+    family = find_family(str(_read_json(origin / INDEX, said).get("_class_name")))
+    if family is None:
+        raise UserError(f"{said}: model.pipeline={source} is not of a supported kind; use another")
+    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
+    options = {"config": str(origin), "dtype": stored, "local_files_only": True}
+
+    def build(folder: Path) -> None:
+        _silence_libraries()
+        if is_whole:
+            getattr(diffusers, family.pipeline).from_single_file(str(file), **options).save_pretrained(folder)
+            return
+        for part in origin.iterdir():
+            if part.name != family.denoiser:
+                (folder / part.name).symlink_to(part.resolve())
+        denoiser = getattr(diffusers, family.model).from_single_file(str(file), subfolder=family.denoiser, **options)
+        denoiser.save_pretrained(folder / family.denoiser)
+
+    identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
+    target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
+    with _reading(said, f"as {family.pipeline}"):
+        return load_or_build(target, build, lambda folder: folder)[0]
 
 
 def _cached(name: str, section: ModelSection, file: str) -> str | None:

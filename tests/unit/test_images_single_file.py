@@ -1,0 +1,152 @@
+"""An image model in a single file of weights: the same tensors as its pipeline, whatever names the file has."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.pipelines import make_pipeline, write_images
+from tests.runs_in_process import train
+from trainer.checkpoint.finished_run import find_run
+from trainer.commands import merge
+from trainer.config import ModelSection, UserError
+from trainer.tasks.images.pipeline import read_pipeline
+from trainer.tasks.images.task import build_sampling_pipeline
+
+RESNET = {
+    "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
+    "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
+}  # fmt: skip
+# The tiny UNet of tests/pipelines.py in the names of the first checkpoints.
+UNET = {
+    r"conv_in": "input_blocks.0.0", r"conv_norm_out": "out.0", r"conv_out": "out.2",
+    r"time_embedding\.linear_(\d)": lambda found: f"time_embed.{2 * int(found[1]) - 2}",
+    r"down_blocks\.0\.downsamplers\.0\.conv": "input_blocks.2.0.op",
+    r"down_blocks\.(\d)\.(resnets|attentions)\.0": (
+        lambda found: f"input_blocks.{2 * int(found[1]) + 1}.{_at(found[2])}"
+    ),
+    r"mid_block\.resnets\.(\d)": lambda found: f"middle_block.{2 * int(found[1])}",
+    r"mid_block\.attentions\.0": "middle_block.1",
+    r"up_blocks\.0\.upsamplers\.0\.conv": "output_blocks.1.2.conv",
+    r"up_blocks\.(\d)\.(resnets|attentions)\.(\d)": (
+        lambda found: f"output_blocks.{2 * int(found[1]) + int(found[3])}.{_at(found[2])}"
+    ),
+}  # fmt: skip
+VAE = {
+    r"(encoder|decoder)\.conv_norm_out": r"\1.norm_out",
+    r"encoder\.down_blocks\.(\d)\.resnets": r"encoder.down.\1.block",
+    r"encoder\.down_blocks\.0\.downsamplers\.0": "encoder.down.0.downsample",
+    r"decoder\.up_blocks\.(\d)\.resnets": lambda found: f"decoder.up.{1 - int(found[1])}.block",
+    r"decoder\.up_blocks\.0\.upsamplers\.0": "decoder.up.1.upsample",
+    r"(encoder|decoder)\.mid_block\.resnets\.(\d)": lambda found: f"{found[1]}.mid.block_{int(found[2]) + 1}",
+    r"(encoder|decoder)\.mid_block\.attentions\.0\.group_norm": r"\1.mid.attn_1.norm",
+    r"(encoder|decoder)\.mid_block\.attentions\.0\.to_([qkv])": r"\1.mid.attn_1.\2",
+    r"(encoder|decoder)\.mid_block\.attentions\.0\.to_out\.0": r"\1.mid.attn_1.proj_out",
+}  # fmt: skip
+
+
+def _at(kind: str) -> int:
+    return 0 if kind == "resnets" else 1
+
+
+def _renamed(name: str, rules: dict[str, Any]) -> str:
+    for pattern, replacement in rules.items():
+        if re.match(rf"{pattern}\.", name):
+            return re.sub(rf"^{pattern}", replacement, name)
+    return name
+
+
+def write_single_file(pipeline: Path, file: Path) -> Path:
+    """Write a Stable Diffusion 1.5 as one file, as its first checkpoints were."""
+    unet = load_file(pipeline / "unet" / "diffusion_pytorch_model.safetensors")
+    tensors = {}
+    for name, tensor in unet.items():
+        own = _renamed(name, UNET)
+        if "resnets" in name:
+            own = re.sub(r"\.(\w+)\.(weight|bias)$", lambda found: f".{RESNET[found[1]]}.{found[2]}", own)
+        tensors[f"model.diffusion_model.{own}"] = tensor
+    for name, tensor in load_file(pipeline / "vae" / "diffusion_pytorch_model.safetensors").items():
+        own = _renamed(name, VAE).replace("conv_shortcut", "nin_shortcut")
+        is_attention = "attn_1" in own and own.endswith("weight") and "norm" not in own
+        tensors[f"first_stage_model.{own}"] = tensor[..., None, None] if is_attention else tensor
+    for name, tensor in load_file(pipeline / "text_encoder" / "model.safetensors").items():
+        prefix = "" if name.startswith("text_model.") else "text_model."
+        tensors[f"cond_stage_model.transformer.{prefix}{name}"] = tensor
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same tensors, in the dtype of the first."""
+    (first,), (second,) = (list(folder.glob("*.safetensors")) for folder in (one, other))
+    a, b = load_file(first), load_file(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_whole_pipeline_in_one_file_is_what_it_was(tmp_path: Path) -> None:
+    origin = make_pipeline(tmp_path / "sd", "sd")
+    file = write_single_file(origin, tmp_path / "sd.safetensors")
+    found = read_pipeline(str(file), ModelSection(pipeline=str(origin)))
+    assert found.family.name == "sd" and found.folder is not None and found.base_model == str(file)
+    assert all(same_weights(origin / part, found.folder / part) for part in ("unet", "vae", "text_encoder"))
+    again = read_pipeline(str(file), ModelSection(pipeline=str(origin)))
+    assert again.folder == found.folder, "converted once"
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3", "flux2"])
+def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(tmp_path: Path, family: str) -> None:
+    origin = make_pipeline(tmp_path / "origin", family)
+    tuned = make_pipeline(tmp_path / "tuned", family, seed=1)
+    file = tmp_path / "tuned.safetensors"
+    weights = load_file(tuned / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file({name: tensor.half() for name, tensor in weights.items()}, file)
+    found = read_pipeline(str(file), ModelSection(pipeline=str(origin)))
+    assert found.folder is not None and found.family.name == family
+    (kept,) = (load_file(each) for each in (found.folder / "transformer").glob("*.safetensors"))
+    assert all(torch.equal(kept[name], tensor.half()) for name, tensor in weights.items()), "in the dtype of the file"
+    build_sampling_pipeline(found.empty_denoiser(), found, torch.device("cpu"))
+
+
+def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+    file = write_single_file(make_pipeline(tmp_path / "sd", "sd"), tmp_path / "sd.safetensors")
+    with pytest.raises(UserError, match=r"sd\.safetensors: has only weights.*model\.pipeline"):
+        read_pipeline(str(file), ModelSection())
+    (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:200])
+    with pytest.raises(UserError, match="cut short"):
+        read_pipeline(str(tmp_path / "cut.safetensors"), ModelSection())
+
+
+def test_a_run_on_a_single_file_is_merged_with_that_file_alone(tmp_path: Path) -> None:
+    origin = make_pipeline(tmp_path / "sd", "sd")
+    file = write_single_file(origin, tmp_path / "sd.safetensors")
+    other = write_single_file(make_pipeline(tmp_path / "sd2", "sd", seed=3), tmp_path / "other.safetensors")
+    write_images(tmp_path / "images", 4)
+    settings = {
+        "base_model": str(file),
+        "model": {"pipeline": str(origin)},
+        "output_dir": str(tmp_path / "run"),
+        "lora": {"r": 2},
+        "image": {"resolution": 64},
+        "dataset": {"path": str(tmp_path / "images"), "cache_dir": str(tmp_path / "cache")},
+        "training": {"batch_size": 2, "max_steps": 1, "precision": "fp32"},
+        "logging": {"report_to": "none", "progress": "off"},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(settings))
+    train(tmp_path)
+    assert merge.main([str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
+    with pytest.raises(UserError, match="its weights differ from"):
+        find_run(tmp_path / "run", str(other))
+    renamed = file.rename(tmp_path / "renamed.safetensors")
+    with pytest.raises(UserError, match=r"sd\.safetensors: is missing; pass its new location"):
+        find_run(tmp_path / "run")
+    find_run(tmp_path / "run", str(renamed))
