@@ -82,7 +82,7 @@ def test_estimate_doctor_validate_and_training_say_the_same(tmp_path: Path, monk
 def test_the_end_compares_process_with_process(plan: MemoryPlan, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     assert plan.found is not None
-    line = record_memory(tmp_path, plan, plan.found.needed, torch.device("cpu"), [])
+    line = record_memory(tmp_path, plan, plan.found.needed, torch.device("cpu"))
     assert "predicted for the process" in line and line.endswith("measured (+0.0%)")
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["memory"]["predicted"]["process_bytes"] == plan.found.needed

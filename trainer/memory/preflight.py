@@ -1,7 +1,6 @@
 """Before training, resolve `auto` and check the estimate against each GPU; after it, compare estimate and peak."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,6 @@ from trainer.memory.decisions import Decisions, Machine, decide, decide_for_imag
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import NoEstimate
-from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
 from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
@@ -190,13 +188,10 @@ def peak_over_ranks(device: torch.device) -> int:
     return int(float(peak) * 2**30)
 
 
-def record_memory(
-    run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device, halvings: Sequence[Halving]
-) -> str:
+def record_memory(run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device) -> str:
     """Write estimate, measured peak and decisions into run.json; return the figures as a line for the console.
 
-    On a CPU the whole process is measured, including Python and libraries. `halvings` are the changes of the
-    micro-batch.
+    On a CPU the whole process is measured, including Python and libraries.
     """
     on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"
@@ -206,7 +201,6 @@ def record_memory(
         "predicted": None if found is None else to_json(found),
         "measured_bytes": measured,
         "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
-        "halvings": [asdict(halving) for halving in halvings],
     }
     write_json(path, record)
     if found is None:
