@@ -27,6 +27,7 @@ from trainer.contract.replacements import replaces
 from trainer.memory.widths import Shapes
 from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
 from trainer.model.expert_layers import expert_modules, takes_all_tokens
+from trainer.model.reached_layers import describe_layer, find_decoder_layers
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, recompute_inputs, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import replace
@@ -264,7 +265,7 @@ def _watch(shapes: Shapes, meter: Meter, found: dict[int, Layer]) -> dict[int, A
                 raise _Complete
         return results[kind]
 
-    for kind, block in zip(shapes.layers, decoder_layers(shapes.model), strict=True):
+    for kind, block in zip(shapes.layers, find_decoder_layers(shapes.model)[1], strict=True):
         replace(block, "forward", partial(run, kind, block.forward))
     return results
 
@@ -288,36 +289,17 @@ def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[
     return result, Layer(kept, meter.peak - before - boundary + meter.inside, boundary, attention)
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the ModuleList with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(parameter.numel() for parameter in blocks.parameters()) for blocks in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
-
-
 def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
     """Remove the contents of every layer that equals an earlier one, and return the kind of each layer."""
     kinds: dict[Any, int] = {}
     found = []
     for block in blocks:
         known = len(kinds)
-        found.append(kinds.setdefault(_describe(block), known))
+        found.append(kinds.setdefault(describe_layer(block), known))
         if found[-1] < known:
             block._modules.clear()
             block._parameters.clear()
     return tuple(found)
-
-
-def _describe(block: nn.Module) -> Any:
-    """Return what layers of one kind share: their modules, settings, and shapes of weights."""
-    numbers = [
-        (name, value)
-        for module in block.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | float | str) and "idx" not in name and name != "layer_id"
-    ]
-    weights = [(tuple(each.shape), each.requires_grad) for each in block.parameters()]
-    return repr(block), tuple(numbers), tuple(weights)
 
 
 class _Flash(torch.autograd.Function):

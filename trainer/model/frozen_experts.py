@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.replacements import replaces
 from trainer.model.packed_experts import PackedExperts
@@ -28,38 +29,7 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
 
 def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
-        return _compute(module, forward, args, kwargs)
-    places: list[Any] = [*args, *kwargs.values()]
-    return _FrozenExperts.apply(module, forward, len(args), tuple(kwargs), *places)
-
-
-class _FrozenExperts(torch.autograd.Function):
-    """y = experts(x, ...) with gradients for the inputs alone."""
-
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, forward: Any, count: int, names: tuple[str, ...], *places: Any) -> Tensor:
-        ctx.module, ctx.experts, ctx.count, ctx.names = module, forward, count, names
-        ctx.others = [None if isinstance(each, Tensor) else each for each in places]
-        ctx.is_tensor = [isinstance(each, Tensor) for each in places]
-        ctx.save_for_backward(*(each for each in places if isinstance(each, Tensor)))
-        result: Tensor = _compute(module, forward, places[:count], dict(zip(names, places[count:], strict=True)))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (grad,) = iter(ctx.saved_tensors), grads
-        needs = ctx.needs_input_grad[4:]
-        places = [
-            next(saved).detach() if here else other for here, other in zip(ctx.is_tensor, ctx.others, strict=True)
-        ]
-        wanted = [each.requires_grad_() for each, need in zip(places, needs, strict=True) if need]
-        with torch.enable_grad():
-            kwargs = dict(zip(ctx.names, places[ctx.count :], strict=True))
-            y = _compute(ctx.module, ctx.experts, places[: ctx.count], kwargs)
-        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
-        return None, None, None, None, *(next(found) if need else None for need in needs)
+    return checkpoint(_compute, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
