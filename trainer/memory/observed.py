@@ -98,7 +98,7 @@ class Layer:
 class Meter(TorchDispatchMode):
     """Counts the bytes of live tensors other than the model's own, and their peak, while operators run."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
         self._kernels, self.measuring = kernels, False
         self.now = self.peak = self.inside = 0
@@ -106,7 +106,9 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return not self._kernels.masked  # transformers asks whether every row is one document
+            return (
+                self._kernels is None or not self._kernels.masked
+            )  # transformers asks whether every row is one document
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -126,8 +128,10 @@ class Meter(TorchDispatchMode):
 
     def _inside(self, func: Any, args: Sequence[Any]) -> int:
         """Return the bytes that our operators allocate temporarily: dequantized weights, 8-bit gradients."""
+        if self._kernels is None or not self._kernels.packed:
+            return 0
         backward = func is torch.ops.zerolora.lora_backward.default
-        if not self._kernels.packed or not (backward or func is torch.ops.zerolora.lora_forward.default):
+        if not (backward or func is torch.ops.zerolora.lora_forward.default):
             return 0
         weights = args[2] if backward else args[1]
         if self._kernels.eight_bit:
