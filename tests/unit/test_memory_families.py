@@ -104,10 +104,10 @@ def predicted(name: str, work: Work, seen: Seen) -> int:
     layers have none, and the embedding is made to want a gradient.
     """
     shapes = shapes_of(name)
-    of_logits = shapes.vocabulary * (FP32 + (work.element if work.capped_logits else 0))
+    of_logits = shapes.vocabulary * (FP32 + (work.element if shapes.properties.caps else 0))
     kept = seen.kept + work.tokens * (shapes.hidden * work.element if work.fused_loss else of_logits)
     outside = NORMS_OUTSIDE.get(name, 1) * work.tokens * (shapes.hidden + 1) * FP32
-    return kept + (outside if work.recompute == "non_reentrant" else 0)
+    return kept + (outside if work.training.gradient_checkpointing == "non_reentrant" else 0)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -93,8 +93,6 @@ class Decisions:
     """Whether shared-input projections are computed in one call."""
     recomputed_results: Decided[str]
     """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
-    recomputes: Decided[str]
-    """training.gradient_checkpointing."""
     attention_again: Decided[bool]
     """Whether recomputed layers compute attention again."""
     mlp_tile: Decided[int]
@@ -150,7 +148,6 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         adapters=_adapters(config, machine),
         siblings=_siblings(config, machine),
         recomputed_results=_recomputed_results(config, machine),
-        recomputes=Decided(config.training.gradient_checkpointing),
         attention_again=_attention_again(config),
         mlp_tile=_mlp_tile(config),
         fused_head=_fused_head(config, machine, model),
