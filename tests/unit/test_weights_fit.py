@@ -77,15 +77,12 @@ def test_the_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save(tmp_path, "mixtral-shape")
     lost = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     changed(tmp_path, lambda stored: stored.pop(lost))
-    other = re.escape("model.safetensors has model.layers.1.block_sparse_moe.experts.2.w2.weight")
-    with pytest.raises(UserError, match=rf"{re.escape(lost)} is in none of its files \({other}\)"):
+    with pytest.raises(UserError, match=rf"{re.escape(lost)} is in none of its files"):
         check(tmp_path)
 
 
 @pytest.mark.parametrize("lost", ["experts.3.", "experts.2.down_proj", "experts.*.up_proj.weight"])
-def test_a_whole_expert_or_matrix_that_is_missing_is_named_with_the_file_that_lacks_it(
-    lost: str, tmp_path: Path
-) -> None:
+def test_a_whole_expert_or_matrix_that_is_missing_is_named(lost: str, tmp_path: Path) -> None:
     save(tmp_path, "qwen2_moe")
     pattern = re.compile(r"layers\.1\..*" + lost.replace(".", r"\.").replace("*", ".*"))
     stored = load_file(tmp_path / "model.safetensors")
@@ -99,7 +96,7 @@ def test_a_whole_expert_or_matrix_that_is_missing_is_named_with_the_file_that_la
         save_file(kept, tmp_path / f"model-{number}.safetensors", {"format": "pt"})
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(UserError, match=rf"{re.escape(gone[0])} is in none of its files \(model-0.safetensors has"):
+    with pytest.raises(UserError, match=rf"{re.escape(gone[0])} is in none of its files"):
         check(tmp_path)
 
 

@@ -304,22 +304,12 @@ class GradientCheck:
             )
 
 
-def capacity_bits(parameters: float) -> float:
-    """Return the capacity in bits of an adapter with this many parameters."""
-    return BITS_PER_PARAMETER * parameters
-
-
-def information_bits(trained_tokens: float) -> float:
-    """Return the information in bits of data with this many trained tokens, whatever the number of epochs."""
-    return BITS_PER_TOKEN * trained_tokens
-
-
 def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
     """Return a warning if the data has more information than the adapter can hold.
 
     LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
     """
-    capacity, information = capacity_bits(parameters), information_bits(trained_tokens)
+    capacity, information = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * trained_tokens
     if capacity >= information:
         return None
     return (

@@ -107,16 +107,6 @@ def check_input(x: torch.Tensor) -> None:
         )
 
 
-def exact_lines(model: nn.Module) -> list[str]:
-    """Return a note about layers stored in 8 bits but not multiplied in 8 bits, if any."""
-    blocks = [each.block for each in model.modules() if isinstance(each, FrozenLinear8bit) and each.exact]
-    if not blocks:
-        return []
-    by_block = {f"{rows} x {cols}" for rows, cols in blocks if rows > 1}
-    shared = f"block of {', '.join(sorted(by_block))}" if by_block else "row"
-    return [f"base: {len(blocks)} layers in 8 bits as stored, one scale per {shared}; their products are not in 8 bits"]
-
-
 def check_card(kind: str, device: torch.device) -> None:
     """Raise UserError for fp8 on a GPU without FP8 products; the CPU emulates them."""
     if kind != "fp8" or device.type != "cuda":

@@ -131,16 +131,8 @@ def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
     for layer, tensors in sorted(layers.items(), key=lambda each: _natural_sort_key(each[0])):
         for tensor in sorted(kinds):
             for index in sorted(everyone - tensors.get(tensor, set())):
-                return f"{layer}.{index}.{tensor} {_describe_expected_file(files, layer, index)}"
+                return f"{layer}.{index}.{tensor} is in none of its files"
     return None
-
-
-def _describe_expected_file(files: SafetensorsFiles, layer: str, index: int) -> str:
-    """Describe where a tensor of an expert should be: the file with the rest of the expert, or of the layer."""
-    names = sorted(files.shapes(), key=_natural_sort_key)
-    near = [name for name in names if name.startswith(f"{layer}.{index}.")]
-    near += [name for name in names if name.startswith(f"{layer}.")]
-    return f"is in none of its files ({files.find_file(near[0]).name} has {near[0]})"
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:
