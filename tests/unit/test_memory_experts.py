@@ -12,11 +12,10 @@ from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, seen, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import base_weight_bytes, dequantized_expert_bytes, gathered
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes, base_weight_bytes, dequantized_expert_bytes, gathered
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.frozen_experts import packed_tensors
+from trainer.model.packed_experts import packed_tensors
 from trainer.parallel.engine.layer_gather.unit import find_slots
 
 ATTENTION = LoraSection(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -15,7 +15,7 @@ from trainer.memory.activations import FP32, Seen, Work
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.model_kind import caps_scores
 from trainer.parallel.engine.deepspeed_engine import DTYPES

@@ -25,8 +25,7 @@ from trainer.memory.bytes import (
 )
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, observe_layers
-from trainer.memory.stored_weights import Placement, base_weight_bytes, gathered, stored_bytes
-from trainer.memory.widths import Shapes, Weight
+from trainer.memory.stored_weights import Placement, Shapes, Weight, base_weight_bytes, gathered, stored_bytes
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.four_bit import quantized_linear

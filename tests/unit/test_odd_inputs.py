@@ -27,7 +27,7 @@ from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
 from trainer.setup.early_checks import check_words
 from trainer.setup.preflight import prepare

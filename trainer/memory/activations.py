@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from ops.head import LOGITS_AT_ONCE
 from trainer.config import TrainingSection
 from trainer.memory.observed import Kernels, Layer
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12

@@ -18,7 +18,7 @@ from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
 from trainer.memory.observed import Meter, flash_attention
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, apply_changes
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel

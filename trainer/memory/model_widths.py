@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.config import LoraSection, ModelSection
 from trainer.memory.observed import reduce_to_kinds
-from trainer.memory.widths import Shapes, Weight
+from trainer.memory.stored_weights import Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.model_kind import is_mxfp4, output_layer

@@ -24,7 +24,7 @@ from trainer.config import TrainingSection, UserError
 from trainer.config.errors import one_line
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
 from trainer.model.expert_layers import expert_modules, takes_all_tokens
 from trainer.model.reached_layers import describe_layer, find_decoder_layers

@@ -16,8 +16,7 @@ from trainer.memory.activations import Seen, Work, add_layers
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
-from trainer.memory.stored_weights import Placement, fetched_weights, stored_bytes
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Placement, Shapes, fetched_weights, stored_bytes
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
 from trainer.scu.base_samples import LENGTH, MAX_AUTO_CACHE_BYTES, SAMPLES
 

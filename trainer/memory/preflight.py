@@ -14,13 +14,12 @@ from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit, smaller_samples
-from trainer.memory.bytes import CONTEXT, Estimate, to_json
+from trainer.memory.bytes import CONTEXT, Estimate, host_memory_left, to_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import NoEstimate
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
-from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels

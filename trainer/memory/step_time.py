@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.config.yaml_core import read_yaml
 from trainer.memory.planner import Planner
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_layers import experts_per_token
 from trainer.monitor.mfu import PEAKS, TERA
 

@@ -245,3 +245,19 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
         raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model
+
+
+def add_embedding_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
+
+    It is drawn from torch's generator, the state of which checkpoints hold. Passes without gradients have none.
+    """
+
+    def add_noise(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not (module.training and torch.is_grad_enabled()):
+            return embedded
+        bound = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+        return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
+
+    if alpha:
+        model.get_input_embeddings().register_forward_hook(add_noise)

@@ -24,10 +24,16 @@ from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
-from trainer.model.frozen_experts import compute_dequantized
 from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
 from trainer.model.mxfp4 import full_precision
-from trainer.model.packed_experts import ExpertsLayout, PackedExperts, eight_bit_layout, mxfp4_layout, nf4_layout
+from trainer.model.packed_experts import (
+    ExpertsLayout,
+    PackedExperts,
+    compute_dequantized,
+    eight_bit_layout,
+    mxfp4_layout,
+    nf4_layout,
+)
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, WithScore
 from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
