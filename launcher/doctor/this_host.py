@@ -49,8 +49,6 @@ class Need:
 
     host_per_rank: int | None = None
     """Host memory in addition to the process itself."""
-    process_per_rank: int | None = None
-    """Total host memory of a rank that runs on a CPU."""
     disk: int | None = None
 
 
@@ -181,11 +179,8 @@ def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
     """Check host memory and /dev/shm for `ranks` ranks on this host."""
     bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
-    known = need.process_per_rank is not None or need.host_per_rank is not None
-    each = PROCESS_GIB + (need.host_per_rank or 0) / GIB
-    if need.process_per_rank is not None:
-        each = need.process_per_rank / GIB
-    needed, estimated = ranks * each, "by the estimate" if known else "before any model"
+    needed = ranks * (PROCESS_GIB + (need.host_per_rank or 0) / GIB)
+    estimated = "before any model" if need.host_per_rank is None else "by the estimate"
     found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
     fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)

@@ -54,7 +54,9 @@ def shapes_of(name: str) -> Shapes:
 
 
 def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work, Seen]:
-    planner = Planner(shapes_of(name), Lengths.assumed(config), Machine.cpu(1, precision))
+    planner = Planner(
+        shapes_of(name), Lengths.assumed(config), Machine(1, False, precision, own_kernels=False, flash=False)
+    )
     decided = planner.decisions(config)
     work = planner.work(config, decided)
     return decided, work, planner.seen(work)

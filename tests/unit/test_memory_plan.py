@@ -287,7 +287,6 @@ def test_the_command_says_everything_as_json(tmp_path: Path) -> None:
     assert all(row["peak_bytes"] > GIB and row["disk_bytes"] > 0 for row in found["stages"])
     assert any("2,048 tokens" in note for note in found["notes"])  # there is no data to look at
     assert found["decisions"]["fused_head"]["value"] is True
-    assert found["on_cpu"]["precision"] == "fp32" and found["on_cpu"]["process_bytes"] > 8 * GIB
 
 
 def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,6 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "batch_size_is_bounded_by": None if best is None else _explain_batch_limit(planner, best, memory),
         "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).to_json(),
-        "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
@@ -154,18 +152,6 @@ def _explain_batch_limit(planner: Planner, best: RunConfig, memory: int) -> str:
     if best.training.batch_size > (largest := planner.largest_batch(best, memory)):
         return "as configured; more may not fit" if largest < most else f"as configured; {reason}"
     return f"the most that fit in {gib(memory)}" if largest < most else reason
-
-
-def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
-    choice = plan_on_cpu(planner, config)
-    if choice.found is None:
-        return None
-    precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    return {
-        "precision": precision,
-        "batch_size": choice.config.training.batch_size,
-        "process_bytes": choice.found.needed,
-    }
 
 
 def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
@@ -223,10 +209,6 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(stages)
     for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
-    if found["on_cpu"] is not None:
-        cpu = found["on_cpu"]
-        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} per rank"
-        console.print(f"on CPUs instead: {each}", highlight=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
         reason = found["batch_size_is_bounded_by"]
@@ -282,17 +264,6 @@ def main(argv: list[str] | None = None) -> None:
         show(Console(soft_wrap=True), found, planner.estimate(resolved))
     if found["recommended"] is None:
         raise UserError(describe_misfit(planner, resolved, memory, "has"))
-
-
-def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
-    """Plan the same run on CPUs, with `auto` as resolved without a GPU."""
-    precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    cpu_planner = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
-    try:
-        resolved = cpu_planner.resolve(config, None)
-        return Choice(resolved, cpu_planner.estimate(resolved))
-    except UserError as error:
-        return Choice(config, None, str(error))
 
 
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:

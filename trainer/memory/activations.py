@@ -54,10 +54,6 @@ class Seen:
     """Kept from the forward pass for the backward pass."""
     backward: int
     """What the backward pass needs in addition, a recomputed layer included."""
-    block: int = 0
-    """What the largest recomputed layer saves during its recomputation, in addition to its input."""
-    whole: int = 0
-    """Kept if nothing were recomputed."""
     on_host: int = 0
     """Kept in host memory."""
 
@@ -90,13 +86,8 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
         kept = behind + (in_flight if training.offload_activations else sum(inputs))
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
     needs += [larger * (layer.peak - layer.boundary) - behind for layer in plain[:count]]
-    if selective:
-        blocks = [float(after.kept - before.kept) for before, after in zip(layers, plain, strict=True)]
-    else:
-        blocks = [larger * (layer.kept - layer.boundary) - behind for layer in plain[:count]]
-    every = sum(layer.kept for layer in plain)
     on_host = sum(inputs) if training.offload_activations else 0
-    return Seen(kept, int(max(needs, default=0)), max(0, int(max(blocks, default=0))), every, on_host)
+    return Seen(kept, int(max(needs, default=0)), on_host)
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:

@@ -1,17 +1,12 @@
 """The memory of one rank: permanent state, the additions of a micro-step, and their peak.
 
 `peak` predicts torch.cuda.max_memory_allocated(). The driver reports more: the CUDA context, NCCL's buffers, and memory
-that torch's allocator has reserved without using it. On a CPU the process counts: interpreter, libraries, tensors, and
-gaps in the heap.
+that torch's allocator has reserved without using it.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ops.head import LOGITS_AT_ONCE
 from trainer.config import OPTIMIZERS
 from trainer.memory.activations import FP32, Seen, Work, loss_head
 from trainer.memory.stored_weights import (
@@ -40,13 +35,6 @@ FRAGMENTATION = 0.04
 EIGHT_BIT_FLOOR = 4096
 """Elements; bitsandbytes keeps the moments of smaller tensors in 32 bits."""
 
-PROCESS = 550 * 2**20
-"""Python, torch, transformers, DeepSpeed and gloo in a process that has trained a tiny model."""
-LEFT_IN_HEAP = 0.7
-"""Free memory in the C library's heap at the peak, as a fraction of what all layers keep: little of what is freed
-between live tensors is returned. Measured 0.4 to 0.9 in fp32 and bf16, 256 to 7,168 tokens, recomputed and not."""
-CGROUP = Path("/sys/fs/cgroup")
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -56,8 +44,6 @@ class Estimate:
     moment: str
     host: int
     disk: int
-    process: int | None = None
-    """Peak resident memory of a rank's process on a CPU."""
 
     @property
     def peak(self) -> int:
@@ -66,8 +52,8 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Memory that must be free: peak, slack and CUDA context on a GPU, the process on a CPU."""
-        return self.peak + self.slack + CONTEXT if self.process is None else self.process
+        """Memory that must be free on a GPU: peak, slack and CUDA context."""
+        return self.peak + self.slack + CONTEXT
 
     @property
     def slack(self) -> int:
@@ -106,12 +92,8 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (resident | moments[moment]).items() if size}
-    process = None
-    if not placement.on_gpu:
-        on_host = sum(resident.values()) + offloaded(shapes, placement) + seen.on_host
-        process = process_peak(shapes, work, on_host, seen)
     host = host_memory(shapes, placement, seen.on_host)
-    return Estimate(terms, moment, host, disk(shapes, placement, checkpoints), process)
+    return Estimate(terms, moment, host, disk(shapes, placement, checkpoints))
 
 
 def trained(shapes: Shapes, placement: Placement) -> int:
@@ -215,40 +197,12 @@ def disk(shapes: Shapes, placement: Placement, checkpoints: int) -> int:
     return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights
 
 
-def process_peak(shapes: Shapes, work: Work | None, resident: int, seen: Seen) -> int:
-    """Return the peak resident memory of a process with `resident` bytes of weights, optimizer state and buffers."""
-    if work is None:
-        return PROCESS + resident + seen.kept + seen.backward
-    return PROCESS + resident + seen.kept + seen.block + int(LEFT_IN_HEAP * seen.whole) + _process_loss(shapes, work)
-
-
-def _process_loss(shapes: Shapes, work: Work) -> int:
-    """Return the bytes of the loss: without a GPU kernel, logits of a chunk, their 32-bit log-probabilities, a copy."""
-    if not work.fused_loss:
-        return loss_head(shapes, work)
-    chunk = min(work.rows * min(work.targets, work.kernels.length) * shapes.vocabulary, LOGITS_AT_ONCE)
-    return loss_head(shapes, work) + chunk * (FP32 if work.element == FP32 else 2 * FP32)
-
-
-def host_memory_left() -> tuple[int, int]:
-    """Return the free and the total bytes of this host, or of its control group if that is limited."""
-    memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or `max`
-        return free, total
-    return min(free, limit - used), min(total, limit)
-
-
 def to_json(found: Estimate) -> dict[str, Any]:
     """Convert the estimate to plain numbers for JSON."""
     return {
         "peak_bytes": found.peak,
         "slack_bytes": found.slack,
         "context_bytes": CONTEXT,
-        "process_bytes": found.process,
         "needed_bytes": found.needed,
         "host_bytes": found.host,
         "disk_bytes": found.disk,

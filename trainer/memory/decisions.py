@@ -50,18 +50,12 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
-    host_memory: int | None = None
-    """Free bytes of host memory for each rank; None: unknown."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
         """Assume GPUs with all kernels installed, except those of mamba-ssm unless they are installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
-
-    @classmethod
-    def cpu(cls, world_size: int, precision: str) -> "Machine":
-        return cls(world_size, False, precision, own_kernels=False, flash=False)
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class Recovery:
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if training.on_oom == "stop" or self.is_updating or size == 1:
             return OutOfMemory(self._with_fixes(step))
-        smaller = smaller_batch(size, accumulation, size // 2).values()
-        note = RestartNote(step, *smaller, self._config.zero.stage)
+        size_then, accumulation_then = smaller_batch(size, accumulation, size // 2).values()
+        note = RestartNote(step, size_then, accumulation_then, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
         return RestartSmaller(
             f"step {step}: out of memory with batch_size {size}; to continue manually add "

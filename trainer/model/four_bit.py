@@ -54,7 +54,8 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
     if quant_state.nested:
         state += [quant_state.state2.absmax, quant_state.state2.code, quant_state.offset]
     nested_block = quant_state.state2.blocksize if quant_state.nested else 0
-    return reference.dequantize_nf4(weight.data, state, *quant_state.shape, quant_state.blocksize, nested_block, dtype)
+    rows, cols = quant_state.shape
+    return reference.dequantize_nf4(weight.data, state, rows, cols, quant_state.blocksize, nested_block, dtype)
 
 
 class Params4bit(bnb.nn.Params4bit):
