@@ -105,7 +105,7 @@ def test_fp8_on_a_card_without_it_names_int8(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_estimate_counts_the_bytes_that_lie_there(folder: Path) -> None:
     model = loaded(folder, "int8", torch.bfloat16)
     shapes = read_shapes(load_model_config(str(folder), ModelSection()), ModelSection(), LoraSection(r=4))
-    kept = placement(packed=True, eight_bit=True)
+    kept = placement(packed=True, quant_type="int8")
     real = sum(each.nbytes for each in model.parameters())
     real += sum(each.row_scale.nbytes for each in model.modules() if isinstance(each, FrozenLinear8bit))
     assert (

@@ -10,11 +10,9 @@ per-layer all-gather) moves a whole tensor at once. The sections, each with one 
     books     the 16 values of codes and the 256 of scales, 32 bits
 
 Experts without an adapter are computed by the model's own code on dequantised weights. None are kept for the backward
-pass, which dequantises them again and recomputes the experts. All layers share one buffer per kind of tensor, so only
-the layer being computed has 16-bit weights.
+pass, which dequantises them again and recomputes the experts, so only the layer being computed has 16-bit weights.
 """
 
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -166,11 +164,10 @@ class PackedExperts(nn.Parameter):
         sections["codes"][index] = codes
         sections["scales"][index] = scales
 
-    def dequantized(self, out: Tensor | None = None) -> Tensor:
-        """Dequantise to the model's own tensor, into `out` if given."""
+    def dequantized(self) -> Tensor:
+        """Dequantise to the model's own tensor."""
         layout = self.packing
-        if out is None:
-            out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
         if layout.eight_bit:
             sections = self.sections()
             wanted = out.mT if layout.transposed else out
@@ -273,36 +270,9 @@ def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -
 def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own = vars(module)
     packed = packed_tensors(module)
-    own.update({name: _BUFFERS.fill(name, parameter) for name, parameter in packed.items()})
+    own.update({name: parameter.dequantized() for name, parameter in packed.items()})
     try:
         return forward(*args, **kwargs)
     finally:
         for name in packed:
             del own[name]
-
-
-class _Buffers:
-    """One buffer per name, type and device, and the tensor that each currently holds."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._held: dict[tuple[Any, ...], weakref.ref[PackedExperts]] = {}
-
-    def fill(self, name: str, parameter: PackedExperts) -> Tensor:
-        layout = parameter.packing
-        key = (name, layout.dtype, parameter.device)
-        buffer = self._buffers.get(key)
-        size = layout.experts * layout.rows * layout.cols
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[key] = torch.empty(size, dtype=layout.dtype, device=parameter.device)
-            self._held.pop(key, None)
-        values = buffer[:size].view(layout.shape)
-        held = self._held.get(key)
-        if held is None or held() is not parameter:
-            self._held.pop(key, None)
-            parameter.dequantized(values)
-            self._held[key] = weakref.ref(parameter)
-        return values.detach()
-
-
-_BUFFERS = _Buffers()
