@@ -19,8 +19,8 @@ from trainer.memory.stored_weights import (
     fetched_weights,
     gathered,
     held,
-    quantization_state_bytes,
     rounded_weight_bytes,
+    scale_bytes,
     shard_size,
     stored_bytes,
 )
@@ -63,9 +63,10 @@ class Estimate:
 
 def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, *, checkpoints: int) -> Estimate:
     """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk."""
+    scales = held(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
     resident = {
-        "base model": base_weight_bytes(shapes, placement) - quantization_state_bytes(shapes, placement),
-        "quantisation state": quantization_state_bytes(shapes, placement),
+        "base model": base_weight_bytes(shapes, placement) - scales,
+        "quantisation state": scales,
         "adapter" if any(weight.factor for weight in shapes.weights) else "trained weights": trained(shapes, placement),
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),

@@ -75,22 +75,19 @@ class Recovery:
     def _with_fixes(self, step: int) -> str:
         training = self._config.training
         when = f"step {step}: out of memory with batch_size {training.batch_size}"
-        ways = []
-        if self.is_updating:
-            when += " in the optimizer's step"
-            ways += ["training.optimizer=adamw_8bit", "zero.offload_optimizer=true"]
-        elif training.on_oom == "stop" and training.batch_size > 1:
-            ways.append("training.on_oom=halve")
-        if training.gradient_checkpointing == "none":
-            ways.append("training.gradient_checkpointing=true")
-        elif training.gradient_checkpointing_layers:
-            ways.append("training.gradient_checkpointing_layers=null")
-        ways += [f"{name}={value}" for name, value in smaller_samples(self._config).items()]
-        if self._config.adapter == "lora":
-            ways.append("adapter=qlora")
-        if self._world_size > 1 and self._config.zero.stage < 3:
-            ways.append("zero.stage=3")
-        return f"{when}; use {', or '.join(ways)}; `zerolora estimate` shows what each would need"
+        when += " in the optimizer's step" if self.is_updating else ""
+        ways = {
+            "training.optimizer=adamw_8bit": self.is_updating,
+            "zero.offload_optimizer=true": self.is_updating,
+            "training.on_oom=halve": training.on_oom == "stop" and training.batch_size > 1 and not self.is_updating,
+            "training.gradient_checkpointing=true": training.gradient_checkpointing == "none",
+            "training.gradient_checkpointing_layers=null": training.gradient_checkpointing_layers is not None,
+            **{f"{name}={value}": True for name, value in smaller_samples(self._config).items()},
+            "adapter=qlora": self._config.adapter == "lora",
+            "zero.stage=3": self._world_size > 1 and self._config.zero.stage < 3,
+        }
+        fixes = ", or ".join(way for way, helps in ways.items() if helps)
+        return f"{when}; use {fixes}; `zerolora estimate` shows what each would need"
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

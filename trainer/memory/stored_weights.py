@@ -157,11 +157,6 @@ def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     return held(sum(stored_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
-def quantization_state_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of the scales in `base_weight_bytes`."""
-    return held(sum(scale_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
-
-
 def held(size: int, placement: Placement) -> int:
     """Return the bytes on a rank's GPU of parameters that stage 3 partitions or offloads."""
     return 0 if placement.zero.stage == 3 and placement.zero.offload_parameters else base_shard_size(size, placement)

@@ -16,7 +16,7 @@ from trainer.model.model_kind import (
     caps_scores,
     check_kind,
     has_score,
-    is_stored_quantised,
+    is_mxfp4,
     set_score_head,
 )
 from trainer.model.model_source import (
@@ -28,6 +28,7 @@ from trainer.model.model_source import (
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
+from trainer.model.stored_fp8 import fp8_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -185,7 +186,7 @@ def load_base_model(
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_stored_quantised(config):
+    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or fp8_form(config):
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from ops import reference
 from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
-from trainer.config import QuantizationSection
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model import mxfp4
@@ -223,32 +222,19 @@ def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayo
     return out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
 
 
-def nf4_layout(
-    shape: torch.Size, section: QuantizationSection, dtype: torch.dtype, *, transposed: bool = False
+def experts_layout(
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    transposed: bool = False,
+    cell: tuple[int, int] | None = None,
+    **of_4_bits: Any,
 ) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, a, b] quantised to 4 bits by bitsandbytes."""
-    experts, rows, cols = shape
-    if transposed:
-        rows, cols = cols, rows
-    return ExpertsLayout(
-        section.quant_type, experts, rows, cols, dtype, transposed, section.block_size, section.double_quant
-    )
-
-
-def eight_bit_layout(
-    shape: torch.Size, kind: str, dtype: torch.dtype, *, transposed: bool = False, cell: tuple[int, int] | None = None
-) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, a, b] in 8 bits, with one scale per `cell` or else per row."""
-    experts, rows, cols = shape
-    if transposed:
-        rows, cols = cols, rows
-    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols))
-
-
-def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, in, out] stored transposed in MXFP4."""
-    experts, cols, rows = shape
-    return ExpertsLayout(MXFP4, experts, rows, cols, dtype, transposed=True)
+    """Return the layout of a model's tensor [experts, a, b]; in 8 bits with one scale per `cell`, or else per row."""
+    experts, *matrix = shape
+    rows, cols = reversed(matrix) if transposed else matrix
+    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **of_4_bits)
 
 
 @replaces("the forward of quantised experts")

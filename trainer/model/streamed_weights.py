@@ -25,14 +25,12 @@ from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
-from trainer.model.mxfp4 import full_precision
+from trainer.model.mxfp4 import MXFP4, full_precision
 from trainer.model.packed_experts import (
     ExpertsLayout,
     PackedExperts,
     compute_dequantized,
-    eight_bit_layout,
-    mxfp4_layout,
-    nf4_layout,
+    experts_layout,
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, WithScore
@@ -186,15 +184,25 @@ class Filler:
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
         turned = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
-            return {} if self.unpack else {name: mxfp4_layout(each.shape, self.dtype) for name, each in experts.items()}
+            return (
+                {}
+                if self.unpack
+                else {
+                    name: experts_layout(MXFP4, each.shape, self.dtype, transposed=True)
+                    for name, each in experts.items()
+                }
+            )
         if fp8 is None and kind is None:
             return {}
         if kind is not None and not kind.eight_bit:
-            return {name: nf4_layout(each.shape, kind, self.dtype, transposed=turned) for name, each in experts.items()}
+            how = {"block": kind.block_size, "double_quant": kind.double_quant, "transposed": turned}
+            return {
+                name: experts_layout(kind.quant_type, each.shape, self.dtype, **how) for name, each in experts.items()
+            }
         cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, turned)
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
-            name: eight_bit_layout(experts[name].shape, quant_type, self.dtype, transposed=turned, cell=cell)
+            name: experts_layout(quant_type, experts[name].shape, self.dtype, transposed=turned, cell=cell)
             for name, cell in cells.items()
         }
 
@@ -204,7 +212,9 @@ class Filler:
 
         def read() -> Tensor:
             if stored.is_mxfp4:
-                return _pack(files, stored, mxfp4_layout(parameter.shape, own), self.device).dequantized()
+                return _pack(
+                    files, stored, experts_layout(MXFP4, parameter.shape, own, transposed=True), self.device
+                ).dequantized()
             if parameter.dim() < 3 or not stored.by_expert:
                 return stored.read(files).to(self.device).to(own).contiguous()
             value = torch.empty(parameter.shape, dtype=own, device=self.device)
