@@ -17,7 +17,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.eight_bit import KINDS, FrozenLinear8bit, check_card
+from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.targets import unadapted_layers
 from trainer.patches.fused_lora import fuse
 
@@ -37,7 +37,7 @@ def loaded(folder: Path, kind: str | None, dtype: torch.dtype = torch.float32) -
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*STORAGE])
 def test_every_linear_layer_but_the_head_holds_the_files_rows_in_8_bits(folder: Path, kind: str) -> None:
     model, files = loaded(folder, kind), load_file(folder / "model.safetensors")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, FrozenLinear8bit)}
@@ -59,7 +59,7 @@ def test_the_models_output_is_near_that_of_the_16_bit_base(folder: Path, kind: s
     assert 0 < float((found - wanted).norm() / wanted.norm()) < allowed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*STORAGE])
 def test_the_operators_take_it_and_pefts_own_forward_as_well(folder: Path, kind: str) -> None:
     """The same logits to the order of sums; PEFT's dY is quantised layer by layer, ours once for siblings."""
     results = []

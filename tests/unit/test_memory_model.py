@@ -101,7 +101,7 @@ def placement(**changes: Any) -> Placement:
     for name, section in sections.items():
         given = {key: changes.pop(key) for key in changes.keys() & type(section).model_fields}
         sections[name] = section.model_copy(update=given)
-    settings = {"world_size": 1, "by_layer": False, "flat": True, "element": 2, "packed": False, "on_gpu": True}
+    settings = {"world_size": 1, "by_layer": False, "flat": True, "element": 2, "packed": False}
     return Placement(**(sections | settings | changes))
 
 

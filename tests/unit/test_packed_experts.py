@@ -106,7 +106,7 @@ def test_an_expert_is_packed_as_bitsandbytes_packs_its_matrix(
     shape: tuple[int, int, int], block_size: int, double_quant: bool
 ) -> None:
     torch.manual_seed(0)
-    how = {"block": block_size, "double_quant": double_quant}
+    how: dict[str, Any] = {"block": block_size, "double_quant": double_quant}
     experts = torch.randn(shape) * torch.tensor([1.0, 30.0, 0.1])[: shape[0], None, None]
     packed = PackedExperts.empty(experts_layout("nf4", experts.shape, torch.float32, **how), CPU)
     for index, matrix in enumerate(experts):

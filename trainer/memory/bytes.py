@@ -64,6 +64,7 @@ class Estimate:
 def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, *, checkpoints: int) -> Estimate:
     """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk."""
     scales = held(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
+    by_module = placement.zero.stage == 3 and not placement.by_layer
     resident = {
         "base model": base_weight_bytes(shapes, placement) - scales,
         "quantisation state": scales,
@@ -71,10 +72,11 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
         "tables": shapes.buffers,
-        "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
+        "workspaces": CUBLAS_WORKSPACE,
         "dequantised experts": dequantized_expert_bytes(shapes, placement),
         "rounded weight": rounded_weight_bytes(shapes, placement),
-        "communication buffers": standing_buckets(shapes, placement),
+        # Only DeepSpeed's own stage 3 allocates its bucket at the start.
+        "communication buffers": bucket(shapes, placement) if by_module else 0,
     }
     layers, outside = gathered(shapes, placement)
     moments: dict[str, dict[str, int]] = {
@@ -147,11 +149,6 @@ def bucket(shapes: Shapes, placement: Placement) -> int:
     return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
 
 
-def standing_buckets(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of permanent buffers: only DeepSpeed's own stage 3 allocates its bucket at the start."""
-    return bucket(shapes, placement) if placement.zero.stage == 3 and not placement.by_layer else 0
-
-
 def reduction(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
 
@@ -160,7 +157,7 @@ def reduction(shapes: Shapes, placement: Placement) -> int:
     gradients = shapes.trained * placement.element * (3 if placement.flat else 1)
     if placement.zero.stage == 0 or (placement.zero.stage == 3 and not placement.by_layer):
         return gradients
-    overlaps = placement.zero.overlap_comm and placement.on_gpu and not placement.flat
+    overlaps = placement.zero.overlap_comm and not placement.flat
     return gradients + bucket(shapes, placement) * (2 if overlaps else 1)
 
 

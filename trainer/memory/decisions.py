@@ -203,7 +203,6 @@ def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
 
 
 def _kernels(part: str, model: ModelProperties | None, ours: Decided[bool]) -> Decided[Kernels]:
-    """Choose our kernels where they compute the same as the model's code."""
     refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
     return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
 
@@ -249,12 +248,6 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     return Decided(config.ops.recompute)
 
 
-def tokens_at_once(config: RunConfig) -> int:
-    """Return the most tokens of a rank's micro-step by the settings; with batch_size auto, those of one row."""
-    rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
-    return rows * config.dataset.max_length // config.parallel.sequence
-
-
 def _attention_again(config: RunConfig) -> Decided[bool]:
     training = config.training
     if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
@@ -271,7 +264,8 @@ def _mlp_tile(config: RunConfig) -> Decided[int]:
         return Decided(0, "training.tiled_mlp: false")
     if asked != "auto":
         return Decided(AUTO_TILE if asked is True else asked)
-    if tokens_at_once(config) < MANY_TOKENS:
+    rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
+    if rows * config.dataset.max_length // config.parallel.sequence < MANY_TOKENS:
         return Decided(0, f"fewer than {MANY_TOKENS:,} tokens at once")
     obstacle = find_tile_obstacle(config)
     return Decided(0, obstacle[1]) if obstacle else Decided(AUTO_TILE)

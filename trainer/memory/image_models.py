@@ -17,7 +17,7 @@ from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
 from trainer.memory.observed import Meter, flash_attention
-from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, apply_changes
+from trainer.memory.planner import Lengths, Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
@@ -50,15 +50,8 @@ class ImagePlanner(Planner):
         rows *= 2 if config.image.prior is not None else 1
         return estimate(self.shapes, None, placement, seen.times(rows), checkpoints=kept)
 
-    def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Resolve `auto` as for language models; either all blocks are recomputed or none."""
-        if config.training.gradient_checkpointing != "auto":
-            return super().resolve(config, memory)
-        for way in ("none", "non_reentrant"):
-            resolved = super().resolve(apply_changes(config, {RECOMPUTATION: way}), memory)
-            if memory is None or self.estimate(resolved).needed <= memory:
-                break
-        return resolved
+    def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+        return config  # either all blocks are recomputed or none
 
     def sample_text(self, config: RunConfig) -> str:
         """Format the size of an image."""
@@ -90,7 +83,6 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
 
 
 def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
-    """Build the adapted model without memory for weights."""
     from accelerate import init_empty_weights
 
     model = ImageModel(pipeline)
@@ -118,7 +110,6 @@ def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, el
 
 
 def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the model inputs for one image and caption, on the meta device."""
     conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")

@@ -98,6 +98,5 @@ def read_weights(
 
 
 def _scales(shape: torch.Size, block: tuple[int, int] | None) -> int:
-    """Return the number of scales stored with a matrix, or with the matrices of all experts."""
     rows, cols = block or (1, shape[-1])
     return shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from trainer.config import RunConfig, UserError
-from trainer.contract.exit_codes import EXIT_RESTART
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
 from trainer.memory.advice import smaller_batch, smaller_samples
 
@@ -22,15 +22,11 @@ Result = TypeVar("Result")
 
 
 class OutOfMemory(UserError):
-    """A step did not fit, and the run cannot or must not continue with a smaller micro-batch."""
+    """A step did not fit; `exit_code` tells the launcher whether to restart with the settings of the restart note."""
 
-    exit_code = 1
-
-
-class RestartSmaller(UserError):
-    """A step did not fit, and the launcher should restart the run with the settings of the restart note."""
-
-    exit_code = EXIT_RESTART
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Recovery:
@@ -44,7 +40,7 @@ class Recovery:
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
         """Return `launch()`; `step` counts from 1, `saved_at` is the step of the newest checkpoint.
 
-        Raises RestartSmaller, after writing a note for the launcher, or OutOfMemory if a restart cannot help.
+        Raises OutOfMemory, after writing a note for the launcher if a restart can help.
         """
         self.is_updating = False
         try:
@@ -66,10 +62,11 @@ class Recovery:
         size_then, accumulation_then = smaller_batch(size, accumulation, size // 2).values()
         note = RestartNote(step, size_then, accumulation_then, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
-        return RestartSmaller(
+        return OutOfMemory(
             f"step {step}: out of memory with batch_size {size}; to continue manually add "
             + " ".join(f"{name}={value}" for name, value in note.settings().items())
-            + (" training.resume_from_checkpoint=latest" if saved_at else "")
+            + (" training.resume_from_checkpoint=latest" if saved_at else ""),
+            EXIT_RESTART,
         )
 
     def _with_fixes(self, step: int) -> str:

@@ -245,7 +245,6 @@ class Planner:
         )
 
     def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
-        """Return what decides which tensors a layer keeps."""
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
@@ -304,7 +303,6 @@ class Planner:
             by_layer=decided.gather.value == "layer",
             flat=decided.flat.value,
             element=self._element,
-            on_gpu=self.machine.on_gpu,
             shard_group=decided.shard_group.value,
             base_states=self._base_states(config, decided),
         )

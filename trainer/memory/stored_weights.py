@@ -81,7 +81,6 @@ class Placement:
     flat: bool
     """Whether all LoRA factors are one buffer."""
     element: int
-    on_gpu: bool
     shard_group: int = 0
     """Ranks that share one copy of the base at stage 3; 0: all."""
     base_states: int = 0

@@ -220,12 +220,6 @@ def _with_generation_config(model: Any, base_model: str, section: ModelSection) 
     return model
 
 
-def grows_vocabulary(base_model: str, section: ModelSection, tokenizer: Any) -> bool:
-    """Return whether the tokenizer has more tokens than the model has embedding rows."""
-    rows: int = load_model_config(base_model, section).get_text_config().vocab_size
-    return len(tokenizer) > rows
-
-
 def match_vocabulary(model: Any, tokenizer: Any) -> None:
     """Grow the embedding if the tokenizer has more tokens than the model has rows."""
     rows = model.config.get_text_config().vocab_size  # a partitioned weight has no rows to count

@@ -18,7 +18,6 @@ from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import UserError
 
-KINDS = tuple(STORAGE)
 FP8_FROM = (8, 9)
 """Lowest compute capability with FP8 products."""
 ROWS_AT_ONCE = 4096  # quantise a weight in parts: a whole copy in 32 bits would be four times the result

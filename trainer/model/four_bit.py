@@ -16,7 +16,6 @@ from ops import reference
 from trainer.config import QuantizationSection
 from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import check_input
-from trainer.parallel.engine.linear_layers import is_linear
 
 READ_DIRECTLY = ("dt_proj",)
 """The time-step projection of Mamba-1 (Jamba): the model multiplies by its weight without calling the layer."""
@@ -80,11 +79,6 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.to(x.dtype)
-
-
-def should_quantize(path: str, module: nn.Module) -> bool:
-    """Return whether the module is a linear layer, except those with weights that the model reads directly."""
-    return is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY
 
 
 @replaces("`Linear4bit.forward` and `Params4bit.to`")

@@ -146,7 +146,6 @@ def check_settings(said: str, model_config: Any) -> None:
 
 
 def _describe_missing_config(folder: Path) -> str:
-    """Describe a folder without config.json, and the fix."""
     if (folder / FILE).exists():
         base = None
         with suppress(UserError):

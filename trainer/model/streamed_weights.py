@@ -23,7 +23,7 @@ from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
-from trainer.model.four_bit import quantized_linear, should_quantize
+from trainer.model.four_bit import READ_DIRECTLY, quantized_linear
 from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
 from trainer.model.mxfp4 import MXFP4, full_precision
 from trainer.model.packed_experts import (
@@ -40,9 +40,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
-
-Tensors = SafetensorsFiles | RandomTensors | Fp8Files | WithScore
+from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 
 
 @replaces("modules and parameters of the empty model")
@@ -69,7 +67,7 @@ def load_streamed(
         if device.type == "cuda":
             ops.load("auto")  # the layers' forward needs an operator: one already loaded, or any available
     model = _build_empty(full_precision(config), section, dtype, attention)
-    files: Tensors
+    files: StoredTensors
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
     else:
@@ -154,7 +152,7 @@ class Filler:
             name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
             if _join(path, name) in self.layout
         }  # fmt: skip
-        is_layer = should_quantize(path, module) and module is not self._head
+        is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
         is_layer = is_layer and (self._wide is None or not self._wide.search(_join(path, "weight")))
         block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
@@ -195,7 +193,7 @@ class Filler:
         if fp8 is None and kind is None:
             return {}
         if kind is not None and not kind.eight_bit:
-            how = {"block": kind.block_size, "double_quant": kind.double_quant, "transposed": turned}
+            how: dict[str, Any] = {"block": kind.block_size, "double_quant": kind.double_quant, "transposed": turned}
             return {
                 name: experts_layout(kind.quant_type, each.shape, self.dtype, **how) for name, each in experts.items()
             }
@@ -231,7 +229,6 @@ class Filler:
         return _on_all_ranks(partial(_pack, self.files, stored, layout, self.device), empty)
 
     def _read_fp8(self, stored: Stored, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
-        """Return values and scales of a linear layer that is stored in FP8."""
         fp8, shape = self._fp8, linear.weight.shape
         assert fp8 is not None
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))

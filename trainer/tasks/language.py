@@ -19,7 +19,7 @@ from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
-from trainer.model.base import add_embedding_noise, grows_vocabulary, load_base_model, match_vocabulary
+from trainer.model.base import add_embedding_noise, load_base_model, match_vocabulary
 from trainer.model.image_reader import image_inputs
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
@@ -98,8 +98,8 @@ class LanguageTask:
         disable_varlen(model)
 
     def keep_embeddings(self) -> bool:
-        config, tokenizer = self._config, self._prepared.tokenizer
-        return bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer)
+        rows = self._prepared.model_config.get_text_config().vocab_size
+        return bool(self._config.model.added_tokens) or len(self._prepared.tokenizer) > rows
 
     def added_tokens(self) -> list[int]:
         ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
