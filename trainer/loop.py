@@ -135,6 +135,7 @@ class Loop:
         return launched, consumed
 
     def _before_update(self) -> None:
+        self._context.recovery.is_updating = True
         self._settle()
         if self._checkpoints is not None:
             self._checkpoints.make_updates_wait()

@@ -87,7 +87,6 @@ class Run:
     metrics: Metrics | None
     """On rank 0, once the folder is open."""
     evaluation: Evaluation
-    recovery: Recovery
     resident: int
     """Bytes on the GPU after the engine has started, which stay there for the whole run."""
     peak: int
@@ -254,9 +253,7 @@ class Run:
     def _build_loop(self, engine: Engine, position: Position, total_steps: int) -> Loop:
         experts = ExpertLoad.for_model(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
-        release = graphs.drop if graphs is not None else None
-        common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
-        self.recovery = Recovery(*common, release=release)
+        recovery = Recovery(self.config, self.ranks.world_size)
         extend_timeouts(collective_timeout(self.config.training))
         hooks: list[Hook | None] = [
             FirstGradients(GradientCheck(engine.module, finite=self.precision != "fp16")),
@@ -273,9 +270,7 @@ class Run:
         stragglers = watch_stragglers(engine, self.ranks, self.say)
         loss = graphs or self.loss
         return Loop(
-            StepContext(
-                engine, loss, self.batches, self.ranks, self.schedule, self.recovery, self.steering, stragglers
-            ),
+            StepContext(engine, loss, self.batches, self.ranks, self.schedule, recovery, self.steering, stragglers),
             [hook for hook in hooks if hook is not None],
             self.config.training,
             position,
@@ -335,7 +330,7 @@ class Run:
         self.folder.check()
         self.folder.write_times()
         with self.folder.tolerating_full_disk("the measured memory"):
-            self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
+            self.say(record_memory(self.folder.path, self.memory, self.peak, self.device))
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         self.say.repeat_warnings()

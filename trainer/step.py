@@ -71,7 +71,6 @@ class StepContext:
     ranks: Ranks
     schedule: Any
     recovery: Recovery
-    """Lets the ranks agree, before gradients are reduced, that none ran out of memory."""
     steering: Steering | None = None
     """Adds its penalty, in nats per token, once per step."""
     stragglers: StragglerWatch | None = None
@@ -145,12 +144,10 @@ def train_step(
     sums = torch.zeros(3, device=device, dtype=torch.float64)
     plain_norm = None
     skipped_before = engine.skipped_steps
-    context.recovery.hold_reduction()
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         _micro_step(context, batch, sums, scale, steering_at=step if is_last else None, accumulation=len(batches))
         if is_last:
-            context.recovery.agree_and_reduce()
             own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(_NONFINITE + ranks.rank))
             sums[2] = own_nonfinite
             sum_over_ranks(sums)

@@ -75,11 +75,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="CONFIG|key=value", help="the run to measure")
     parser.add_argument("--shape", help="shape to use instead of that of base_model (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
-    parser.add_argument(
-        "--skew",
-        action="store_true",
-        help="bias the routers so that 1/8 of the experts receive half of the tokens (MoE shapes only)",
-    )
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
@@ -128,7 +123,7 @@ class Bench:
             check_result_file(self.arguments.json, f"--json={self.arguments.json}", {"header", "results", "profiles"})
         # Resolve all before the first run, so that a mistake in the last does not waste the others' time.
         self.cases = {
-            name: resolve(config, name, self.arguments.shape, settings, self.folder, skewed=self.arguments.skew)
+            name: resolve(config, name, self.arguments.shape, settings, self.folder)
             for name in self.arguments.case or [AS_CONFIGURED]
         }
         try:

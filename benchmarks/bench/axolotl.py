@@ -13,7 +13,6 @@ import yaml
 
 from benchmarks.bench.assignment import Case
 from benchmarks.bench.unsloth import draw_weights, write_sparse_checkpoint
-from trainer.model.random_weights import is_skewed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -32,7 +31,7 @@ def load_axolotl_model(case: Case, folder: Path) -> Any:
     cfg = load_cfg(str(path))
     model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
     with torch.no_grad():
-        draw_weights(model, skewed=is_skewed(case.base_model))
+        draw_weights(model)
         for module in model.modules():
             if isinstance(module, LoraLayer):
                 module.reset_lora_parameters("default", True)  # the adapter exists already and was drawn too

@@ -11,9 +11,8 @@ import yaml
 
 from benchmarks.bench.assignment import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
-from trainer.model.expert_layers import experts_per_token
 from trainer.model.published_shapes import PREFIX, find_shape, load_shapes
-from trainer.model.random_weights import ROUTER, SKEWED, random_config
+from trainer.model.random_weights import random_config
 
 # Settings of a typical configuration, with every feature on that costs time.
 DEFAULTS: dict[str, Any] = {
@@ -53,12 +52,10 @@ def resolve(
     shape: str | None,
     overrides: Sequence[str],
     folder: Path,
-    *,
-    skewed: bool = False,
 ) -> tuple[RunConfig, str]:
     """Return the configuration to measure, before `prepared` shortens it, and its `random:SHAPE`.
 
-    `skewed` is about the routers. Raises UserError for an unknown case or shape, or a model of unknown shape.
+    Raises UserError for an unknown case or shape, or a model of unknown shape.
     """
     if case != AS_CONFIGURED and case not in CASES:
         raise UserError(f"--case {case}: unknown case; choose from {', '.join(CASES)}")
@@ -75,10 +72,6 @@ def resolve(
             if shape
             else f"base_model={run.base_model}: its shape is unknown; set it with --shape ({', '.join(load_shapes())})"
         )
-    if skewed:
-        if experts_per_token(random_config(PREFIX + name)) == 1:
-            raise UserError(f"--skew: {name} is not an MoE model; choose one with --shape")
-        name += f",{ROUTER}={SKEWED}"
     if defaults and is_recurrent(PREFIX + name):
         run = load_config(config, [*OF_RECURRENT, *of_case, *overrides]).config
     if run.adapter == "none":

@@ -13,8 +13,6 @@ import torch
 from benchmarks.bench.assignment import Case
 from trainer.config import ModelSection
 from trainer.model.base import empty_model, load_model_config
-from trainer.model.expert_layers import router_weights
-from trainer.model.random_weights import is_skewed, skew
 
 
 def load_unsloth_model(case: Case, folder: Path) -> Any:
@@ -27,7 +25,7 @@ def load_unsloth_model(case: Case, folder: Path) -> Any:
     model, _ = FastLanguageModel.from_pretrained(
         str(path), max_seq_length=case.length, dtype=torch.bfloat16, load_in_4bit=case.four_bit
     )
-    draw_weights(model, skewed=is_skewed(case.base_model))
+    draw_weights(model)
     targets = case.targets
     if targets == ["all-linear"]:
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -72,7 +70,7 @@ def write_sparse_checkpoint(base_model: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def draw_weights(model: torch.nn.Module, *, skewed: bool = False) -> None:
+def draw_weights(model: torch.nn.Module) -> None:
     """Draw every weight as in trainer/model/random_weights.py; bitsandbytes quantises 4-bit ones again.
 
     The speed of a product depends on its values (the fewer bits change, the less power it draws, and the clock follows
@@ -100,5 +98,3 @@ def draw_weights(model: torch.nn.Module, *, skewed: bool = False) -> None:
             torch.nn.init.normal_(parameter.data, std=0.02)
         else:
             parameter.data.fill_(1.0)
-    for weight in router_weights(model).values() if skewed else ():
-        skew(weight)

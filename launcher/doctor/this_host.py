@@ -167,7 +167,7 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
     """Check host memory and /dev/shm for `ranks` ranks on this host."""
     bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
-    each = need.get("process_per_rank", PROCESS_GIB * GIB + need.get("host_per_rank", 0)) / GIB
+    each = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
     needed, estimated = ranks * each, "by the estimate" if need else "before any model"
     found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
     fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"

@@ -1,9 +1,9 @@
 """Restart the ranks of a failed run from its newest complete checkpoint.
 
-A rank that ran out of memory at ZeRO stage 2 or 3 leaves a note with a smaller micro-batch (at stages 0 and 1 the ranks
-recover themselves, trainer/memory/oom_recovery.py). A rank that died, hung or lost its GPU leaves none: the run then
-restarts unchanged, at most `training.max_restarts` times and only if a step was completed since the last start. A
-failure that repeats in the same step usually comes from the step's data; it is reported instead.
+A rank that ran out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). A rank that
+died, hung or lost its GPU leaves none: the run then restarts unchanged, at most `training.max_restarts` times and only
+if a step was completed since the last start. A failure that repeats in the same step usually comes from the step's
+data; it is reported instead.
 """
 
 import time

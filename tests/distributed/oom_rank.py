@@ -1,9 +1,7 @@
 """Ranks, one of them running out of memory in the middle of backward passes; see test_oom.py.
 
-python -m tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
-python -m tests.distributed.oom_rank PLAN.json                                several, one after the other
+python -m tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     as trainer.train
 SHORTAGE.json: {"rank", "above": largest micro-batch that it can hold, "after": optimizer steps that go well before}
-PLAN.json: {"folder", "cases": [{"name", "overrides", "shortage"}, ...]}, as matrix.py takes them
 """
 
 import json
@@ -17,13 +15,9 @@ from unittest.mock import patch
 
 import torch
 
-import trainer.memory.oom_recovery
 import trainer.tasks.language
 import trainer.train
-from tests.distributed.matrix import run_case
 from trainer.data import MicroBatch
-from trainer.parallel.ranks.group import Ranks, leave_process_group
-from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.loss_head import TokenLoss
 
 
@@ -52,21 +46,6 @@ def short_of(shortage: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def run_plan(path: Path) -> int:
-    plan = json.loads(path.read_text())
-    folder, ranks, stop = Path(plan["folder"]), Ranks.from_environment(), StopRequest()
-    for case in plan["cases"]:
-        try:
-            with short_of(case["shortage"]):
-                run_case(folder, case, ranks, stop)
-        except trainer.memory.oom_recovery.OutOfMemory as error:  # on every rank, so that the next case can follow
-            (folder / f"{case['name']}-failed-{ranks.rank}.txt").write_text(str(error))
-    leave_process_group()
-    return 0
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        sys.exit(run_plan(Path(sys.argv[1])))
     with short_of(json.loads(Path(sys.argv[1]).read_text())):
         sys.exit(trainer.train.main(sys.argv[2:]))

@@ -82,8 +82,6 @@ def test_losses_are_those_of_plain_peft_on_the_dequantised_weights(
     found = runs[name]
     assert len(found.losses) == 4
     assert found.losses == pytest.approx(plain[RUNS[name]["base_model"]], abs=1e-6)
-    if name.startswith("blocks"):
-        assert "base: 14 layers in 8 bits as stored, one scale per block of 32 x 32" in found.console
     if name.endswith("layer"):
         assert "base: cut into" in found.console
 

@@ -86,9 +86,7 @@ def test_a_gpu_that_is_too_small_trains_to_the_same_losses(
     settings = {"training__memory_fraction": fraction, "training__ignore_memory_check": True, "zero__stage": stage}
     code, seen = train(folder, f"stage-{stage}", training__on_oom="halve", **settings)
     assert code == 0, seen
-    assert seen.count("out of memory") >= 2 and f"batch_size {FIT}, accumulation {ROWS // FIT}" in seen.replace(
-        f"repeated with {FIT}", f"batch_size {FIT}"
-    )
+    assert seen.count("out of memory") >= 2 and f"batch_size {FIT}, accumulation {ROWS // FIT}" in seen
     assert losses(folder / f"stage-{stage}") == pytest.approx(whole, rel=1e-4)
 
 

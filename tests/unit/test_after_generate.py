@@ -21,7 +21,7 @@ from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers
 from trainer.config import DatasetSection, UserError
 from trainer.data.prompt_files import format_prompt, read_prompts, sample_prompts
 from trainer.data.records import PLAIN_TEXT
-from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
+from trainer.model.answers import answer_prompts, prompt_ids, stop_tokens
 
 PLAIN = DatasetSection(path="x")
 BRIEF = DatasetSection(path="x", system_prompt="be brief")
@@ -206,7 +206,8 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
 
     asked = answer(model, tokenizer, "seven cats", Sampling(12), section=BRIEF)
     engine: Any = OfOneModel()
-    assert answer_prompt(engine, tokenizer, prompt_ids(tokenizer, BRIEF, "seven cats", None), 12).strip() == asked
+    ids = prompt_ids(tokenizer, BRIEF, "seven cats", None).tolist()
+    assert answer_prompts(engine, tokenizer, ids, 12)[0].strip() == asked
     assert asked != answer(model, tokenizer, "seven cats", Sampling(12))
 
 

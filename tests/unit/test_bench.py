@@ -29,16 +29,6 @@ from benchmarks.bench.unsloth import draw_weights, write_sparse_checkpoint
 from tests.mixtures import make_mixture
 from trainer.config import load_config
 from trainer.data import Samples, prepare_data
-from trainer.model.random_weights import is_skewed
-
-
-class Experts(torch.nn.Module):
-    """As the peers' models hold them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_proj = torch.nn.Parameter(torch.zeros(8, 32, 16))
-
 
 SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
 
@@ -56,19 +46,6 @@ def test_a_case_is_a_short_run_of_the_product_as_it_is(tmp_path: Path, case: str
     assert config.scu.enabled and config.scu.controller == "pi"
     assert config.dataset.packing and "tensorboard" in config.logging.report_to
     assert config.zero == run.zero and config.ops == run.ops and config.lora == run.lora
-
-
-def test_a_skewed_case_is_that_of_the_shape_with_another_router(tmp_path: Path) -> None:
-    run, base_model = resolve(None, "bf16", "olmoe-1b-7b", SETTINGS, tmp_path, skewed=True)
-    assert base_model == "random:olmoe-1b-7b,router=skewed"
-    case = build_peer_case("bf16", run, base_model, on_gpu=False, batch_size=3)
-    assert is_skewed(case.base_model)
-    model = torch.nn.Module()
-    model.mlp = torch.nn.Module()
-    model.mlp.gate, model.mlp.experts = torch.nn.Linear(32, 8, bias=False), Experts()
-    for skewed in (False, True):
-        draw_weights(model, skewed=skewed)
-        assert (float(model.mlp.gate.weight[0].abs().mean()) > 1.0) == skewed
 
 
 def test_a_configuration_keeps_its_settings_and_loses_its_data(tmp_path: Path) -> None:
@@ -98,7 +75,6 @@ def test_a_configuration_keeps_its_settings_and_loses_its_data(tmp_path: Path) -
         (["base_model=runs/own"], "base_model=runs/own: its shape is unknown; set it with --shape"),
         (["adapter=none", "scu.enabled=false"], "adapter=none: bench measures adapters"),
         (["training.batch=3"], "training.batch"),
-        (["--skew", "--shape", "tiny"], "--skew: tiny is not an MoE model; choose one with --shape"),
         (["missing.yaml"], "missing.yaml: no such file"),
     ],
 )

@@ -94,7 +94,7 @@ def test_what_is_decided_on_a_gpu(model_type: str, changes: dict[str, Any], expe
 
 
 def test_what_is_decided_on_a_cpu_and_why() -> None:
-    found = decided("llama", Machine.cpu(2, "fp32"))
+    found = decided("llama", Machine(2, False, "fp32", own_kernels=False, flash=False))
     assert (found.norms.value, found.norms.reason) == ("model", "there is no GPU")
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
     assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (there is no GPU)")

@@ -95,11 +95,6 @@ def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:
     assert next(check_memory(0, {}, on_gpus=False)).state == "OK"
 
 
-def test_on_a_cpu_the_process_counts_whole() -> None:
-    memory, _ = check_memory(2, {"process_per_rank": 6 * 2**30}, on_gpus=False)
-    assert "12.0 needed for 2 ranks by the estimate" in memory.found
-
-
 def test_a_folder_that_cannot_be_written_fails() -> None:
     output_dir = next(check_folders(config(Path("/proc/self")), {}))
     assert output_dir.name == "disk: output_dir"

@@ -17,7 +17,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.eight_bit import KINDS, FrozenLinear8bit, check_card
+from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.targets import unadapted_layers
 from trainer.patches.fused_lora import fuse
 
@@ -37,7 +37,7 @@ def loaded(folder: Path, kind: str | None, dtype: torch.dtype = torch.float32) -
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*STORAGE])
 def test_every_linear_layer_but_the_head_holds_the_files_rows_in_8_bits(folder: Path, kind: str) -> None:
     model, files = loaded(folder, kind), load_file(folder / "model.safetensors")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, FrozenLinear8bit)}
@@ -59,7 +59,7 @@ def test_the_models_output_is_near_that_of_the_16_bit_base(folder: Path, kind: s
     assert 0 < float((found - wanted).norm() / wanted.norm()) < allowed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*STORAGE])
 def test_the_operators_take_it_and_pefts_own_forward_as_well(folder: Path, kind: str) -> None:
     """The same logits to the order of sums; PEFT's dY is quantised layer by layer, ours once for siblings."""
     results = []
@@ -105,7 +105,7 @@ def test_fp8_on_a_card_without_it_names_int8(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_estimate_counts_the_bytes_that_lie_there(folder: Path) -> None:
     model = loaded(folder, "int8", torch.bfloat16)
     shapes = read_shapes(load_model_config(str(folder), ModelSection()), ModelSection(), LoraSection(r=4))
-    kept = placement(packed=True, eight_bit=True)
+    kept = placement(packed=True, quant_type="int8")
     real = sum(each.nbytes for each in model.parameters())
     real += sum(each.row_scale.nbytes for each in model.modules() if isinstance(each, FrozenLinear8bit))
     assert (

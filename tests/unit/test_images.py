@@ -334,7 +334,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
         kept, rel=0.1
     )
     recomputed = observe_activations(pipeline, text, side, lora.model_dump_json(), 4, recompute=True)
-    assert recomputed.kept < kept / 2 and 0 < recomputed.block < kept
+    assert recomputed.kept < kept / 2 and 0 < recomputed.backward < kept
 
 
 @pytest.mark.parametrize(

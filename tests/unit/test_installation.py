@@ -155,7 +155,7 @@ def test_the_engine_has_what_is_used_of_it(stage: int) -> None:
     engine = adapted_engine("bf16", stage, CPU)
     fields = set(Engine.__annotations__)
     methods = {name for name, what in vars(Engine).items() if inspect.isfunction(what) and not name.startswith("_")}
-    assert len(fields) == 9 and len(methods) == 13
+    assert len(fields) == 9 and len(methods) == 8
     assert {name for name in fields | methods if not hasattr(engine, name)} == set()
     for name in methods:
         ours, theirs = (inspect.signature(getattr(owner, name)).parameters for owner in (Engine, type(engine)))

@@ -12,11 +12,10 @@ from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, seen, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import base_weight_bytes, dequantized_expert_bytes, gathered
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes, base_weight_bytes, dequantized_expert_bytes, gathered
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.frozen_experts import packed_tensors
+from trainer.model.packed_experts import packed_tensors
 from trainer.parallel.engine.layer_gather.unit import find_slots
 
 ATTENTION = LoraSection(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -54,18 +53,12 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
     model = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
     held = sum(slot.nbytes for parameter in model.parameters() for slot, _ in find_slots(parameter))
     section = quantization or QuantizationSection()
-    kept = placement(
-        packed=quantization is not None, eight_bit=section.eight_bit, block_size=section.block_size,
-        double_quant=section.double_quant,
-    )  # fmt: skip
+    kept = placement(packed=quantization is not None, **section.model_dump())
     assert base_weight_bytes(shapes_of(folder), kept) == pytest.approx(held, rel=0.02)
     banks = [packed_tensors(module) for module in model.modules()]
     buffers = max(sum(2 * torch.Size(each.packing.shape).numel() for each in bank.values()) for bank in banks)
     assert dequantized_expert_bytes(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
-    layers = placement(
-        stage=3, by_layer=True, world_size=2, packed=kept.packed, eight_bit=section.eight_bit,
-        block_size=section.block_size, double_quant=section.double_quant,
-    )  # fmt: skip
+    layers = placement(stage=3, by_layer=True, world_size=2, packed=kept.packed, **section.model_dump())
     layer = sum(slot.nbytes for each in model.model.layers[0].parameters() for slot, _ in find_slots(each))
     assert gathered(shapes_of(folder), layers)[0] == pytest.approx(2 * layer, rel=0.02)
 

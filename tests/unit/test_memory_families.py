@@ -15,7 +15,7 @@ from trainer.memory.activations import FP32, Seen, Work
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.model_kind import caps_scores
 from trainer.parallel.engine.deepspeed_engine import DTYPES
@@ -54,7 +54,9 @@ def shapes_of(name: str) -> Shapes:
 
 
 def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work, Seen]:
-    planner = Planner(shapes_of(name), Lengths.assumed(config), Machine.cpu(1, precision))
+    planner = Planner(
+        shapes_of(name), Lengths.assumed(config), Machine(1, False, precision, own_kernels=False, flash=False)
+    )
     decided = planner.decisions(config)
     work = planner.work(config, decided)
     return decided, work, planner.seen(work)
@@ -104,10 +106,10 @@ def predicted(name: str, work: Work, seen: Seen) -> int:
     layers have none, and the embedding is made to want a gradient.
     """
     shapes = shapes_of(name)
-    of_logits = shapes.vocabulary * (FP32 + (work.element if work.capped_logits else 0))
+    of_logits = shapes.vocabulary * (FP32 + (work.element if shapes.properties.caps else 0))
     kept = seen.kept + work.tokens * (shapes.hidden * work.element if work.fused_loss else of_logits)
     outside = NORMS_OUTSIDE.get(name, 1) * work.tokens * (shapes.hidden + 1) * FP32
-    return kept + (outside if work.recompute == "non_reentrant" else 0)
+    return kept + (outside if work.training.gradient_checkpointing == "non_reentrant" else 0)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -25,7 +25,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import observe_layers
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, gib
 from trainer.memory.preflight import plan_for_machine
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
 

@@ -27,7 +27,7 @@ from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
 from trainer.tasks.task_names import check_task_names
@@ -214,7 +214,11 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
     folder = str(save_family(tmp_path / "model", "rwkv", num_hidden_layers=4))
     config = load_config(make_ground(tmp_path / "ground") / "base.yaml").config
     model = load_model_config(folder, ModelSection())
-    planner = Planner(read_shapes(model, ModelSection(), LoraSection()), Lengths(40, 40), Machine.cpu(1, "fp32"))
+    planner = Planner(
+        read_shapes(model, ModelSection(), LoraSection()),
+        Lengths(40, 40),
+        Machine(1, False, "fp32", own_kernels=False, flash=False),
+    )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
     work = planner.work(config, planner.decisions(config))
     lengths = []

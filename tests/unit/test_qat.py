@@ -193,7 +193,7 @@ def test_the_estimate_counts_one_rounded_weight(tmp_path: Path) -> None:
     make_model(tmp_path)
     shapes = read_shapes(load_model_config(str(tmp_path), ModelSection()), ModelSection(), LoraSection(r=4))
     largest = 64 * 128
-    assert rounded_weight_bytes(shapes, placement(rounded=True)) == largest * (2 + 16)
+    assert rounded_weight_bytes(shapes, placement(qat="int8")) == largest * (2 + 16)
     assert rounded_weight_bytes(shapes, placement()) == 0
 
 

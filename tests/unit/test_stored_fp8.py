@@ -181,7 +181,7 @@ def test_the_estimate_counts_the_bytes_that_lie_there(root: Path, form: str) -> 
         each.scales.nbytes for each in layers_of(model).values()
     )
     for packed in (False, True):  # `adapter: lora`, or qlora with fp8
-        kept = placement(packed=packed, eight_bit=packed)
+        kept = placement(packed=packed, quant_type="fp8")
         assert real <= base_weight_bytes(shapes, kept) <= real + 512 * 2 * len(shapes.weights)
 
 

@@ -10,6 +10,7 @@ import pytest
 from launcher import presets
 from launcher.presets import init
 from tests.tiny import make_model, write_chats
+from trainer.commands import tailor as tailor_module
 from trainer.commands.tailor import main as tailor
 from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, load_config
@@ -115,7 +116,8 @@ def test_more_data_than_the_adapter_holds_is_a_warning(
 ) -> None:
     from trainer.commands.validate import main as validate
 
-    monkeypatch.setattr(adapter_module, "BITS_PER_TOKEN", 1000.0)
+    for module in (adapter_module, tailor_module):
+        monkeypatch.setattr(module, "BITS_PER_TOKEN", 1000.0)
     words = ("--model", "./model", "--data", "texts.jsonl", "--gpus", "1")
     config, text = made(ground, monkeypatch, *words)
     assert config.lora.r == 64, "the highest of the usual ones that is no wider than the layers"
@@ -127,7 +129,8 @@ def test_more_data_than_the_adapter_holds_is_a_warning(
     assert "# Warning: the data has about " in text
     assert validate(["mine.yaml"]) == 0
     assert "warning: the data has about " in capsys.readouterr().out
-    monkeypatch.setattr(adapter_module, "BITS_PER_TOKEN", 1.0)
+    for module in (adapter_module, tailor_module):
+        monkeypatch.setattr(module, "BITS_PER_TOKEN", 1.0)
     assert validate(["mine.yaml"]) == 0
     assert "Mbit of information" not in capsys.readouterr().out
 

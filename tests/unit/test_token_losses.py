@@ -13,7 +13,7 @@ from tests.tiny import make_model
 from tests.token_losses import PARAMETERS, PUBLISHED
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample, join
-from trainer.model.embedding_noise import add_embedding_noise
+from trainer.model.base import add_embedding_noise
 from trainer.patches.loss_head import TokenLoss
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101

@@ -1,6 +1,5 @@
 """Every family's own checkpoint is taken for whole, and with one tensor less, whatever it is fused to, is not."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -69,38 +68,8 @@ def test_a_whole_checkpoint_is_whole_and_one_with_a_tensor_less_is_not(name: str
     first, *_, last = kinds.values()
     for tensor in {first, last, *(tensor for tensor in kinds.values() if "expert" in tensor)}:
         save_file({key: value for key, value in stored.items() if key != tensor}, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=r"in none of its files|do not fit config\.json"):
+        with pytest.raises(UserError, match=r"in none of its files|do not (fit|match)"):
             check(tmp_path)
-
-
-def test_the_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    save(tmp_path, "mixtral-shape")
-    lost = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    changed(tmp_path, lambda stored: stored.pop(lost))
-    other = re.escape("model.safetensors has model.layers.1.block_sparse_moe.experts.2.w2.weight")
-    with pytest.raises(UserError, match=rf"{re.escape(lost)} is in none of its files \({other}\)"):
-        check(tmp_path)
-
-
-@pytest.mark.parametrize("lost", ["experts.3.", "experts.2.down_proj", "experts.*.up_proj.weight"])
-def test_a_whole_expert_or_matrix_that_is_missing_is_named_with_the_file_that_lacks_it(
-    lost: str, tmp_path: Path
-) -> None:
-    save(tmp_path, "qwen2_moe")
-    pattern = re.compile(r"layers\.1\..*" + lost.replace(".", r"\.").replace("*", ".*"))
-    stored = load_file(tmp_path / "model.safetensors")
-    gone = sorted(name for name in stored if pattern.search(name))
-    files: list[dict[str, torch.Tensor]] = [{}, {}]
-    for name, value in stored.items():
-        files["layers.1." not in name][name] = value
-    index = {name: f"model-{number}.safetensors" for number, part in enumerate(files) for name in part}
-    for number, part in enumerate(files):
-        kept = {name: value for name, value in part.items() if name not in gone}
-        save_file(kept, tmp_path / f"model-{number}.safetensors", {"format": "pt"})
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(UserError, match=rf"{re.escape(gone[0])} is in none of its files \(model-0.safetensors has"):
-        check(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "base.model."])

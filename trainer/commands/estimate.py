@@ -9,7 +9,6 @@ be read, every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2
 import json
 import os
 import sys
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -238,17 +237,6 @@ def main(argv: list[str] | None = None) -> None:
         show(Console(soft_wrap=True), found, planner.estimate(resolved))
     if found["recommended"] is None:
         raise UserError(describe_misfit(planner, resolved, memory, "has"))
-
-
-def plan_on_cpu(planner: Planner, config: RunConfig) -> Choice:
-    """Plan the same run on CPUs, with `auto` as resolved without a GPU."""
-    precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    cpu_planner = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
-    try:
-        resolved = cpu_planner.resolve(config, None)
-        return Choice(resolved, cpu_planner.estimate(resolved))
-    except UserError as error:
-        return Choice(config, None, str(error))
 
 
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:

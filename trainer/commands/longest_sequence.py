@@ -16,7 +16,6 @@ def find_longest(planner: Planner, config: RunConfig, memory: int, host: int | N
 
     `host` is the host memory of each rank, or None. Other settings and `auto` apply as configured, with one row.
     """
-    planner = replace(planner, machine=replace(planner.machine, host_memory=host))
     longest = {}
     for size in dict.fromkeys((1, config.parallel.sequence, planner.machine.world_size)):
         changes = {"parallel.sequence": size, "training.batch_size": 1, "training.global_batch_size": None}

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.config import RunConfig
 from trainer.data.prepared import Prepared, count_samples, fit_max_length
 from trainer.data.step_count import (
@@ -13,7 +11,6 @@ from trainer.data.step_count import (
     step_warnings,
     steps_line,
 )
-from trainer.memory.preflight import describe_cpu_memory
 from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, rank_lines
 from trainer.model.base import empty_model
 from trainer.model.stored_fp8 import fp8_form
@@ -37,8 +34,6 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
         lines += adapter_lines
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
-    if not torch.cuda.is_available():
-        lines.append(f"memory: {describe_cpu_memory(config, prepared, ranks)}")
     samples, ranks = count_samples(prepared), config.data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
@@ -88,5 +83,5 @@ def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: i
         base = "the base as it is"
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
-    lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
+    lines += rank_lines(config.lora) + unadapted_layers(peft_model, config.lora)
     return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")

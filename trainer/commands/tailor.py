@@ -33,7 +33,7 @@ from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.model.adapter import adapted_layers, apply_adapter, capacity_bits, capacity_warning, information_bits
+from trainer.model.adapter import BITS_PER_PARAMETER, BITS_PER_TOKEN, adapted_layers, apply_adapter, capacity_warning
 from trainer.model.base import context_length, empty_model, load_model_config
 from trainer.model.expert_layers import expert_modules, expert_width, experts_per_token
 from trainer.setup.preflight import prepare
@@ -148,10 +148,12 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.expert_rank(rank) <= profile.expert_width] or [8]
-    information = information_bits(trained)
-    rank = next((rank for rank in ranks if capacity_bits(profile.adapter_parameters(rank)) >= information), ranks[-1])
+    information = BITS_PER_TOKEN * trained
+    rank = next(
+        (rank for rank in ranks if BITS_PER_PARAMETER * profile.adapter_parameters(rank) >= information), ranks[-1]
+    )
     parameters = profile.adapter_parameters(rank)
-    capacity = capacity_bits(parameters)
+    capacity = BITS_PER_PARAMETER * parameters
     why = f"{parameters:,} parameters hold about {capacity / 1e6:,.1f} Mbit, the data about {information / 1e6:,.1f}"
     settings["lora.r"] = (rank, why)
     settings["lora.alpha"] = (32, "fits every rank, with the learning rate below")

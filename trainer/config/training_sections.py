@@ -154,8 +154,8 @@ class TrainingSection(Section):
     """Whether recomputed layers compute attention again; false: keep its output and log-sum-exp, where the layers'
     inputs are."""
     on_oom: Literal["stop", "halve"] = "stop"
-    """`halve`: when a GPU is out of memory, halve batch_size and double the accumulation, up to three times, and
-    continue."""
+    """`halve`: when a GPU is out of memory, restart from the newest checkpoint with half the batch_size and twice the
+    accumulation, up to three times."""
     ignore_memory_check: bool = False
     """Start even if the memory estimate does not fit."""
     save_steps: StepsOrNever = 500

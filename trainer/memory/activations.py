@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 from ops.head import LOGITS_AT_ONCE
+from trainer.config import TrainingSection
 from trainer.memory.observed import Kernels, Layer
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12
@@ -25,15 +26,7 @@ class Work:
     kernels: Kernels
     own_norms: bool
     fused_loss: bool
-    recompute: str
-    """training.gradient_checkpointing."""
-    offload_activations: bool
-    capped_logits: bool
-    """Whether logits are capped by tanh, which keeps its results."""
-    keeps_attention: bool = False
-    """Whether recomputed layers keep outputs and log-sum-exps of attention."""
-    recomputed_layers: int | None = None
-    """training.gradient_checkpointing_layers."""
+    training: TrainingSection
     reference_rows: int = 0
     """Rows of reference text; their separate forward pass is kept until the backward pass of both."""
 
@@ -61,10 +54,6 @@ class Seen:
     """Kept from the forward pass for the backward pass."""
     backward: int
     """What the backward pass needs in addition, a recomputed layer included."""
-    block: int = 0
-    """What the largest recomputed layer saves during its recomputation, in addition to its input."""
-    whole: int = 0
-    """Kept if nothing were recomputed."""
     on_host: int = 0
     """Kept in host memory."""
 
@@ -79,36 +68,33 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
     `larger` is the fraction of rows in the larger backward pass. Layers that were kept whole have been freed when those
     before them are recomputed.
     """
-    if work.keeps_attention:
+    training = work.training
+    if not training.recompute_attention:
         layers, plain = (
             [replace(layer, boundary=layer.boundary + layer.attention) for layer in kinds] for kinds in (layers, plain)
         )
-    selective = work.recompute == "selective"
-    count = 0 if work.recompute in ("none", "selective") else work.recomputed_layers or len(layers)
+    selective = training.gradient_checkpointing == "selective"
+    some = training.gradient_checkpointing_layers or len(layers)
+    count = 0 if selective or training.gradient_checkpointing == "none" else some
     inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
     # One input is copied to or from the host while the next is computed or used.
-    in_flight = 2 * max(inputs, default=0) if work.offload_activations else 0
+    in_flight = 2 * max(inputs, default=0) if training.offload_activations else 0
     behind = sum(layer.kept for layer in layers[count:])
     if selective:
-        kept = behind - (sum(inputs) - in_flight if work.offload_activations else 0)
+        kept = behind - (sum(inputs) - in_flight if training.offload_activations else 0)
     else:
-        kept = behind + (in_flight if work.offload_activations else sum(inputs))
+        kept = behind + (in_flight if training.offload_activations else sum(inputs))
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
     needs += [larger * (layer.peak - layer.boundary) - behind for layer in plain[:count]]
-    if selective:
-        blocks = [float(after.kept - before.kept) for before, after in zip(layers, plain, strict=True)]
-    else:
-        blocks = [larger * (layer.kept - layer.boundary) - behind for layer in plain[:count]]
-    every = sum(layer.kept for layer in plain)
-    on_host = sum(inputs) if work.offload_activations else 0
-    return Seen(kept, int(max(needs, default=0)), max(0, int(max(blocks, default=0))), every, on_host)
+    on_host = sum(inputs) if training.offload_activations else 0
+    return Seen(kept, int(max(needs, default=0)), on_host)
 
 
 def loss_head(shapes: Shapes, work: Work) -> int:
     """Return the bytes of final norm, logits, loss and gradient of the hidden state, for K positions.
 
     Fused: the norm's output T H e, the K hidden states and their gradients 2 K H e, one chunk of logits. Otherwise 12
-    bytes per logit, and e more if it is capped.
+    bytes per logit, and e more for the results of tanh if it is capped.
     """
     norm = work.tokens * (shapes.hidden * (work.element if work.own_norms else FP32) + FP32)
     hidden = work.tokens * shapes.hidden * work.element
@@ -116,5 +102,5 @@ def loss_head(shapes: Shapes, work: Work) -> int:
     if work.fused_loss:
         chunk = min(positions * shapes.vocabulary, LOGITS_AT_ONCE)
         return norm + hidden + (2 * positions * shapes.hidden + chunk) * work.element
-    per_logit = UNFUSED_LOSS_BYTES + (work.element if work.capped_logits else 0)
+    per_logit = UNFUSED_LOSS_BYTES + (work.element if shapes.properties.caps else 0)
     return norm + hidden + positions * (shapes.vocabulary * per_logit + 2 * shapes.hidden * work.element)

@@ -21,7 +21,8 @@ class Advice:
 
     def text(self) -> str:
         """Format the settings as typed on the command line, with the memory that they need."""
-        settings = " ".join(f"{name}={_format_value(value)}" for name, value in self.changes.items())
+        values = {name: "null" if value is None else str(value).lower() for name, value in self.changes.items()}
+        settings = " ".join(f"{name}={value}" for name, value in values.items())
         return f"{settings} ({gib(self.found.needed)})"
 
 
@@ -123,9 +124,3 @@ def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
     rows = batch_size * accumulation
     size = next(size for size in range(max(1, min(most, batch_size)), 0, -1) if rows % size == 0)
     return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}
-
-
-def _format_value(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

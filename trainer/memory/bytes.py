@@ -9,22 +9,21 @@ from typing import Any
 
 from trainer.config import OPTIMIZERS
 from trainer.memory.activations import FP32, Seen, Work, loss_head
-from trainer.memory.process import process_peak
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
+    Shapes,
     base_shard_size,
     base_weight_bytes,
     dequantized_expert_bytes,
     fetched_weights,
     gathered,
     held,
-    quantization_state_bytes,
     rounded_weight_bytes,
+    scale_bytes,
     shard_size,
     stored_bytes,
 )
-from trainer.memory.widths import Shapes
 
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
@@ -45,8 +44,6 @@ class Estimate:
     moment: str
     host: int
     disk: int
-    process: int | None = None
-    """Peak resident memory of a rank's process on a CPU."""
 
     @property
     def peak(self) -> int:
@@ -55,8 +52,8 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Memory that must be free: peak, slack and CUDA context on a GPU, the process on a CPU."""
-        return self.peak + self.slack + CONTEXT if self.process is None else self.process
+        """Memory that must be free on a GPU: peak, slack and CUDA context."""
+        return self.peak + self.slack + CONTEXT
 
     @property
     def slack(self) -> int:
@@ -66,17 +63,20 @@ class Estimate:
 
 def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen, *, checkpoints: int) -> Estimate:
     """Estimate the memory of one rank. `work` is None without a head, `checkpoints` the number kept on disk."""
+    scales = held(sum(scale_bytes(each, placement) for each in shapes.weights if not each.trained), placement)
+    by_module = placement.zero.stage == 3 and not placement.by_layer
     resident = {
-        "base model": base_weight_bytes(shapes, placement) - quantization_state_bytes(shapes, placement),
-        "quantisation state": quantization_state_bytes(shapes, placement),
+        "base model": base_weight_bytes(shapes, placement) - scales,
+        "quantisation state": scales,
         "adapter" if any(weight.factor for weight in shapes.weights) else "trained weights": trained(shapes, placement),
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
         "tables": shapes.buffers,
-        "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
+        "workspaces": CUBLAS_WORKSPACE,
         "dequantised experts": dequantized_expert_bytes(shapes, placement),
         "rounded weight": rounded_weight_bytes(shapes, placement),
-        "communication buffers": standing_buckets(placement),
+        # Only DeepSpeed's own stage 3 allocates its bucket at the start.
+        "communication buffers": bucket(shapes, placement) if by_module else 0,
     }
     layers, outside = gathered(shapes, placement)
     moments: dict[str, dict[str, int]] = {
@@ -95,12 +95,8 @@ def estimate(shapes: Shapes, work: Work | None, placement: Placement, seen: Seen
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (resident | moments[moment]).items() if size}
-    process = None
-    if not placement.on_gpu:
-        on_host = sum(resident.values()) + offloaded(shapes, placement) + seen.on_host
-        process = process_peak(shapes, work, on_host, seen)
     host = host_memory(shapes, placement, seen.on_host)
-    return Estimate(terms, moment, host, disk(shapes, placement, checkpoints), process)
+    return Estimate(terms, moment, host, disk(shapes, placement, checkpoints))
 
 
 def trained(shapes: Shapes, placement: Placement) -> int:
@@ -114,15 +110,15 @@ def waiting_gradients(shapes: Shapes, placement: Placement) -> int:
 
     DeepSpeed's own stage 3 always allocates them, on the host if the optimizer is offloaded.
     """
-    by_module = placement.stage == 3 and not placement.by_layer
-    if placement.offload_optimizer if by_module else placement.accumulation == 1:
+    by_module = placement.zero.stage == 3 and not placement.by_layer
+    if placement.zero.offload_optimizer if by_module else placement.training.gradient_accumulation_steps == 1:
         return 0
     return shard_size(shapes.trained * placement.element, placement, 2)
 
 
 def bytes_per_moment(shapes: Shapes, placement: Placement) -> float:
     """Return the bytes per trained element of the optimizer's moments; 8-bit ones have a scale per 256 elements."""
-    kind = OPTIMIZERS[placement.optimizer]
+    kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
         return len(kind.state) * (1.0 + FP32 / 256)
     return len(kind.state) * (FP32 if kind.bits == 8 else kind.bits / 8)
@@ -134,9 +130,9 @@ def optimizer_state(shapes: Shapes, placement: Placement) -> int:
     32-bit training at stage 0 has no master weights. Offloading leaves a gradient buffer for the largest tensor on the
     GPU.
     """
-    if placement.offload_optimizer:
+    if placement.zero.offload_optimizer:
         return largest_trained(shapes, placement) * placement.element
-    has_master = placement.master or placement.stage >= 1
+    has_master = placement.has_master or placement.zero.stage >= 1
     per_element = bytes_per_moment(shapes, placement) + (FP32 if has_master else 0)
     return shard_size(int(shapes.trained * per_element), placement, 1)
 
@@ -148,35 +144,35 @@ def largest_trained(shapes: Shapes, placement: Placement) -> int:
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
-def bucket(placement: Placement) -> int:
-    """Return the bytes of DeepSpeed's reduction buffers: one, or two if communication overlaps."""
-    return placement.reduce_bucket * placement.element * (2 if placement.overlap else 1)
-
-
-def standing_buckets(placement: Placement) -> int:
-    """Return the bytes of permanent buffers: only DeepSpeed's own stage 3 allocates its bucket at the start."""
-    return placement.reduce_bucket * placement.element if placement.stage == 3 and not placement.by_layer else 0
+def bucket(shapes: Shapes, placement: Placement) -> int:
+    """Return the bytes of DeepSpeed's reduction buffer, limited by deepspeed_engine.py to the trained elements."""
+    return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
 
 
 def reduction(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient."""
+    """Return the bytes at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
+
+    There is one bucket, or two if communication overlaps.
+    """
     gradients = shapes.trained * placement.element * (3 if placement.flat else 1)
-    buckets = bucket(placement) if 1 <= placement.stage <= 2 or placement.by_layer else 0
-    return gradients + buckets
+    if placement.zero.stage == 0 or (placement.zero.stage == 3 and not placement.by_layer):
+        return gradients
+    overlaps = placement.zero.overlap_comm and not placement.flat
+    return gradients + bucket(shapes, placement) * (2 if overlaps else 1)
 
 
 def optimizer_step(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of gradients during the update, including a 32-bit copy in 16-bit training."""
-    if placement.offload_optimizer:
+    if placement.zero.offload_optimizer:
         return shapes.trained * placement.element
-    copies = shard_size(shapes.trained * FP32, placement, 1) if placement.master else 0
+    copies = shard_size(shapes.trained * FP32, placement, 1) if placement.has_master else 0
     return shapes.trained * placement.element + 2 * copies
 
 
 def host_memory(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
     """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
     stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
-    streamed = placement.packed or stored or placement.stage == 3
+    streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
     return max(offloaded(shapes, placement) + activations, loading * placement.element)
@@ -185,10 +181,10 @@ def host_memory(shapes: Shapes, placement: Placement, activations: int = 0) -> i
 def offloaded(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of weights and optimizer state that are offloaded to the host."""
     total = placement.base_states
-    if placement.offload_optimizer:
+    if placement.zero.offload_optimizer:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
-    if placement.offload_parameters:
+    if placement.zero.offload_parameters:
         total += base_shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement)
     return total
 
@@ -205,7 +201,6 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "peak_bytes": found.peak,
         "slack_bytes": found.slack,
         "context_bytes": CONTEXT,
-        "process_bytes": found.process,
         "needed_bytes": found.needed,
         "host_bytes": found.host,
         "disk_bytes": found.disk,

@@ -50,18 +50,12 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """The host of each rank; empty if all are on one."""
-    host_memory: int | None = None
-    """Free bytes of host memory for each rank; None: unknown."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
         """Assume GPUs with all kernels installed, except those of mamba-ssm unless they are installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
-
-    @classmethod
-    def cpu(cls, world_size: int, precision: str) -> "Machine":
-        return cls(world_size, False, precision, own_kernels=False, flash=False)
 
 
 @dataclass(frozen=True)
@@ -93,8 +87,6 @@ class Decisions:
     """Whether shared-input projections are computed in one call."""
     recomputed_results: Decided[str]
     """What the backward pass recomputes: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
-    recomputes: Decided[str]
-    """training.gradient_checkpointing."""
     attention_again: Decided[bool]
     """Whether recomputed layers compute attention again."""
     mlp_tile: Decided[int]
@@ -150,7 +142,6 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         adapters=_adapters(config, machine),
         siblings=_siblings(config, machine),
         recomputed_results=_recomputed_results(config, machine),
-        recomputes=Decided(config.training.gradient_checkpointing),
         attention_again=_attention_again(config),
         mlp_tile=_mlp_tile(config),
         fused_head=_fused_head(config, machine, model),
@@ -212,7 +203,6 @@ def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
 
 
 def _kernels(part: str, model: ModelProperties | None, ours: Decided[bool]) -> Decided[Kernels]:
-    """Choose our kernels where they compute the same as the model's code."""
     refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
     return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
 
@@ -258,12 +248,6 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     return Decided(config.ops.recompute)
 
 
-def tokens_at_once(config: RunConfig) -> int:
-    """Return the most tokens of a rank's micro-step by the settings; with batch_size auto, those of one row."""
-    rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
-    return rows * config.dataset.max_length // config.parallel.sequence
-
-
 def _attention_again(config: RunConfig) -> Decided[bool]:
     training = config.training
     if training.gradient_checkpointing not in ("non_reentrant", "reentrant"):
@@ -280,7 +264,8 @@ def _mlp_tile(config: RunConfig) -> Decided[int]:
         return Decided(0, "training.tiled_mlp: false")
     if asked != "auto":
         return Decided(AUTO_TILE if asked is True else asked)
-    if tokens_at_once(config) < MANY_TOKENS:
+    rows = 1 if config.training.batch_size == AUTO else config.training.batch_size
+    if rows * config.dataset.max_length // config.parallel.sequence < MANY_TOKENS:
         return Decided(0, f"fewer than {MANY_TOKENS:,} tokens at once")
     obstacle = find_tile_obstacle(config)
     return Decided(0, obstacle[1]) if obstacle else Decided(AUTO_TILE)

@@ -1,7 +1,7 @@
 """The memory estimate of image models: activations are observed on an empty twin of the model.
 
-The twin runs once on torch's meta device, and every tensor that autograd saves for the backward pass is counted, except
-weights. Attention counts as flash attention, which keeps no scores.
+The twin runs once forward and backward on torch's meta device, and live tensors are counted, except weights. Attention
+counts as flash attention, which keeps no scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +10,15 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from trainer.config import LoraSection, RunConfig
 from trainer.memory.activations import Seen
 from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Decisions, Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
-from trainer.memory.observed import flash_attention
-from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, apply_changes
-from trainer.memory.widths import Shapes
+from trainer.memory.observed import Meter, flash_attention
+from trainer.memory.planner import Lengths, Planner
+from trainer.memory.stored_weights import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
@@ -28,8 +27,6 @@ from trainer.tasks.images.pipeline import Pipeline
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Tokens of an encoded caption, by family."""
 Text = Mapping[str, Sequence[int]]
-GRADIENTS = 2
-"""Copies of the largest tensor in the backward pass: the gradients of a layer's output and input."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,8 @@ class ImagePlanner(Planner):
         rows *= 2 if config.image.prior is not None else 1
         return estimate(self.shapes, None, placement, seen.times(rows), checkpoints=kept)
 
-    def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Resolve `auto` as for language models; either all blocks are recomputed or none."""
-        if config.training.gradient_checkpointing != "auto":
-            return super().resolve(config, memory)
-        for way in ("none", "non_reentrant"):
-            resolved = super().resolve(apply_changes(config, {RECOMPUTATION: way}), memory)
-            if memory is None or self.estimate(resolved).needed <= memory:
-                break
-        return resolved
+    def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+        return config  # either all blocks are recomputed or none
 
     def sample_text(self, config: RunConfig) -> str:
         """Format the size of an image."""
@@ -93,7 +83,6 @@ def image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
 
 
 def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
-    """Build the adapted model without memory for weights."""
     from accelerate import init_empty_weights
 
     model = ImageModel(pipeline)
@@ -111,16 +100,16 @@ def observe_activations(pipeline: Pipeline, text: Text, side: int, lora: str, el
     dtype = torch.float32 if element == 4 else torch.bfloat16
     model = _build_meta_model(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
     denoiser = model.get_base_model().denoiser.train()
-    counter = SavedTensorCounter(model)
     if recompute:
-        denoiser.enable_gradient_checkpointing(gradient_checkpointing_func=counter.block)
-    with flash_attention(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
-        model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
-    return Seen(counter.kept, counter.largest_block + GRADIENTS * counter.largest, counter.largest_block)
+        denoiser.enable_gradient_checkpointing()
+    with flash_attention(), (meter := Meter(model)):
+        output = model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
+        kept = meter.now
+        torch.autograd.backward(output, torch.empty_like(output))
+    return Seen(kept, meter.peak - kept)
 
 
 def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the model inputs for one image and caption, on the meta device."""
     conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
@@ -140,42 +129,6 @@ def _pooled(settings: Any) -> int:
         return int(settings["pooled_projection_dim"])
     projected = settings.get("projection_class_embeddings_input_dim")
     return int(projected) - 6 * int(settings["addition_time_embed_dim"]) if projected else 1
-
-
-class SavedTensorCounter:
-    """Counts the bytes of tensors saved by a forward pass: each storage once, and no weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {_memory(each) for each in (*model.parameters(), *model.buffers())}
-        self._alive: list[Any] = []  # keeps storages alive, so that no address is reused
-        self.kept = self.largest = self.largest_block = 0
-
-    def save(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves."""
-        self.kept += self._new(tensor)
-        return tensor
-
-    def block(self, block: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a recomputed block: its inputs are kept, its saved tensors count only while it is recomputed."""
-        self.kept += sum(self._new(each) for each in inputs if isinstance(each, Tensor))
-        before = self.kept
-        with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
-            given = block(*inputs)
-        self.largest_block, self.kept = max(self.largest_block, self.kept - before), before
-        return given
-
-    def _new(self, tensor: Tensor) -> int:
-        if _memory(tensor) in self._known:
-            return 0
-        self._known.add(_memory(tensor))
-        self._alive.append(tensor)
-        size = tensor.untyped_storage().nbytes()
-        self.largest = max(self.largest, size)
-        return size
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def build_image_planner(

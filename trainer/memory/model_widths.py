@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.memory.observed import decoder_layers, reduce_to_kinds
-from trainer.memory.widths import Shapes, Weight
+from trainer.memory.observed import reduce_to_kinds
+from trainer.memory.stored_weights import Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.model_kind import is_mxfp4, output_layer
+from trainer.model.reached_layers import find_decoder_layers
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, inspect_base_model, why_head_apart
@@ -41,7 +42,7 @@ def read_shapes(
         with init_empty_weights():
             model = apply_adapter(model, fresh, torch.float32)
     head_apart = why_head_apart(model)
-    blocks = decoder_layers(model)
+    blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, fp8=fp8))
     grown = max(0, vocabulary_at_least - rows)
     if grown:
@@ -97,6 +98,5 @@ def read_weights(
 
 
 def _scales(shape: torch.Size, block: tuple[int, int] | None) -> int:
-    """Return the number of scales stored with a matrix, or with the matrices of all experts."""
     rows, cols = block or (1, shape[-1])
     return shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)

@@ -24,9 +24,10 @@ from trainer.config import TrainingSection, UserError
 from trainer.config.errors import one_line
 from trainer.contract.known_versions import replaced
 from trainer.contract.replacements import replaces
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
 from trainer.model.expert_layers import expert_modules, takes_all_tokens
+from trainer.model.reached_layers import describe_layer, find_decoder_layers
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, recompute_inputs, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import replace
@@ -97,7 +98,7 @@ class Layer:
 class Meter(TorchDispatchMode):
     """Counts the bytes of live tensors other than the model's own, and their peak, while operators run."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
         self._kernels, self.measuring = kernels, False
         self.now = self.peak = self.inside = 0
@@ -105,7 +106,9 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return not self._kernels.masked  # transformers asks whether every row is one document
+            return (
+                self._kernels is None or not self._kernels.masked
+            )  # transformers asks whether every row is one document
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -125,8 +128,10 @@ class Meter(TorchDispatchMode):
 
     def _inside(self, func: Any, args: Sequence[Any]) -> int:
         """Return the bytes that our operators allocate temporarily: dequantized weights, 8-bit gradients."""
+        if self._kernels is None or not self._kernels.packed:
+            return 0
         backward = func is torch.ops.zerolora.lora_backward.default
-        if not self._kernels.packed or not (backward or func is torch.ops.zerolora.lora_forward.default):
+        if not (backward or func is torch.ops.zerolora.lora_forward.default):
             return 0
         weights = args[2] if backward else args[1]
         if self._kernels.eight_bit:
@@ -264,7 +269,7 @@ def _watch(shapes: Shapes, meter: Meter, found: dict[int, Layer]) -> dict[int, A
                 raise _Complete
         return results[kind]
 
-    for kind, block in zip(shapes.layers, decoder_layers(shapes.model), strict=True):
+    for kind, block in zip(shapes.layers, find_decoder_layers(shapes.model)[1], strict=True):
         replace(block, "forward", partial(run, kind, block.forward))
     return results
 
@@ -288,36 +293,17 @@ def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[
     return result, Layer(kept, meter.peak - before - boundary + meter.inside, boundary, attention)
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the ModuleList with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(parameter.numel() for parameter in blocks.parameters()) for blocks in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
-
-
 def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
     """Remove the contents of every layer that equals an earlier one, and return the kind of each layer."""
     kinds: dict[Any, int] = {}
     found = []
     for block in blocks:
         known = len(kinds)
-        found.append(kinds.setdefault(_describe(block), known))
+        found.append(kinds.setdefault(describe_layer(block), known))
         if found[-1] < known:
             block._modules.clear()
             block._parameters.clear()
     return tuple(found)
-
-
-def _describe(block: nn.Module) -> Any:
-    """Return what layers of one kind share: their modules, settings, and shapes of weights."""
-    numbers = [
-        (name, value)
-        for module in block.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | float | str) and "idx" not in name and name != "layer_id"
-    ]
-    weights = [(tuple(each.shape), each.requires_grad) for each in block.parameters()]
-    return repr(block), tuple(numbers), tuple(weights)
 
 
 class _Flash(torch.autograd.Function):

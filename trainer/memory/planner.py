@@ -16,8 +16,7 @@ from trainer.memory.activations import Seen, Work, add_layers
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.observed import Kernels, Layer, observe_layers, rows_to_observe
-from trainer.memory.stored_weights import Placement, fetched_weights, stored_bytes
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Placement, Shapes, fetched_weights, stored_bytes
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
@@ -98,9 +97,9 @@ class Planner:
         group = list_groups(within, hosts)[0]
         near = sum(hosts[rank] == hosts[group[0]] for rank in group)
         weights = 0
-        if placement.stage == 3:
+        if placement.zero.stage == 3:
             once = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
-            weights = 2 * placement.accumulation * once
+            weights = 2 * placement.training.gradient_accumulation_steps * once
         gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element // machine.world_size
         return {
             "weights_from_its_host": weights * (near - 1) // len(group),
@@ -240,15 +239,10 @@ class Planner:
             kernels=kernels,
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
-            recompute=decided.recomputes.value,
-            keeps_attention=not training.recompute_attention,
-            recomputed_layers=training.gradient_checkpointing_layers,
-            offload_activations=training.offload_activations,
-            capped_logits=self.shapes.properties.caps,
+            training=training,
         )
 
     def _kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
-        """Return what decides which tensors a layer keeps."""
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
@@ -266,7 +260,7 @@ class Planner:
             recomputed=decided.recomputed_results.value,
             fused=decided.adapters.value in ("cuda", "reference"),
             separate=decided.siblings.reason or "asked for" if separate else None,
-            selective=decided.recomputes.value == "selective",
+            selective=config.training.gradient_checkpointing == "selective",
             mlp_tile=decided.mlp_tile.value,
             on_gpu=on_gpu,
             packed=packed or self.shapes.fp8 != "",
@@ -298,28 +292,15 @@ class Planner:
         return cache(partial(observe_layers, self.shapes))
 
     def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
-        zero, training = config.zero, config.training
         return Placement(
-            stage=zero.stage,
+            config.zero,
+            config.training,
+            config.quantization,
+            packed=config.adapter == "qlora",
             world_size=self.machine.world_size,
-            offload_optimizer=zero.offload_optimizer,
-            offload_parameters=zero.offload_parameters,
             by_layer=decided.gather.value == "layer",
             flat=decided.flat.value,
             element=self._element,
-            master=self._element < 4,
-            optimizer=training.optimizer,
-            packed=config.adapter == "qlora",
-            eight_bit=config.quantization.eight_bit,
-            block_size=config.quantization.block_size,
-            double_quant=config.quantization.double_quant,
-            accumulation=training.gradient_accumulation_steps,
-            reduce_bucket=min(zero.reduce_bucket_size, self.shapes.trained),
-            overlap=zero.overlap_comm and self.machine.on_gpu and not decided.flat.value,
-            on_gpu=self.machine.on_gpu,
-            prefetch=zero.prefetch_bucket_size,
-            live=zero.max_live_parameters,
-            rounded=bool(training.qat),
             shard_group=decided.shard_group.value,
             base_states=self._base_states(config, decided),
         )

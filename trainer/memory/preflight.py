@@ -1,10 +1,8 @@
 """Before training, resolve `auto` and check the estimate against each GPU; after it, compare estimate and peak."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -14,15 +12,13 @@ from trainer.contract.rendezvous import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
-from trainer.memory.advice import describe_misfit, smaller_samples
+from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, Estimate, to_json
 from trainer.memory.decisions import Decisions, Machine, decide, decide_for_images
 from trainer.memory.image_models import build_image_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import NoEstimate
-from trainer.memory.oom_recovery import Halving
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, apply_changes, gib
-from trainer.memory.process import host_memory_left
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
@@ -54,10 +50,8 @@ def plan_memory(
     def plan() -> MemoryPlan:
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
         own = _has_own_kernels(config, device)
-        host = host_memory_left()[0] // hosts.count(host_name())
-        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts), host)
-        found = plan_for_machine(machine, config, prepared, memory)
-        return found if on_gpu else check_host_memory(found, hosts.count(host_name()))
+        machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels(), tuple(hosts))
+        return plan_for_machine(machine, config, prepared, memory)
 
     return run_on_main(ranks, plan)
 
@@ -127,39 +121,6 @@ def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> st
     return line if way == "none" else f"{line}; without it {gib(without.needed)} of {gib(memory)} available"
 
 
-def describe_cpu_memory(config: RunConfig, prepared: Prepared, ranks: int) -> str:
-    """Describe the memory that a rank takes on this machine's CPU, and what is free, for a machine without a GPU."""
-    precision = "bf16" if config.training.precision == "bf16" else "fp32"
-    plan = plan_for_machine(Machine.cpu(ranks, precision), config, prepared, None)
-    if plan.found is None:
-        return plan.notes[0]
-    free, _ = host_memory_left()
-    there = f"a rank on this machine's CPU takes {gib(plan.found.needed)}, {gib(free)} free"
-    return there if plan.found.needed <= free else f"{there}: too little"
-
-
-def check_host_memory(plan: MemoryPlan, processes: int) -> MemoryPlan:
-    """Add a warning to a plan for CPU ranks, `processes` of them on this host, if they exceed its free memory.
-
-    Raises UserError if they exceed its total memory, unless training.ignore_memory_check is set.
-    """
-    if plan.found is None:
-        return plan
-    needed = processes * plan.found.needed
-    free, total = host_memory_left()
-    free += processes * psutil.Process().memory_info().rss  # already used by the ranks
-    if needed <= free:
-        return plan
-    who = "the only rank takes" if processes == 1 else f"{processes} ranks of this host take"
-    problem = (
-        f"memory: {who} {gib(needed)} and the host has {gib(free)} free of {gib(total)}; "
-        f"lower {' or '.join(['training.batch_size', *smaller_samples(plan.config)])}, or use fewer ranks"
-    )
-    if needed > total and not plan.config.training.ignore_memory_check:
-        raise UserError(f"{problem}; or training.ignore_memory_check=true")
-    return replace(plan, notes=(*plan.notes, f"[yellow]warning:[/yellow] {problem}"))
-
-
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
     """Return whether the CUDA operators will be used; they may still be building."""
     unused = config.adapter == "none" and config.ops.elementwise != "auto"
@@ -190,15 +151,13 @@ def peak_over_ranks(device: torch.device) -> int:
     return int(float(peak) * 2**30)
 
 
-def record_memory(
-    run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device, halvings: Sequence[Halving]
-) -> str:
+def record_memory(run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device) -> str:
     """Write estimate, measured peak and decisions into run.json; return the figures as a line for the console.
 
-    On a CPU the whole process is measured, including Python and libraries. `halvings` are the changes of the
-    micro-batch.
+    On a CPU the whole process is measured, including Python and libraries, and there is no estimate.
     """
-    on_gpu, found = device.type == "cuda", plan.found
+    on_gpu = device.type == "cuda"
+    found = plan.found if on_gpu else None
     path = run_dir / "run.json"
     record = read_json(path)
     record["decisions"] = plan.decisions.to_json()
@@ -206,16 +165,11 @@ def record_memory(
         "predicted": None if found is None else to_json(found),
         "measured_bytes": measured,
         "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
-        "halvings": [asdict(halving) for halving in halvings],
     }
     write_json(path, record)
     if found is None:
         return f"{'memory':<12} peak {gib(measured)}, no estimate"
-    if not on_gpu:
-        found_peak, what = found.needed, "predicted for the process"
-    else:
-        found_peak, what = found.peak, "predicted"
-    return f"{'memory':<12} {gib(found_peak)} {what}, {gib(measured)} measured ({measured / found_peak - 1:+.1%})"
+    return f"{'memory':<12} {gib(found.peak)} predicted, {gib(measured)} measured ({measured / found.peak - 1:+.1%})"
 
 
 def peak_memory_gib() -> float:

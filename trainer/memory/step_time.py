@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.config.yaml_core import read_yaml
 from trainer.memory.planner import Planner
-from trainer.memory.widths import Shapes
+from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_layers import experts_per_token
 from trainer.monitor.mfu import PEAKS, TERA
 
@@ -68,7 +68,9 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
         note = note or f"{kind}{' with experts' * has_experts} was never measured on {card}"
     utilization = known.get(kind, known.get("bf16", measured["utilization"]["bf16"]))
     layers = len(planner.shapes.layers)
-    recomputed = {"none": 0, "selective": layers // 2}.get(work.recompute, work.recomputed_layers or layers)
+    recomputed = {"none": 0, "selective": layers // 2}.get(
+        training.gradient_checkpointing, training.gradient_checkpointing_layers or layers
+    )
     flops = count_flops(planner.shapes, work.rows, work.kernels.length, work.targets)
     compute = flops / (peak(card) * utilization) * (1 + FORWARD * recomputed / layers)
     traffic, ranks = planner.traffic(config), machine.world_size

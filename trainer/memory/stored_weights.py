@@ -1,9 +1,11 @@
-"""The bytes of a model's weights on one rank: stored, partitioned, and gathered at stage 3."""
+"""The tensors and layers of a model, and the bytes of its weights on one rank: stored, sharded, gathered at stage 3."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ops.fake_quantised import ELEMENTS_AT_ONCE
-from trainer.memory.widths import Shapes, Weight
+from trainer.config import QuantizationSection, TrainingSection, ZeroSection
+from trainer.patches.model_properties import ModelProperties
 
 ALLOCATION = 512
 """Granularity in bytes of torch's allocator."""
@@ -14,39 +16,80 @@ GATHERED_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Placement:
-    """How parameters, gradients and optimizer state are stored: stage, ranks, offload, formats."""
+class Weight:
+    """A parameter: its elements, whether it is a matrix that a quantized base packs, whether it is trained."""
 
-    stage: int
+    elements: int
+    packable: bool
+    trained: bool
+    layer: int
+    """Index of its decoder layer; -1 outside of layers."""
+    factor: bool = False
+    """Whether it is a LoRA factor."""
+    experts: int = 0
+    """Number of experts in it, each of which is packed separately; 0 for other weights."""
+    mxfp4: bool = False
+    """Whether it stays in MXFP4, as stored."""
+    rows: int = 0
+    """Rows of the matrix, or of all experts' matrices."""
+    fp8_scales: int = 0
+    """Number of scales if it is stored and kept in FP8, otherwise 0."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Everything that the estimate uses of a model."""
+
+    hidden: int
+    vocabulary: int
+    tied: bool
+    weights: tuple[Weight, ...]
+    layers: tuple[int, ...]
+    """The kind of each layer; layers of one kind keep the same."""
+    properties: ModelProperties
+    """Model properties that determine the kernels."""
+    model: Any = field(repr=False, compare=False)
+    """The empty model with its adapter, in which only the first layer of each kind has contents."""
+    fp8: Literal["", "rows", "blocks"] = ""
+    """What shares a scale in an FP8 checkpoint."""
+    buffers: int = 0
+    """Bytes of buffers, which keep their dtype: SD3.5 Medium's position table takes 864 MiB."""
+
+    @property
+    def trained(self) -> int:
+        """Number of trained elements."""
+        return sum(weight.elements for weight in self.weights if weight.trained)
+
+    @property
+    def frozen(self) -> int:
+        """Number of frozen elements."""
+        return sum(weight.elements for weight in self.weights if not weight.trained)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How parameters, gradients and optimizer state are stored: settings, ranks and formats."""
+
+    zero: ZeroSection
+    training: TrainingSection
+    quantization: QuantizationSection
+    packed: bool
+    """Whether this run quantizes the base."""
     world_size: int
-    offload_optimizer: bool
-    offload_parameters: bool
     by_layer: bool
     """Whether stage 3 gathers whole layers and replicates the adapter."""
     flat: bool
     """Whether all LoRA factors are one buffer."""
     element: int
-    master: bool
-    """Whether training is in 16 bits with 32-bit master weights."""
-    optimizer: str
-    packed: bool
-    eight_bit: bool
-    """Whether quantized weights have 8 bits and a scale per row, rather than 4 bits and a scale per block."""
-    block_size: int
-    double_quant: bool
-    accumulation: int
-    reduce_bucket: int
-    """Elements; limited to the number of trained ones by trainer/parallel/engine/deepspeed_engine.py."""
-    overlap: bool
-    on_gpu: bool
-    prefetch: int
-    live: int
-    rounded: bool = False
-    """Whether adapted layers compute their merged weight in every pass (training.qat)."""
     shard_group: int = 0
     """Ranks that share one copy of the base at stage 3; 0: all."""
     base_states: int = 0
     """Bytes of the base model's outputs on reference text, on the host."""
+
+    @property
+    def has_master(self) -> bool:
+        """Whether training is in 16 bits with 32-bit master weights."""
+        return self.element < 4
 
 
 def rounded(size: int) -> int:
@@ -58,7 +101,7 @@ def stored_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of a stored weight: elements x e, or 1 or 1/2 byte each plus scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
-    if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
+    if weight.fp8_scales or (placement.quantization.eight_bit and not weight.mxfp4):
         return rounded(weight.elements) + scale_bytes(weight, placement)
     return rounded((weight.elements + 1) // 2) + scale_bytes(weight, placement)
 
@@ -81,11 +124,11 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
         return rounded(weight.elements // 32)
     if weight.fp8_scales:
         return rounded(4 * weight.fp8_scales)
-    if placement.eight_bit:
+    if placement.quantization.eight_bit:
         return rounded(4 * weight.rows)
     matrices = max(1, weight.experts)
-    blocks = -(-weight.elements // matrices // placement.block_size)
-    if not placement.double_quant:
+    blocks = -(-weight.elements // matrices // placement.quantization.block_size)
+    if not placement.quantization.double_quant:
         return rounded(64) + rounded(4 * blocks * matrices)
     nested = 4 * -(-blocks // 256) * matrices
     return rounded(64) + rounded(blocks * matrices) + rounded(nested) + rounded(1024) + rounded(4 * matrices)
@@ -102,7 +145,7 @@ def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
 
 def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of a temporary merged weight Q(W + s B A) and of its rounding."""
-    if not placement.rounded:
+    if not placement.training.qat:
         return 0
     largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
     return rounded(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
@@ -113,14 +156,9 @@ def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     return held(sum(stored_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
 
 
-def quantization_state_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of the scales in `base_weight_bytes`."""
-    return held(sum(scale_bytes(weight, placement) for weight in shapes.weights if not weight.trained), placement)
-
-
 def held(size: int, placement: Placement) -> int:
     """Return the bytes on a rank's GPU of parameters that stage 3 partitions or offloads."""
-    return 0 if placement.stage == 3 and placement.offload_parameters else base_shard_size(size, placement)
+    return 0 if placement.zero.stage == 3 and placement.zero.offload_parameters else base_shard_size(size, placement)
 
 
 def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
@@ -129,8 +167,8 @@ def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     By layer: the largest frozen layer twice; embedding or head while it is used. By module: the same, trained or not,
     and prefetched parameters up to `max_live_parameters`. A single rank copies nothing, unless from host memory.
     """
-    alone = (placement.shard_group or placement.world_size) == 1 and not placement.offload_parameters
-    if placement.stage < 3 or alone:
+    alone = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
+    if placement.zero.stage < 3 or alone:
         return 0, 0
     fetched = fetched_weights(shapes, placement)
     layers = [
@@ -141,8 +179,8 @@ def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     outside = max((stored_bytes(weight, placement) for weight in fetched if weight.layer < 0), default=0)
     if placement.by_layer:
         return of_layers, outside
-    ahead = of_layers + placement.prefetch * placement.element
-    return min(sum(layers), ahead, placement.live * placement.element), outside
+    ahead = of_layers + placement.zero.prefetch_bucket_size * placement.element
+    return min(sum(layers), ahead, placement.zero.max_live_parameters * placement.element), outside
 
 
 def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
@@ -152,9 +190,9 @@ def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
 
 def base_shard_size(size: int, placement: Placement) -> int:
     """Return a rank's shard of `size` bytes of the base, which stage 3 partitions."""
-    return -(-size // (placement.shard_group or placement.world_size)) if placement.stage == 3 else size
+    return -(-size // (placement.shard_group or placement.world_size)) if placement.zero.stage == 3 else size
 
 
 def shard_size(size: int, placement: Placement, from_stage: int) -> int:
     """Return a rank's shard of `size` bytes that are partitioned from `from_stage` on."""
-    return -(-size // placement.world_size) if placement.stage >= from_stage else size
+    return -(-size // placement.world_size) if placement.zero.stage >= from_stage else size

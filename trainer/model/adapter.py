@@ -226,18 +226,12 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     return sorted(layers, key=lambda layer: -layer.parameters)
 
 
-def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
-    """Return warnings if the adapter at `lora.adapter_path` has another rank, or layers are narrower than the rank."""
-    rank, lines = lora.r, []
+def rank_lines(lora: LoraSection) -> list[str]:
+    """Return a warning if the adapter at `lora.adapter_path` has another rank."""
     path = Path(lora.adapter_path or "")
-    if lora.adapter_path and path.is_dir() and (own := int(read_adapter_settings(path)["r"])) != lora.r:
-        lines.append(f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters")
-        rank = own
-    narrow = [layer for layer in layers if min(map(int, layer.shape.split(" -> "))) < rank]
-    if narrow:
-        names = ", ".join(f"{layer.name} ({layer.shape})" for layer in narrow)
-        lines.append(f"adapter: r={rank} is more than the width of {names}, where a higher rank adds nothing")
-    return lines
+    if not lora.adapter_path or not path.is_dir() or (own := int(read_adapter_settings(path)["r"])) == lora.r:
+        return []
+    return [f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters"]
 
 
 class GradientCheck:
@@ -304,22 +298,12 @@ class GradientCheck:
             )
 
 
-def capacity_bits(parameters: float) -> float:
-    """Return the capacity in bits of an adapter with this many parameters."""
-    return BITS_PER_PARAMETER * parameters
-
-
-def information_bits(trained_tokens: float) -> float:
-    """Return the information in bits of data with this many trained tokens, whatever the number of epochs."""
-    return BITS_PER_TOKEN * trained_tokens
-
-
 def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
     """Return a warning if the data has more information than the adapter can hold.
 
     LoRA then falls behind full training (Schulman et al., "LoRA Without Regret", 2025).
     """
-    capacity, information = capacity_bits(parameters), information_bits(trained_tokens)
+    capacity, information = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * trained_tokens
     if capacity >= information:
         return None
     return (

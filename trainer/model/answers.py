@@ -20,11 +20,6 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """Options of `generate` that override the base's own."""
 
 
-def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_new_tokens: int) -> str:
-    """Return the greedy answer to a prompt's token ids [1, T]; every rank must call it."""
-    return answer_prompts(engine, tokenizer, input_ids.tolist(), max_new_tokens)[0]
-
-
 @phase("generate")
 def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
     """Return the greedy answers to a batch of prompts, given as token ids; every rank must call it."""

@@ -16,7 +16,7 @@ from trainer.model.model_kind import (
     caps_scores,
     check_kind,
     has_score,
-    is_stored_quantised,
+    is_mxfp4,
     set_score_head,
 )
 from trainer.model.model_source import (
@@ -28,6 +28,7 @@ from trainer.model.model_source import (
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, draw_score, random_config
+from trainer.model.stored_fp8 import fp8_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -185,7 +186,7 @@ def load_base_model(
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_stored_quantised(config):
+    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config) or fp8_form(config):
         from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
 
         model = load_streamed(
@@ -219,12 +220,6 @@ def _with_generation_config(model: Any, base_model: str, section: ModelSection) 
     return model
 
 
-def grows_vocabulary(base_model: str, section: ModelSection, tokenizer: Any) -> bool:
-    """Return whether the tokenizer has more tokens than the model has embedding rows."""
-    rows: int = load_model_config(base_model, section).get_text_config().vocab_size
-    return len(tokenizer) > rows
-
-
 def match_vocabulary(model: Any, tokenizer: Any) -> None:
     """Grow the embedding if the tokenizer has more tokens than the model has rows."""
     rows = model.config.get_text_config().vocab_size  # a partitioned weight has no rows to count
@@ -245,3 +240,19 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
         raise unreadable_error("base_model", model_config.name_or_path, error, model_config=model_config) from error
     model.tie_weights()  # accelerate replaces each Parameter separately, which unties them
     return model
+
+
+def add_embedding_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
+
+    It is drawn from torch's generator, the state of which checkpoints hold. Passes without gradients have none.
+    """
+
+    def add_noise(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not (module.training and torch.is_grad_enabled()):
+            return embedded
+        bound = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+        return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
+
+    if alpha:
+        model.get_input_embeddings().register_forward_hook(add_noise)

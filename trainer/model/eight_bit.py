@@ -18,7 +18,6 @@ from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import UserError
 
-KINDS = tuple(STORAGE)
 FP8_FROM = (8, 9)
 """Lowest compute capability with FP8 products."""
 ROWS_AT_ONCE = 4096  # quantise a weight in parts: a whole copy in 32 bits would be four times the result
@@ -105,16 +104,6 @@ def check_input(x: torch.Tensor) -> None:
             "adapter=qlora: this model converts the input of a linear layer to the type of its weight, "
             "which is packed; use adapter: lora"
         )
-
-
-def exact_lines(model: nn.Module) -> list[str]:
-    """Return a note about layers stored in 8 bits but not multiplied in 8 bits, if any."""
-    blocks = [each.block for each in model.modules() if isinstance(each, FrozenLinear8bit) and each.exact]
-    if not blocks:
-        return []
-    by_block = {f"{rows} x {cols}" for rows, cols in blocks if rows > 1}
-    shared = f"block of {', '.join(sorted(by_block))}" if by_block else "row"
-    return [f"base: {len(blocks)} layers in 8 bits as stored, one scale per {shared}; their products are not in 8 bits"]
 
 
 def check_card(kind: str, device: torch.device) -> None:

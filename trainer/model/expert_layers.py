@@ -8,7 +8,6 @@ import inspect
 import re
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainer.parallel.engine.linear_layers import find_expert_weights, model_shape
@@ -45,13 +44,6 @@ def _unknown_parts(experts: nn.Module) -> set[str]:
     return (own | within) - known
 
 
-def unknown_experts(model: nn.Module) -> str:
-    """Return the class name of a module with unsupported experts; empty if all are supported."""
-    return next(
-        (type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)), ""
-    )
-
-
 def expert_names(module: nn.Module) -> list[str]:
     """Return the names of a module's expert tensors, in the order of computation."""
     own = dict(module.named_parameters(recurse=False))
@@ -84,11 +76,6 @@ def experts_per_token(config: Any) -> int:
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in VISITED)
     return next((number for number in found if isinstance(number, int) and number > 0), 1)
-
-
-def expert_elements(module: nn.Module) -> int:
-    """Return the number of weights of all experts in a module."""
-    return sum(torch.Size(expert_shape(module, name)).numel() for name in expert_names(module))
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:

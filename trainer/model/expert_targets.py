@@ -21,8 +21,9 @@ from trainer.model.expert_layers import (
     expert_shape,
     expert_width,
     experts_per_token,
-    unknown_experts,
+    holds_experts,
 )
+from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
 
 NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
@@ -108,8 +109,8 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     experts, known = expert_modules(model), list_expert_aliases(model)
-    unknown = unknown_experts(model)
-    none = f"adapters do not support the experts of {unknown}" if unknown else "this model has no experts"
+    unknown = {type(each).__name__ for each in model.modules() if find_expert_weights(each) and not holds_experts(each)}
+    none = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     for name in lora.target_parameters:
         if matches_aliases(name, known):

@@ -9,13 +9,13 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
+from ops import reference
 from trainer.config import QuantizationSection
 from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import check_input
-from trainer.parallel.engine.linear_layers import is_linear
 
 READ_DIRECTLY = ("dt_proj",)
 """The time-step projection of Mamba-1 (Jamba): the model multiplies by its weight without calling the layer."""
@@ -49,14 +49,12 @@ def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> t
     rows_hold_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or rows_hold_whole_blocks:
         return dequantize_4bit(weight.data, quant_state).to(dtype)
-    scales = quant_state.absmax
+    state = [quant_state.absmax, quant_state.code]
     if quant_state.nested:
-        scales = dequantize_blockwise(scales, quant_state.state2) + quant_state.offset
-    packed = weight.data.reshape(-1)
-    codes = torch.stack([packed >> 4, packed & 15], dim=1).reshape(-1).long()  # the first of two is in the high bits
-    count = quant_state.shape.numel()
-    scale_of_each = scales.float().repeat_interleave(quant_state.blocksize)[:count]
-    return (quant_state.code[codes[:count]] * scale_of_each).view(quant_state.shape).to(dtype)
+        state += [quant_state.state2.absmax, quant_state.state2.code, quant_state.offset]
+    nested_block = quant_state.state2.blocksize if quant_state.nested else 0
+    rows, cols = quant_state.shape
+    return reference.dequantize_nf4(weight.data, state, rows, cols, quant_state.blocksize, nested_block, dtype)
 
 
 class Params4bit(bnb.nn.Params4bit):
@@ -81,11 +79,6 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.to(x.dtype)
-
-
-def should_quantize(path: str, module: nn.Module) -> bool:
-    """Return whether the module is a linear layer, except those with weights that the model reads directly."""
-    return is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY
 
 
 @replaces("`Linear4bit.forward` and `Params4bit.to`")

@@ -151,11 +151,6 @@ def is_mxfp4(model_config: Any) -> bool:
     return quantization_method(model_config) == MXFP4
 
 
-def is_stored_quantised(model_config: Any) -> bool:
-    """Return whether weights are stored in 4 or 8 bits and can stay so."""
-    return is_mxfp4(model_config) or fp8_form(model_config) is not None
-
-
 def quantization_method(model_config: Any) -> str | None:
     """Return how the stored weights are quantised (`bitsandbytes`, `gptq`, `awq`, `fp8`, ...), or None."""
     settings = quantization_settings(model_config)

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +146,6 @@ def check_settings(said: str, model_config: Any) -> None:
 
 
 def _describe_missing_config(folder: Path) -> str:
-    """Describe a folder without config.json, and the fix."""
     if (folder / FILE).exists():
         base = None
         with suppress(UserError):
@@ -168,9 +166,8 @@ def unreadable_error(
     With `model_config`, the configuration was read but no model could be built from it.
     """
     said, reason = f"{setting}={name}", _first_line(error)
-    if isinstance(error, KeyError) and model_config is not None:
-        known = [f"{key}={value}" for key, value in _values(model_config.to_dict()) if value == error.args[0]]
-        reason = f"transformers does not know {', '.join(known) or error}"
+    if isinstance(error, KeyError):
+        reason = f"transformers does not know {error}"
     if "trust_remote_code" in str(error):
         return UserError(f"{said}: comes with its own code; read it, then set model.trust_remote_code: true")
     folder = Path(name)
@@ -181,11 +178,6 @@ def unreadable_error(
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return no_tokenizer_error(setting, name)
     return UserError(f"{said}: {_describe_tokenizer_fault(folder, reason)}")
-
-
-def _values(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        yield from _values(value) if isinstance(value, dict) else [(name, value)]
 
 
 def no_tokenizer_error(setting: str, name: str) -> UserError:

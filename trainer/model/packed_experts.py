@@ -8,21 +8,26 @@ per-layer all-gather) moves a whole tensor at once. The sections, each with one 
               8 bits: 32 bits per row, or per block of rows and columns
     nested    double quantisation: scales of groups of 256 scales, and the mean subtracted from them, 32 bits
     books     the 16 values of codes and the 256 of scales, 32 bits
+
+Experts without an adapter are computed by the model's own code on dequantised weights. None are kept for the backward
+pass, which dequantises them again and recomputes the experts, so only the layer being computed has 16-bit weights.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ops import reference
 from ops.eight_bit import STORAGE
 from ops.reference import dequantize_blocks, quantize_rows
-from trainer.config import QuantizationSection
 from trainer.contract.known_versions import require
+from trainer.contract.replacements import replaces
 from trainer.model import mxfp4
 
 MXFP4 = mxfp4.MXFP4
@@ -158,11 +163,10 @@ class PackedExperts(nn.Parameter):
         sections["codes"][index] = codes
         sections["scales"][index] = scales
 
-    def dequantized(self, out: Tensor | None = None) -> Tensor:
-        """Dequantise to the model's own tensor, into `out` if given."""
+    def dequantized(self) -> Tensor:
+        """Dequantise to the model's own tensor."""
         layout = self.packing
-        if out is None:
-            out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
         if layout.eight_bit:
             sections = self.sections()
             wanted = out.mT if layout.transposed else out
@@ -218,29 +222,43 @@ def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayo
     return out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
 
 
-def nf4_layout(
-    shape: torch.Size, section: QuantizationSection, dtype: torch.dtype, *, transposed: bool = False
+def experts_layout(
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    transposed: bool = False,
+    cell: tuple[int, int] | None = None,
+    **of_4_bits: Any,
 ) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, a, b] quantised to 4 bits by bitsandbytes."""
-    experts, rows, cols = shape
-    if transposed:
-        rows, cols = cols, rows
-    return ExpertsLayout(
-        section.quant_type, experts, rows, cols, dtype, transposed, section.block_size, section.double_quant
-    )
+    """Return the layout of a model's tensor [experts, a, b]; in 8 bits with one scale per `cell`, or else per row."""
+    experts, *matrix = shape
+    rows, cols = reversed(matrix) if transposed else matrix
+    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **of_4_bits)
 
 
-def eight_bit_layout(
-    shape: torch.Size, kind: str, dtype: torch.dtype, *, transposed: bool = False, cell: tuple[int, int] | None = None
-) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, a, b] in 8 bits, with one scale per `cell` or else per row."""
-    experts, rows, cols = shape
-    if transposed:
-        rows, cols = cols, rows
-    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols))
+@replaces("the forward of quantised experts")
+def compute_dequantized(module: nn.Module) -> None:
+    """Replace the forward of a module with packed experts by one on dequantised weights."""
+    module.forward = partial(forward_frozen, module, module.forward)
 
 
-def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:
-    """Return the layout of a model's tensor [experts, in, out] stored transposed in MXFP4."""
-    experts, cols, rows = shape
-    return ExpertsLayout(MXFP4, experts, rows, cols, dtype, transposed=True)
+def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
+    """Return a module's own packed parameters by name."""
+    return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
+
+
+def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's `forward` with frozen weights; the backward pass recomputes it."""
+    return checkpoint(_compute, module, forward, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _compute(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    own = vars(module)
+    packed = packed_tensors(module)
+    own.update({name: parameter.dequantized() for name, parameter in packed.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in packed:
+            del own[name]

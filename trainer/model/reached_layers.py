@@ -128,18 +128,12 @@ def _sum_inputs(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
 
 def _drop_repeated_layers(model: Any) -> Any:
     """Keep one decoder layer of each kind; return a function that adds the paths of the dropped ones."""
-    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return lambda paths: paths
-    path, layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
-        numbers.setdefault(_layer_signature(layer), []).append(number)
+        numbers.setdefault(describe_layer(layer), []).append(number)
     firsts = {same[0]: same for same in numbers.values()}
-    parent, _, name = path.rpartition(".")
-    kept = {str(number): layers[number] for number in firsts}
-    layers._modules = kept  # under their original indices
-    setattr(model.get_submodule(parent), name, layers)
+    layers._modules = {str(number): layers[number] for number in firsts}  # under their original indices
 
     def add_dropped(paths: Any) -> Iterator[str]:
         for each in paths:
@@ -149,20 +143,26 @@ def _drop_repeated_layers(model: Any) -> Any:
     return add_dropped
 
 
-def _layer_signature(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers that differ only in their index: modules, flags and weight shapes."""
-    lists = (path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList))
-    if any(not path.endswith("experts") for path in lists):
-        return id(layer)  # its index may select from the list, as in Zamba 2
-    return tuple(
-        (
-            path,
-            type(module),
-            tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | str)),
-            tuple((name, own.shape) for name, own in module.named_parameters(recurse=False)),
-        )
-        for path, module in layer.named_modules()
-    )
+def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return path and layers of the ModuleList with the most parameters; an empty one if there is none."""
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(parameter.numel() for parameter in layers.parameters()) for _, layers in lists]
+    return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
+
+
+def describe_layer(layer: nn.Module) -> Any:
+    """Return a key that is equal for layers that differ only in their index: modules, settings and weight shapes."""
+    numbers = [
+        (name, value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and "idx" not in name and name != "layer_id"
+    ]
+    weights = [(tuple(each.shape), each.requires_grad) for each in layer.parameters()]
+    lists = [path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList)]
+    # The index of a layer may select from a list in it, as in Zamba 2.
+    own = None if all(path.endswith("experts") for path in lists) else id(layer)
+    return own, repr(layer), tuple(numbers), tuple(weights)
 
 
 def _find_leaves(result: Tensor) -> Iterator[Tensor]:

@@ -248,8 +248,7 @@ def plain_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[s
                 f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is in none of its files; download it again"
             )
         _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], form.block or DEFAULT_BLOCK)
-    scale_names = set(scales.values())
-    return {name: shape for name, shape in shapes.items() if name not in scale_names and not _is_for_serving(name)}
+    return Fp8Files(files, form).shapes()
 
 
 def _check_grid(

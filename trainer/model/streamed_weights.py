@@ -23,11 +23,15 @@ from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
-from trainer.model.four_bit import quantized_linear, should_quantize
-from trainer.model.frozen_experts import compute_dequantized
+from trainer.model.four_bit import READ_DIRECTLY, quantized_linear
 from trainer.model.model_kind import auto_class, has_score, is_mxfp4, output_layer
-from trainer.model.mxfp4 import full_precision
-from trainer.model.packed_experts import ExpertsLayout, PackedExperts, eight_bit_layout, mxfp4_layout, nf4_layout
+from trainer.model.mxfp4 import MXFP4, full_precision
+from trainer.model.packed_experts import (
+    ExpertsLayout,
+    PackedExperts,
+    compute_dequantized,
+    experts_layout,
+)
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, WithScore
 from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
@@ -36,9 +40,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.linear_layers import find_expert_weights, is_transposed
-
-Tensors = SafetensorsFiles | RandomTensors | Fp8Files | WithScore
+from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 
 
 @replaces("modules and parameters of the empty model")
@@ -65,7 +67,7 @@ def load_streamed(
         if device.type == "cuda":
             ops.load("auto")  # the layers' forward needs an operator: one already loaded, or any available
     model = _build_empty(full_precision(config), section, dtype, attention)
-    files: Tensors
+    files: StoredTensors
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
     else:
@@ -150,7 +152,7 @@ class Filler:
             name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
             if _join(path, name) in self.layout
         }  # fmt: skip
-        is_layer = should_quantize(path, module) and module is not self._head
+        is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
         is_layer = is_layer and (self._wide is None or not self._wide.search(_join(path, "weight")))
         block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._layouts_to_pack(module, stored)
@@ -180,15 +182,25 @@ class Filler:
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
         turned = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
-            return {} if self.unpack else {name: mxfp4_layout(each.shape, self.dtype) for name, each in experts.items()}
+            return (
+                {}
+                if self.unpack
+                else {
+                    name: experts_layout(MXFP4, each.shape, self.dtype, transposed=True)
+                    for name, each in experts.items()
+                }
+            )
         if fp8 is None and kind is None:
             return {}
         if kind is not None and not kind.eight_bit:
-            return {name: nf4_layout(each.shape, kind, self.dtype, transposed=turned) for name, each in experts.items()}
+            how: dict[str, Any] = {"block": kind.block_size, "double_quant": kind.double_quant, "transposed": turned}
+            return {
+                name: experts_layout(kind.quant_type, each.shape, self.dtype, **how) for name, each in experts.items()
+            }
         cells = dict.fromkeys(experts) if fp8 is None else _common_cells(fp8, experts, stored, turned)
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
-            name: eight_bit_layout(experts[name].shape, quant_type, self.dtype, transposed=turned, cell=cell)
+            name: experts_layout(quant_type, experts[name].shape, self.dtype, transposed=turned, cell=cell)
             for name, cell in cells.items()
         }
 
@@ -198,7 +210,9 @@ class Filler:
 
         def read() -> Tensor:
             if stored.is_mxfp4:
-                return _pack(files, stored, mxfp4_layout(parameter.shape, own), self.device).dequantized()
+                return _pack(
+                    files, stored, experts_layout(MXFP4, parameter.shape, own, transposed=True), self.device
+                ).dequantized()
             if parameter.dim() < 3 or not stored.by_expert:
                 return stored.read(files).to(self.device).to(own).contiguous()
             value = torch.empty(parameter.shape, dtype=own, device=self.device)
@@ -215,7 +229,6 @@ class Filler:
         return _on_all_ranks(partial(_pack, self.files, stored, layout, self.device), empty)
 
     def _read_fp8(self, stored: Stored, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
-        """Return values and scales of a linear layer that is stored in FP8."""
         fp8, shape = self._fp8, linear.weight.shape
         assert fp8 is not None
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))

@@ -47,12 +47,10 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
                 output_loading_info=True,
             )
         except RuntimeError:  # tensors of single experts that cannot be merged
-            wrong = "its stored tensors do not match those that config.json describes"
-            found_wrong = _describe_missing_expert(files) or wrong
-            raise UserError(f"{setting}: {found_wrong}; {SAME_MODEL}, or download it again") from None
-    expert_mismatch = any("expert" in name for name, *_ in found["mismatched_keys"])
-    if expert_mismatch and (lost := _describe_missing_expert(files)):
-        raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
+            raise UserError(
+                f"{setting}: its stored tensors do not match those that config.json describes; {SAME_MODEL}, or "
+                "download it again"
+            ) from None
     return judge_loading(setting, model, found)
 
 
@@ -118,29 +116,6 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
                 f"{setting}: {name} is stored in 8 bits or less ({kind}), but others are not; use the full-precision "
                 "model that it was made from"
             )
-
-
-def _describe_missing_expert(files: SafetensorsFiles) -> str | None:
-    """Describe the first missing tensor of an expert that other experts or layers have, or return None."""
-    layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for name in files.shapes():
-        if match := re.search(r"^(.*experts)\.(\d+)\.(.+)$", name):
-            layers[match[1]][match[3]].add(int(match[2]))
-    everyone = set().union(*(present for tensors in layers.values() for present in tensors.values()))
-    kinds = {tensor for tensors in layers.values() for tensor in tensors}
-    for layer, tensors in sorted(layers.items(), key=lambda each: _natural_sort_key(each[0])):
-        for tensor in sorted(kinds):
-            for index in sorted(everyone - tensors.get(tensor, set())):
-                return f"{layer}.{index}.{tensor} {_describe_expected_file(files, layer, index)}"
-    return None
-
-
-def _describe_expected_file(files: SafetensorsFiles, layer: str, index: int) -> str:
-    """Describe where a tensor of an expert should be: the file with the rest of the expert, or of the layer."""
-    names = sorted(files.shapes(), key=_natural_sort_key)
-    near = [name for name in names if name.startswith(f"{layer}.{index}.")]
-    near += [name for name in names if name.startswith(f"{layer}.")]
-    return f"is in none of its files ({files.find_file(near[0]).name} has {near[0]})"
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:

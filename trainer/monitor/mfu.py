@@ -8,6 +8,7 @@ that of the weight), K tokens with loss, H weights of the output head, L tokens 
 state-space layers and the optimizer are not counted; of an MoE layer only the experts that a token visits are.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from trainer.data import MicroBatch
 from trainer.model.expert_layers import (
     DOWN,
     ExpertFactor,
-    expert_elements,
+    expert_names,
     expert_shape,
     experts_per_token,
     holds_experts,
@@ -93,7 +94,8 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
     elif holds_experts(module):
         experts = expert_shape(module, DOWN)[0]
         visited = experts if takes_all_tokens(module) else experts_per_token(config)
-        size, parameters = expert_elements(module) * visited / experts, list(module.parameters(recurse=False))
+        elements = sum(math.prod(expert_shape(module, name)) for name in expert_names(module))
+        size, parameters = elements * visited / experts, list(module.parameters(recurse=False))
     elif isinstance(module, ExpertFactor):
         size, parameters = whole_size(module.weight) * experts_per_token(config) / module.experts, [module.weight]
     else:

@@ -10,7 +10,7 @@ from trainer.contract.replacements import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import adapted_forward, detect_activation
 from trainer.model.expert_layers import expert_modules
-from trainer.model.frozen_experts import forward_frozen, packed_tensors
+from trainer.model.packed_experts import forward_frozen, packed_tensors
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from trainer.config import RunConfig, trained_in_full
 from trainer.contract.rendezvous import host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
-from trainer.model.eight_bit import exact_lines
+from trainer.model.adapter import apply_adapter, rank_lines
 from trainer.model.targets import unadapted_layers
 from trainer.parallel.engine.deepspeed_engine import DTYPES, announce_partitioning
 from trainer.parallel.engine.layer_gather.shard_groups import form_group
@@ -42,7 +41,7 @@ def build_model(
     with phase("weights"):
         model = task.load_base(dtype, engine_config, shards)
     wanted = select_patches(config, decided, device, dtype, task.small_pass, shards)
-    lines = [decided.line(), *exact_lines(model), *install("base", model, wanted)]
+    lines = [decided.line(), *install("base", model, wanted)]
     # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
     set_seed(config.seed)
     if config.adapter != "none":
@@ -55,7 +54,7 @@ def build_model(
                 base_model=config.base_model,
                 task_type=task.peft_type,
             )
-        lines += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
+        lines += rank_lines(config.lora) + unadapted_layers(model, config.lora)
         lines += unadapted_lines(model, quantized=config.adapter == "qlora")
         if config.adapter == "qlora":
             lines += unquantized_lines(model)

@@ -18,9 +18,8 @@ from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import decode_parts, split_documents
 from trainer.data.vision import ImageInputs
-from trainer.model.answers import answer_prompt, needs_synced_passes, prompt_ids
-from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
-from trainer.model.embedding_noise import add_embedding_noise
+from trainer.model.answers import answer_prompts, needs_synced_passes, prompt_ids
+from trainer.model.base import add_embedding_noise, load_base_model, match_vocabulary
 from trainer.model.image_reader import image_inputs
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
@@ -99,8 +98,8 @@ class LanguageTask(Task):
         disable_varlen(model)
 
     def keep_embeddings(self) -> bool:
-        config, tokenizer = self._config, self._prepared.tokenizer
-        return bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer)
+        rows = self._prepared.model_config.get_text_config().vocab_size
+        return bool(self._config.model.added_tokens) or len(self._prepared.tokenizer) > rows
 
     def added_tokens(self) -> list[int]:
         ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
@@ -205,7 +204,7 @@ class LanguageTask(Task):
             folder.save_examples([(name, list(decode_parts(document, tokenizer))) for name, document in shown])
         for asked in self._prepared.sample_prompts:
             ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), format_prompt(asked)
-            answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
+            [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
             # The console hides the answers before training, which come before the first step.
             earlier = self._first_answers.get(prompt)
             known = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"

@@ -31,10 +31,7 @@ class Batch(Protocol):
 
 
 class BatchSource(Protocol):
-    """The training batches of one rank; `batch_size` and `accumulation` may be changed between steps."""
-
-    batch_size: int
-    accumulation: int
+    """The training batches of one rank."""
 
     @property
     def samples_per_epoch(self) -> int | None:

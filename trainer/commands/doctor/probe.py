@@ -96,24 +96,19 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
     """Return estimated bytes of host memory per rank and on disk, or a finding if there is no estimate.
 
-    On a CPU this is a rank's whole process, otherwise what it needs in addition to the process.
+    The memory is in addition to the process. On a CPU it includes what would be on the GPU.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    from trainer.commands.estimate import build_planner, plan_on_cpu
+    from trainer.commands.estimate import build_planner
 
     try:
         planner, _ = build_planner(config, ranks)
-        if not on_gpu:
-            choice = plan_on_cpu(planner, config)
-            if choice.found is None:
-                return {}, Check("estimate", "WARN", f"no memory estimate: {choice.refusal}")
-            return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None
         if AUTO in (config.zero.stage, config.training.batch_size):
             config = planner.resolve(config, None)
         found = planner.estimate(config)
     except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return {}, Check("estimate", "WARN", f"no memory estimate for this model: {error}")
-    return {"host_per_rank": found.host, "disk": found.disk}, None
+    return {"host_per_rank": found.host if on_gpu else found.peak, "disk": found.disk}, None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,8 +50,7 @@ def deepspeed_config(
     partition: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,
-        # Stage 1 would reduce within the backward pass, before the ranks agree that none ran out of memory.
-        "overlap_comm": overlaps and not (zero.stage == 1 and training.on_oom == "halve"),
+        "overlap_comm": overlaps,
         "reduce_bucket_size": zero.reduce_bucket_size,
         "allgather_bucket_size": zero.allgather_bucket_size,
     }
