@@ -6,9 +6,9 @@ from pathlib import Path
 from pydantic_core import ErrorDetails, ValidationError
 
 from trainer.config.types import AUTO
-from trainer.config.yaml_core import read_yaml
+from trainer.config.yaml_core import read_table
 
-WORDS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+WORDS: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 """Messages for users by pydantic's type of error."""
 
 
