@@ -3,24 +3,11 @@
 import re
 
 from launcher.importing import common
-from launcher.importing.axolotl_sources import SOURCES, set_data
-from launcher.importing.translation import Foreign, Key, Text, Translation, load_table, split_names
+from launcher.importing.axolotl_sources import set_data
+from launcher.importing.translation import Foreign, Translation, load_table, read_tables, split_names
 
-KEYS = load_table(
-    "axolotl",
-    common.SHARED_ROWS
-    | {
-        "tokens": Key(([Text], {"pad_token": Text})),  # an older name of special_tokens
-        **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset"), Key(SOURCES)),
-    },
-)
-PLUGINS_REFUSED = {
-    "Diffusion": common.REASONS["diffusion"],
-    "LLMCompressor": common.REASONS["sparse"],
-    "KD": common.REASONS["distillation"],
-    "Spectrum": "Spectrum is not supported",
-    "GrokFast": "Grokfast is not supported",
-}
+KEYS = load_table("axolotl")
+PLUGINS_REFUSED: dict[str, str] = read_tables()["axolotl_plugins"]
 
 
 def translate(foreign: Foreign) -> Translation:

@@ -4,36 +4,14 @@ import re
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import UNSET, Names, Text, Translation, split_names
-from trainer.config import UserError
+from launcher.importing.translation import UNSET, Translation, read_tables, split_names
 from trainer.config.data_sections import SourceSection
-from trainer.config.source_dialect import FIELDS, NO_EFFECT, source_settings
 
-PAIR_FIELDS = ("field_chosen", "field_rejected", "field_prompt", "field_completion", "field_label")
-SOURCE = {
-    **dict.fromkeys((*FIELDS, "path", "name", "split", "revision", "chat_template", "chat_template_jinja"), Text),
-    "type": (Text, {"*": Text}),
-    "data_files": Names,
-    "roles": {"*": Names},
-    "fields": {"*": Text},
-    "message_property_mappings": {"*": Text},
-    "roles_to_train": Names,
-    "train_on_eos": Text,
-    "train_on_eot": Text,
-    **dict.fromkeys(PAIR_FIELDS, Text),
-}
-SOURCES = ([(SOURCE, Text)], SOURCE, Text)
-# Style of a `type` of preference data -> the records' field of the question.
-QUESTIONS = {"intel": "question", "argilla": "instruction", "icr": "input", "prompt_pairs": "prompt"}
-REFUSED = {
-    "message_field_training": "a field that marks the turns to train on must be called train, training or weight here",
-    "message_field_training_detail": "training on parts of a turn is not supported",
-    "shards": "select a part of a data set with split: train[:10%]",
-    "input_transform": "records are read as they are; transform them before",
-}
-DROPPED = ("shards_idx", "field_thinking", "template_thinking_key", "split_thinking", "drop_system_message", "skip")
-ELSEWHERE = ("roles_to_train", "chat_template", "chat_template_jinja", "train_on_eos", "train_on_eot")
-"""Keys of a source that apply to all sources here."""
+_TABLE = read_tables()["axolotl_sources"]
+FIELDS, QUESTIONS, REFUSED = (_TABLE[name] for name in ("fields", "questions", "refused"))
+PAIR_FIELDS, DROPPED, ELSEWHERE, NO_EFFECT = (
+    _TABLE[name].split() for name in ("pair_fields", "dropped", "elsewhere", "none")
+)
 END_OF_TURN = "the token that ends a trained turn is trained on, and no other"
 
 
@@ -90,20 +68,18 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     for key in ("train_on_eos", "train_on_eot"):
         if entry.get(key, "turn") != "turn":
             t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
-    t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry and key not in ELSEWHERE]
+    t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry]
     kind = t.get("rl") or ("reward" if t.get("reward_model") else "")
     ours = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{at}.type")
-    others = ("type", "fields", *PAIR_FIELDS, *DROPPED, *ELSEWHERE, *REFUSED)
-    given = {key: value for key, value in entry.items() if key not in others}
-    try:
-        settings, _ = source_settings(given)
-    except UserError as error:
-        t.report(at, entry, str(error))
-        return {}
-    fields = {**settings.get("fields", {}), **ours.pop("fields", {}), **entry.get("fields", {})}
-    for key in [key for key in settings if key not in SourceSection.model_fields]:
+    turns = entry.get("message_property_mappings", {})
+    fields = {name: entry[key] for key, name in FIELDS.items() if key in entry}
+    fields |= {name: turns[name] for name in ("role", "content") if turns.get(name, name) != name}
+    fields |= ours.pop("fields", {}) | entry.get("fields", {})
+    ours |= {"fields": fields} if fields else {}
+    known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
+    for key in entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}:
         t.leave_out(at, f"{key} of a source: no counterpart here")
-    settings |= {"fields": fields, **ours} if fields else ours
+    settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | ours
     return {key: settings[key] for key in SourceSection.model_fields if key in settings}
 
 

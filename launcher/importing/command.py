@@ -13,9 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from launcher.importing.translation import Foreign, Setting, Translation
 from launcher.supervision.terminal import say
-from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.load import load_text
+from trainer.config.load import load_text, recognize_trainer
 from trainer.config.needs import find_unread_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, dump, parse_yaml, read_yaml
@@ -100,7 +99,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
         raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
     if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
-    return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines, files=[path])
+    return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines)
 
 
 WIDTH = 118

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common, llamafactory_v1
-from launcher.importing.translation import Foreign, Text, Translation, Whole, load_table, split_names
+from launcher.importing.translation import Foreign, Translation, load_table, read_kind, read_tables, split_names
 
-KEYS = load_table("llamafactory", common.SHARED_ROWS)
+KEYS = load_table("llamafactory")
 
 # Format here -> the names of the turns, and of the role and the text of each.
 NAMES = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
@@ -19,14 +19,7 @@ KNOWN_ROLES = {
     "system": ("system",),
     "tool": ("tool", "observation"),
 }
-ENTRY = {
-    **dict.fromkeys(("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "subset", "split", "folder"), Text),
-    "formatting": Text,
-    "ranking": bool,
-    "num_samples": Whole,
-    "columns": {"*": Text},
-    "tags": {"*": Text},
-}
+ENTRY = read_kind(read_tables()["types"]["llamafactory_source"])
 """An entry of dataset_info.json."""
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import Foreign, Text, Translation, Whole, load_table
+from launcher.importing.translation import Foreign, Translation, load_table, read_kind, read_tables
 
-KEYS = load_table("llamafactory_v1", common.SHARED_ROWS)
+KEYS = load_table("llamafactory_v1")
 CONVERTERS = {"alpaca": "alpaca", "sharegpt": "messages"}
-ENTRY = {"path": Text, "source": Text, "converter": Text, "split": Text, "size": Whole}
+ENTRY = read_kind(read_tables()["types"]["llamafactory_v1_source"])
 """An entry of the YAML that `train_dataset` names."""
 
 
@@ -73,8 +73,8 @@ def set_training(t: Translation) -> None:
 
 def set_partition(t: Translation) -> None:
     """Set how the GPUs share the model."""
-    kind = t.get("dist_config.name", "")
-    if kind == "deepspeed":
-        common.set_deepspeed(t, "dist_config.config_file")
+    kind, path = t.get("dist_config.name", ""), t.get("dist_config.config_file")
+    if kind == "deepspeed" and path is not None:
+        common.set_partition(t, "dist_config.config_file", path)
     elif kind.startswith("fsdp"):
         common.set_fsdp(t, "dist_config.name", {})

@@ -107,7 +107,11 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("dataset_info.json", {"pairs": llamafactory.ENTRY}), ("ds.json", common.DEEPSPEED), ("fsdp.json", common.FSDP)],
+    [
+        ("dataset_info.json", {"pairs": llamafactory.ENTRY}),
+        ("ds.json", common.PARTITION),
+        ("fsdp.json", common.PARTITION["fsdp_config"]),
+    ],
 )
 @few
 @given(data=st.data())

@@ -16,10 +16,4 @@ def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, str] = {name: ours for ours, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
 ELSEWHERE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
-"""Settings of other trainers without an equivalent, or with values that have none -> what to write instead."""
-
-
-def resolve_alias(name: str) -> tuple[str, str | None]:
-    """Return our dotted name for a setting, and a note if it was another trainer's name."""
-    ours = ALIASES.get(name)
-    return (ours, f"{name} is read as {ours}") if ours else (name, None)
+"""Settings of other trainers that have another form here -> what to write instead."""

@@ -52,12 +52,11 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
         fix = f"pip install {library}"
         yield Mistake("training.optimizer", config.training.optimizer, f"needs {library}", fix)
     for task, section in (("preference", config.preference), ("reward", config.reward)):
-        if config.task == "auto" and (
-            given := [name for name, value in type(section)() if value != getattr(section, name)]
-        ):
+        given = {name: value for name, value in section if value != getattr(type(section)(), name)}
+        if given and config.task != task:
+            name, value = next(iter(given.items()))
             problem = f"has no effect, because task is {config.task}"
-            value = getattr(section, given[0])
-            yield Mistake(f"{task}.{given[0]}", value, problem, f"set task: {task}", "task")
+            yield Mistake(f"{task}.{name}", value, problem, f"set task: {task}", "task")
     yield from _check_data(config)
     yield from _check_training(config)
     yield from _check_evaluation(config)
@@ -89,7 +88,8 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
             allowed = " or ".join(map(shown, only.get(name, ())))
             problem, fix = (_fill(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
             involves = " ".join([*when, *unless, rule.get("involves", "")])
-            yield Mistake(name, _read(config, name), problem, fix, involves)
+            value = _read(config, name)
+            yield Mistake(name, f"{value:g}" if isinstance(value, float) else value, problem, fix, involves)
 
 
 def _read(config: RunConfig, name: str) -> Any:

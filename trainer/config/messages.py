@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.aliases import ALIASES
 from trainer.config.errors import DATA_WANTED, Mistake, nearest, shown
 from trainer.config.problems import describe_problem
 from trainer.config.sections import RunConfig
@@ -67,8 +67,6 @@ def section_wanted(name: str, section: type[BaseModel], value: Any) -> Mistake:
 def _unknown_setting(path: Sequence[str]) -> Mistake:
     """Return the mistake of an unknown name; it involves the nearest setting of its section or else of all."""
     dotted, name = ".".join(path), path[-1]
-    if dotted in ELSEWHERE:
-        return Mistake(dotted, None, "not a setting here", ELSEWHERE[dotted])
     everywhere = {key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])} | {
         key: ours for alias, ours in ALIASES.items() for key in (alias, alias.rsplit(".", 1)[-1])
     }
