@@ -100,9 +100,17 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 class _CoreDumper(yaml.SafeDumper):
     """Dumper that quotes text which either version of YAML would read as another type."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        lines_are_printable = "\n" in text and all(line.isprintable() for line in text.split("\n"))
+        style = None if text.isprintable() else "|" if lines_are_printable else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
 
 for _name, (_pattern, _first) in _RULES.items():
     _CoreDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+
+
+_CoreDumper.add_representer(str, _CoreDumper.represent_text)
 
 
 def dump(tree: Any, **style: Any) -> str:
