@@ -315,7 +315,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "parallel.sequence=3": ("parallel.sequence=3: LlamaForCausalLM has 4 attention heads", "use a divisor of"),
     "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
-    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short within its header",),
+    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short or damaged",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),
