@@ -12,7 +12,6 @@ from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.preference_section import WITHOUT_REFERENCE
 from trainer.config.sections import TRACKERS, RunConfig
-from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
 from trainer.config.yaml_core import read_table
 from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
@@ -31,6 +30,10 @@ FACTS: dict[str, Callable[[RunConfig], Any]] = {
     "reference": lambda config: (
         config.preference.reference in ("step", "cached")
         or (config.preference.reference == "auto" and bool({*config.preference.loss} - {*WITHOUT_REFERENCE}))
+    ),
+    "held_out": lambda config: bool(config.dataset.val_split or config.dataset.evaluation),
+    "compared": lambda config: (
+        FACTS["held_out"](config) or bool(config.evaluation.tasks and config.training.compared_metric not in LOSSES)
     ),
     "with_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
 }
@@ -59,7 +62,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(f"{task}.{name}", value, problem, f"set task: {task}", "task")
     yield from _check_data(config)
     yield from _check_training(config)
-    yield from _check_evaluation(config)
+    yield from _check_scores(config)
     if config.scu.enabled:
         yield from _check_scu(config)
 
@@ -162,40 +165,12 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("logging.report_to", config.logging.report_to, problem)
 
 
-def _check_evaluation(config: RunConfig) -> Iterator[Mistake]:
-    training = config.training
-    for per_epoch, steps in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
-        if (given := getattr(training, per_epoch)) and getattr(training, steps) != getattr(TrainingSection(), steps):
-            problem = f"training.{steps} is also given"
-            yield Mistake(f"training.{per_epoch}", f"{given:g}", problem, "keep one", f"training.{steps}")
-    when = "evals_per_epoch" if training.evals_per_epoch else "eval_steps"
-    interval = getattr(training, when)
-    users = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
-    tasks = config.evaluation.tasks  # which need no held-out data
-    has_scores = tasks and training.compared_metric not in LOSSES
-    if not (config.dataset.val_split or config.dataset.evaluation or has_scores):
-        also = "" if interval else " training.eval_steps"
-        fix = f"set dataset.val_split or dataset.evaluation{also and f', and{also}'}"
-        for name, value in (users or ({when: interval} if interval and not tasks else {})).items():
-            involves = f"dataset.val_split dataset.evaluation{also}"
-            yield Mistake(f"training.{name}", value, "nothing is held out", fix, involves)
-    elif users and not interval:
-        problem = "early_stopping and best_checkpoint need evaluations"
-        yield Mistake("training.eval_steps", 0, problem, "set it", " ".join(f"training.{name}" for name in users))
-    yield from _check_scores(config)
-
-
 def _check_scores(config: RunConfig) -> Iterator[Mistake]:
     asked, best = config.evaluation, config.training.compared_metric
     for name in asked.metrics:
         if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
             fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"
             yield Mistake("evaluation.metrics", name, "unknown metric", fix)
-        elif name in ("regex", "json_schema") and not getattr(asked, name):
-            yield Mistake("evaluation.metrics", name, f"needs evaluation.{name}", "set it", f"evaluation.{name}")
-    if asked.metrics and not (config.dataset.val_split or config.dataset.evaluation):
-        fix = "set dataset.val_split or dataset.evaluation"
-        yield Mistake("evaluation.metrics", asked.metrics, "nothing is held out", fix, "dataset.val_split")
     known = [*LOSSES, *(name.rpartition(":")[2] for name in asked.metrics)]
     if best not in known and not (asked.tasks and "/" in best):
         fix = f"use {', '.join(known)}{' or TASK/METRIC' if asked.tasks else ''}"
