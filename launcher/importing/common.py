@@ -12,7 +12,7 @@ from trainer.config.sections import TRACKERS
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
-VISION = "training on images, video and sound is not supported"
+VISION = REASONS["vision"]
 NO_DATA = "there is nothing to train on"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
@@ -21,9 +21,6 @@ INT8 = (
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
-ALPACA_HEAD = "Below is an instruction that describes a task"
-ALPACA_PAIRED = ", paired with an input that provides further context"
-ALPACA_TAIL = ". Write a response that appropriately completes the request."
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
 CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
@@ -36,11 +33,11 @@ Interval = tuple[str, float]
 
 def alpaca(style: str) -> tuple[str, str]:
     """Return the prompt of Stanford Alpaca for records with an input, and for those without."""
-    system, with_input, without = STYLES[style]
-    return (
-        system.replace("{system}", ALPACA_HEAD + ALPACA_PAIRED + ALPACA_TAIL) + with_input,
-        system.replace("{system}", ALPACA_HEAD + ALPACA_TAIL) + without,
+    system, *turns = STYLES[style]
+    with_input, without = (
+        system.replace("{system}", text) + turn for text, turn in zip(read_tables()["alpaca"], turns, strict=True)
     )
+    return with_input, without
 
 
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:

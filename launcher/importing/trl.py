@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import EMPTY, Foreign, Translation, load_table, split_names
+from launcher.importing.translation import EMPTY, Foreign, Translation, load_table, read_tables, split_names
 from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
-REFUSED_SCRIPTS = {
-    common.REASONS["preferences"]: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|nash|prm|sdpo",
-    common.REASONS["distillation"]: r"gkd|gold|distillation|sdft|ssd",
-    common.VISION: r"vlm",
-    common.REASONS["diffusion"]: r"diffusion",
-}
+REFUSED_SCRIPTS: dict[str, str] = read_tables()["trl_scripts"]
 WHOLE_CONVERSATIONS = (
     "TRL trains on whole conversations, and on the completions of prompt and completion: for the latter write "
     "dataset.train_on: assistant"
@@ -35,11 +30,11 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
         script = f"trl {arguments[1]}"
-        others = "|".join(REFUSED_SCRIPTS.values())
+        others = "|".join(REFUSED_SCRIPTS)
         if not re.fullmatch(rf"sft|{'|'.join(SCRIPTS)}|{others}", arguments[1]):
             raise UserError(f"{script}: no command of TRL; use trl sft, {', '.join(SCRIPTS)}")
     stem = Path(script).stem.lower()
-    for reason, names in REFUSED_SCRIPTS.items():
+    for names, reason in REFUSED_SCRIPTS.items():
         if re.search(rf"(?<![a-z])({names})(?![a-z])", stem):
             raise UserError(f"{script}: {reason}")
     tree = read_options(arguments)
