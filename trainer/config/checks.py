@@ -206,17 +206,6 @@ def unusual_settings(config: RunConfig) -> list[str]:
                 f"lora.alpha={lora.alpha:g}: scales the update by {scale:g} at lora.r={lora.r}; 1 or 2 are usual, so "
                 "expect the loss to rise"
             )
-    if training.torch_compile and config.adapter != "none" and config.ops.backend != "peft":
-        lines.append(
-            "training.torch_compile=true: disables our fused operations (shared-input projections in one call, the "
-            "adapter in one buffer, norms, SwiGLU, rotary embedding), which are faster and take less memory "
-            "(docs/lab/performance.md); remove it, or measure: `zerolora bench training.torch_compile=true`"
-        )
-    if training.adam_epsilon > 1e-3:
-        lines.append(
-            f"training.adam_epsilon={training.adam_epsilon:g}: larger than most gradients; 1e-8 is usual, and "
-            "hardly anything will be learnt"
-        )
     data, held_out = config.dataset, config.dataset.evaluation
     if held_out and all(getattr(held_out, name) == getattr(data, name) for name in ("path", "name", "split")):
         lines.append(f"dataset.evaluation.path={held_out.path}: is the training data, and shows no overfitting")

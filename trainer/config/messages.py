@@ -131,19 +131,11 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
 
 def setting_type(dotted: str) -> Any:
     """Return the type of a setting; None if it does not exist or accepts anything."""
-    section: type[BaseModel] | None = RunConfig
-    kind: Any = None
-    for part in dotted.split("."):
-        if section is not None:
-            if part not in section.model_fields:
-                return None
-            kind = section.model_fields[part].annotation
-            section = _find_model(kind)
-        elif get_origin(kind) is dict and get_args(kind)[1] is not Any:
-            kind = get_args(kind)[1]
-        else:
-            return None
-    return kind
+    above, _, name = dotted.rpartition(".")
+    if section := section_at(above.split(".") if above else []):
+        return section.model_fields[name].annotation if name in section.model_fields else None
+    kind = setting_type(above)
+    return get_args(kind)[1] if get_origin(kind) is dict and get_args(kind)[1] is not Any else None
 
 
 def _find_model(annotation: Any) -> type[BaseModel] | None:
