@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.adapter_settings import read_initial_adapter
+from trainer.config.aliases import read_table
 from trainer.config.errors import DATA_WANTED, Mistake, UserError, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.preference_section import WITHOUT_REFERENCE
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.types import AUTO
-from trainer.config.yaml_core import read_table
 from trainer.config.zero import check_extra, gathers_by_layer, why_not_by_layer
 
 ROLES = ("assistant", "user", "system", "tool")

@@ -22,6 +22,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 
     Raises UserError if it is not `name=value`, or brackets are not closed.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python reads other bytes
+        raise UserError(f"{text!a}: not a text in UTF-8; write it in UTF-8")
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.yaml_core import read_table
+from trainer.config.aliases import read_table
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from trainer.config.errors import UserError
+from trainer.config.files import UnreadableFile, decode_text, read_bytes
 
 MOST_BYTES = 8 * 2**20
 MOST_VALUES = 100_000
@@ -38,12 +39,6 @@ class YamlFile:
     lines: dict[str, int]
     mistakes: list[tuple[int, str]]
     """Line and message of duplicate keys, which YAML allows and a configuration does not."""
-
-
-def read_table(path: Path) -> Any:
-    """Return the content of a YAML file of this package."""
-    # Every command reads some: libyaml takes 4 ms for 200 lines, PyYAML alone 17.
-    return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 class Yaml11Loader(yaml.SafeLoader):
@@ -197,26 +192,13 @@ def _hint(problem: str) -> str:
 def read_text(path: Path) -> str:
     """Return the text of a file; raises UserError if it cannot be read."""
     try:
-        if path.is_dir():
-            raise UserError(f"{path}: is a folder; use a YAML file in it")
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        return decode_text(read_bytes(path, MOST_BYTES), path)
     except FileNotFoundError:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
         raise UserError(f"{path}: no such file; presets are in configs/") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions, or use another") from None
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; use a YAML file of settings")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}: cannot be read as text (line {line}: byte 0x{content[error.start]:02x} is not UTF-8); "
-            "use a YAML file, or save this one as UTF-8"
-        ) from None
+    except UnreadableFile as error:
+        raise UserError(f"{path}: {error.problem}; use a YAML file of settings in UTF-8") from None
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
