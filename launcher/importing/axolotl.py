@@ -22,8 +22,6 @@ def translate(foreign: Foreign) -> Translation:
         common.set_preference(t, {rl: 1.0, "sft": t.get("rpo_alpha", 0.0)}, "sequence_len", "rl", "rpo_alpha")
     elif t.get("reward_model"):
         common.set_preference(t, None, "sequence_len", "reward_model")
-        if t.get("num_labels", 1) != 1:
-            t.refuse("num_labels", "a reward is one number; use 1")
     else:
         t.drop("preference.", "reward.")
     common.set_distribution(t)
@@ -87,9 +85,6 @@ def find_names(pattern: str) -> list[str]:
 
 def set_training(t: Translation) -> None:
     """Set batches, schedule, precision and recomputation."""
-    if t.get("batch_size") and not t.get("gradient_accumulation_steps"):
-        steps = t.get("batch_size") // max(1, t.get("micro_batch_size", 1))
-        t.put("training.gradient_accumulation_steps", max(1, steps), "batch_size")
     min_ratio = t.get("cosine_min_lr_ratio")
     if min_ratio is not None and min_ratio >= 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")

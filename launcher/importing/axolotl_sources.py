@@ -20,13 +20,23 @@ def set_data(t: Translation) -> None:
     refuse_vision(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
-        set_pretraining(t, streamed)
+        (at, entry), *others = list_entries(t, "pretraining_dataset")
+        if others:
+            t.refuse("pretraining_dataset", "several streamed sources: put them into dataset.mix by hand")
+        t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
     else:
         t.require("datasets", common.NO_DATA)
-        t.put_sources(read_sources(t, "datasets"), "datasets")
+        t.put_sources([read_source(t, entry, at) for at, entry in list_entries(t, "datasets")], "datasets")
     if t.get("streaming", bool(streamed)):
         t.put("dataset.streaming", True, "streaming", "pretraining_dataset")
-    set_held_out(t)
+    if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
+        if len(held_out) > 1:
+            t.leave_out("test_datasets", f"only the first of {len(held_out)} is used")
+        t.put("dataset.evaluation", held_out[0], "test_datasets")
+        t.drop("dataset.val_split")
+    elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
+        t.drop("dataset.val_split")
+        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
     if streamed and not t.get("excess_length_strategy"):
         t.drop("dataset.too_long")
     set_chat_template(t)
@@ -48,11 +58,6 @@ def refuse_vision(t: Translation) -> None:
         t.refuse("processor_type", common.VISION)
     elif re.search(r"(?<![a-z])(llava|images?|vision|audio|vqa|librispeech)(?![a-z])", paths):
         t.refuse("datasets", common.VISION)
-
-
-def read_sources(t: Translation, name: str) -> list[dict[str, Any]]:
-    """Return the settings of each source that a key lists."""
-    return [read_source(t, entry, at) for at, entry in list_entries(t, name)]
 
 
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     fields |= ours.pop("fields", {}) | entry.get("fields", {})
     ours |= {"fields": fields} if fields else {}
     known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
-    for key in entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}:
+    for key in sorted(entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}):
         t.leave_out(at, f"{key} of a source: no counterpart here")
     settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | ours
     return {key: settings[key] for key in SourceSection.model_fields if key in settings}
@@ -136,55 +141,35 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
     return ours | {"fields": fields | {"completion": names["output"]}}
 
 
-def set_pretraining(t: Translation, streamed: Any) -> None:
-    """Set a source of plain text."""
-    if isinstance(streamed, list) and len(streamed) > 1:
-        t.refuse("pretraining_dataset", "several streamed sources: put them into dataset.mix by hand")
-    for at, entry in list_entries(t, "pretraining_dataset")[:1]:
-        t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
-
-
-def set_held_out(t: Translation) -> None:
-    """Set the evaluation data: a separate source, or a fraction of the records."""
-    if sources := read_sources(t, "test_datasets"):
-        if len(sources) > 1:
-            t.leave_out("test_datasets", f"only the first of {len(sources)} is used")
-        t.put("dataset.evaluation", sources[0], "test_datasets")
-        t.drop("dataset.val_split")
-    elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
-        t.drop("dataset.val_split")
-        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
+def read_shared(t: Translation, name: str) -> tuple[Any, str]:
+    """Return the value of a key that all sources share here, of the file or of its sources, and where it is from."""
+    if t.get(name):
+        return t.get(name), name
+    found = [entry[name] for _, entry in list_entries(t) if name in entry]
+    if any(value != found[0] for value in found):
+        t.refuse("datasets", f"different {name}: all sources share one")
+    return found[0] if found else None, "datasets"
 
 
 def set_chat_template(t: Translation) -> None:
     """Set the chat template, which all sources share."""
     common.set_thinking(t)
-    jinja = t.get("chat_template_jinja") or next(
-        (entry["chat_template_jinja"] for _, entry in list_entries(t) if "chat_template_jinja" in entry), None
-    )
-    inner = {entry["chat_template"]: at for at, entry in list_entries(t) if "chat_template" in entry}
-    if len(inner) > 1:
-        t.refuse("datasets", f"chat templates {', '.join(sorted(inner))}: all sources share one")
-    name = t.get("chat_template") or next(iter(inner), "tokenizer_default")
-    at = "chat_template" if t.get("chat_template") else inner.get(name, "datasets")
+    (jinja, at_jinja), (name, at) = read_shared(t, "chat_template_jinja"), read_shared(t, "chat_template")
+    is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
     if jinja:
-        t.put("dataset.chat_template", jinja, "chat_template_jinja" if t.get("chat_template_jinja") else "datasets")
-    elif any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t)) and name != "tokenizer_default":
-        if name in common.CHAT_TEMPLATES:
-            t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
-        else:
-            t.note(at, f"{name}: {common.OWN_TEMPLATE}")
+        t.put("dataset.chat_template", jinja, at_jinja)
+    elif is_used and name in common.CHAT_TEMPLATES:
+        t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
+    elif is_used and name not in (None, "tokenizer_default"):
+        t.note(at, f"{name}: {common.OWN_TEMPLATE}")
 
 
 def set_roles(t: Translation) -> None:
     """Set the roles to train on, which all sources share."""
-    inner = {tuple(split_names(entry["roles_to_train"])) for _, entry in list_entries(t) if "roles_to_train" in entry}
-    if len(inner) > 1:
-        t.refuse("datasets", "different roles_to_train: all sources share the roles")
-    roles = split_names(t.get("roles_to_train")) or list(next(iter(inner), ()))
+    roles, at = read_shared(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):
-        ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in roles)
-        t.put("dataset.train_on", list(ours), "roles_to_train" if t.get("roles_to_train") else "datasets")
+        ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))
+        t.put("dataset.train_on", list(ours), at)
     for name in ("train_on_eos", "train_on_eot"):
         if t.get(name, "turn") != "turn":
             t.note(name, f"{t.get(name)}: {END_OF_TURN}")

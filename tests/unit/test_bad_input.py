@@ -28,7 +28,7 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "plain text": ("hello\n", ("config.yaml: is a single value",)),
     "bracket left open": ("lora: {r: 8\n", ("not valid YAML at line 2, column 1",)),
     "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "\\t")),
-    "not text": (b"\xff\xfe\x00", ("config.yaml: cannot be read as text",)),
+    "not text": (b"\xff\xfe\x00", ("config.yaml: line 1: byte 0xff is not UTF-8",)),
     "a date": (GOOD + "seed: 2026-09-09\n", ("seed=2026-09-09: must be a whole number (config.yaml:4)",)),
     "code in a tag": (GOOD + "seed: !!python/object/apply:os.getpid []\n", ("not valid YAML at line 4", "os.getpid")),
     "section twice": (
