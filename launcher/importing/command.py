@@ -145,7 +145,6 @@ def _printable(text: str) -> str:
 
 
 def _format_section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
-    """Return the settings in the order of the reference, sections last."""
     lines: list[str] = []
     inner: list[str] = []
     for name, field in section.model_fields.items():

@@ -105,7 +105,6 @@ def load_table(name: str) -> dict[str, Key]:
 
 
 def _read_row(row: Mapping[str, Any]) -> Key:
-    """Return the row that tables.yaml describes; a key of `values` and `notes` may name several values."""
     kind, values, unless = read_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
     values = {value: value for value in values} if isinstance(values, list) else values and _split_keys(values)
     return Key(**{**row, "kind": kind, "values": values, "unless": unless, "notes": _split_keys(row.get("notes", {}))})

@@ -102,7 +102,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no pattern": ({"evaluation__metrics": ["regex"]}, "evaluation.metrics=[regex]: needs evaluation.regex; set it"),
     "bad pattern": (
         {"evaluation__metrics": ["regex"], "evaluation__regex": "("},
-        "evaluation.regex=(: not a valid regular expression",
+        "evaluation.regex=(: ( is not a valid regular expression",
     ),
     "nothing held out": (
         {"evaluation__metrics": ["exact_match"], "dataset__evaluation": None},

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -39,9 +40,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _value(annotation: Any, name: str, value: str) -> Any:
     text = value.strip()
     if text.startswith(_QUOTES):
-        quoted = _quoted(text)
-        if quoted is not None:
-            return quoted
+        with suppress(ValueError):
+            if isinstance(quoted := parse(text), str):
+                return quoted
     if annotation is not None and is_text(annotation):
         return None if not text or is_null(annotation, text) else value
     is_list_of_words = annotation is not None and tuple in kinds(annotation)
@@ -55,14 +56,6 @@ def _value(annotation: Any, name: str, value: str) -> Any:
         raise UserError(
             f"{name}={shown(value)}: not valid YAML; close its brackets, and put text with # or : in quotes"
         ) from None
-
-
-def _quoted(text: str) -> str | None:
-    try:
-        value = parse(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
 
 
 def positive_int(text: str) -> int:
@@ -149,7 +142,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _name(action: argparse.Action) -> tuple[str, ...]:
-    """Return the name of an argument, or the spellings and the value of an option."""
     kind = "N" if action.type in (int, positive_int) else action.dest.upper()
     value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
     return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)

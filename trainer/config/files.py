@@ -56,7 +56,6 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def _read(path: Path, offset: int, count: int) -> bytes:
-    """Return at most `count` bytes of a regular file; raises like `read_bytes`."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):

@@ -139,7 +139,6 @@ def setting_type(dotted: str) -> Any:
 
 
 def _find_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a field's type, also within a tuple or an optional type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _find_model(inner))), None)

@@ -117,16 +117,13 @@ def parse(text: str) -> Any:
     """Return the value of a YAML text without comments; raises ValueError or UserError."""
     try:
         loader = _CoreLoader(text)  # refuses control characters
-        try:
-            node = loader.get_single_node()
-            if node is None or node.end_mark.index != len(text):
-                raise ValueError("a comment, which is text on a command line")
-            value = loader.construct_document(node)
-            for _, mistake in loader.mistakes:
-                raise UserError(mistake)
-            return value
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is None or node.end_mark.index != len(text):
+            raise ValueError("a comment, which is text on a command line")
+        value = loader.construct_document(node)
+        for _, mistake in loader.mistakes:
+            raise UserError(mistake)
+        return value
     except (yaml.YAMLError, RecursionError, *TAG_ERRORS) as error:
         raise ValueError(str(error)) from None
 
@@ -139,8 +136,6 @@ def plain(text: str) -> Any:
         value: Any = loader.construct_object(yaml.ScalarNode(tag, text.strip()))
     except (ValueError, yaml.YAMLError):  # more digits than Python reads; `<<`
         return text
-    finally:
-        loader.dispose()
     return text if isinstance(value, str) else value
 
 
@@ -153,13 +148,9 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     """Return the settings in a text, the content of the file `path`; raises UserError if it has none."""
     try:
         loader = loader_class(text)
-        try:
-            node = loader.get_single_node()
-            _count_values(node, {}, path)
-            tree = None if node is None else loader.construct_document(node)
-            mistakes = loader.mistakes
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        _count_values(node, {}, path)
+        tree = None if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(
@@ -178,7 +169,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
         raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
-    return YamlFile(tree, lines, mistakes)
+    return YamlFile(tree, lines, loader.mistakes)
 
 
 def _hint(problem: str) -> str:
