@@ -135,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
     def describe_error(self, message: str) -> str:
         """Return argparse's message with its fix; `--training.epochs 3` is answered with the override to write."""
         words = message.partition("unrecognized arguments: ")[2].split()
-        if words and (override := suggest_override(words[0], words)):
+        if words and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # which argparse takes for required
         return f"{one_line(message)}; `{self.prog} --help` says how"

@@ -80,18 +80,10 @@ def _unknown_setting(path: Sequence[str]) -> Mistake:
     return Mistake(dotted, None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
 
 
-def suggest_override(option: str, words: Sequence[str]) -> str | None:
-    """Return the override to write for a setting typed as an option: `training.epochs=3` for `--training.epochs 3`."""
-    name = option.partition("=")[0].lstrip("-")
-    known = {*setting_names(), *ALIASES}
-    name = next((known_name for known_name in (name, name.replace("-", "_")) if known_name in known), "")
-    if not name:
-        return None
-    for at, word in enumerate(words):
-        if word.partition("=")[0] == option.partition("=")[0]:
-            following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "..."
-            return f"{name}={word.partition('=')[2] or following}"
-    return f"{name}=..."
+def suggest_override(option: str) -> str | None:
+    """Return the override to write for a setting typed as an option: `training.epochs=...` for `--training.epochs`."""
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    return f"{name}=..." if name in {*setting_names(), *ALIASES} else None
 
 
 def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
