@@ -81,9 +81,9 @@ def _unknown_setting(path: Sequence[str]) -> Mistake:
 
 
 def suggest_override(option: str) -> str | None:
-    """Return the override to write for a setting typed as an option: `training.epochs=...` for `--training.epochs`."""
+    """Return the override to write for a setting typed as an option, such as `training.epochs=VALUE`."""
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    return f"{name}=..." if name in {*setting_names(), *ALIASES} else None
+    return f"{name}=VALUE" if name in {*setting_names(), *ALIASES} else None
 
 
 def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
