@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -200,7 +199,7 @@ def main() -> int:
         return int(build_command()(args=words, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
-        mistake = one_line(_describe_usage_error(error, words))
+        mistake = one_line(_describe_usage_error(error))
         say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
         return EXIT_USAGE
     except typer.Abort:
@@ -219,7 +218,7 @@ def main() -> int:
         return EXIT_FAILED
 
 
-def _describe_usage_error(error: Any, words: Sequence[str]) -> str:
+def _describe_usage_error(error: Any) -> str:
     option = getattr(error, "option_name", None)
-    override = suggest_override(option, words) if option else None
+    override = suggest_override(option) if option else None
     return f"{option}: settings are written without dashes: {override}" if override else error.format_message()

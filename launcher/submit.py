@@ -18,7 +18,7 @@ from launcher.status import COMMENT
 from launcher.supervision.terminal import say
 from launcher.targets.local import SAFE_PATH
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.aliases import resolve_alias
+from trainer.config.aliases import ALIASES
 from trainer.contract.home import HOME
 from trainer.contract.whole_files import write_whole
 
@@ -248,12 +248,12 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
     Raises UserError for malformed text, a setting that is also in `fixed`, and too many runs.
     """
     axes: list[list[str]] = []
-    given = {resolve_alias(text.partition("=")[0].strip())[0]: text for text in fixed}
+    given = {ALIASES.get(name := text.partition("=")[0].strip(), name): text for text in fixed}
     for text in sweep:
         key, _, values = text.partition("=")
         if not key or not values:
             raise UserError(f"--sweep {text}: must read `training.learning_rate=1e-4,2e-4`")
-        name = resolve_alias(key.strip())[0]
+        name = ALIASES.get(key.strip(), key.strip())
         if name == "output_dir":
             raise UserError(f"{text}: a sweep needs a single output_dir, in which each run gets its own folder")
         if name == RESUME:

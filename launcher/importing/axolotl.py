@@ -3,24 +3,11 @@
 import re
 
 from launcher.importing import common
-from launcher.importing.axolotl_sources import SOURCES, set_data
-from launcher.importing.translation import Foreign, Key, Text, Translation, load_table, split_names
+from launcher.importing.axolotl_sources import set_data
+from launcher.importing.translation import Foreign, Translation, load_table, read_tables, split_names
 
-KEYS = load_table(
-    "axolotl",
-    common.SHARED_ROWS
-    | {
-        "tokens": Key(([Text], {"pad_token": Text})),  # an older name of special_tokens
-        **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset"), Key(SOURCES)),
-    },
-)
-PLUGINS_REFUSED = {
-    "Diffusion": common.REASONS["diffusion"],
-    "LLMCompressor": common.REASONS["sparse"],
-    "KD": common.REASONS["distillation"],
-    "Spectrum": "Spectrum is not supported",
-    "GrokFast": "Grokfast is not supported",
-}
+KEYS = load_table("axolotl")
+PLUGINS_REFUSED: dict[str, str] = read_tables()["axolotl_plugins"]
 
 
 def translate(foreign: Foreign) -> Translation:
@@ -35,8 +22,6 @@ def translate(foreign: Foreign) -> Translation:
         common.set_preference(t, {rl: 1.0, "sft": t.get("rpo_alpha", 0.0)}, "sequence_len", "rl", "rpo_alpha")
     elif t.get("reward_model"):
         common.set_preference(t, None, "sequence_len", "reward_model")
-        if t.get("num_labels", 1) != 1:
-            t.refuse("num_labels", "a reward is one number; use 1")
     else:
         t.drop("preference.", "reward.")
     common.set_distribution(t)
@@ -100,9 +85,6 @@ def find_names(pattern: str) -> list[str]:
 
 def set_training(t: Translation) -> None:
     """Set batches, schedule, precision and recomputation."""
-    if t.get("batch_size") and not t.get("gradient_accumulation_steps"):
-        steps = t.get("batch_size") // max(1, t.get("micro_batch_size", 1))
-        t.put("training.gradient_accumulation_steps", max(1, steps), "batch_size")
     min_ratio = t.get("cosine_min_lr_ratio")
     if min_ratio is not None and min_ratio >= 1:
         t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")

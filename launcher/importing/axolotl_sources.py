@@ -4,36 +4,14 @@ import re
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import UNSET, Names, Text, Translation, split_names
-from trainer.config import UserError
+from launcher.importing.translation import UNSET, Translation, read_tables, split_names
 from trainer.config.data_sections import SourceSection
-from trainer.config.source_dialect import FIELDS, NO_EFFECT, source_settings
 
-PAIR_FIELDS = ("field_chosen", "field_rejected", "field_prompt", "field_completion", "field_label")
-SOURCE = {
-    **dict.fromkeys((*FIELDS, "path", "name", "split", "revision", "chat_template", "chat_template_jinja"), Text),
-    "type": (Text, {"*": Text}),
-    "data_files": Names,
-    "roles": {"*": Names},
-    "fields": {"*": Text},
-    "message_property_mappings": {"*": Text},
-    "roles_to_train": Names,
-    "train_on_eos": Text,
-    "train_on_eot": Text,
-    **dict.fromkeys(PAIR_FIELDS, Text),
-}
-SOURCES = ([(SOURCE, Text)], SOURCE, Text)
-# Style of a `type` of preference data -> the records' field of the question.
-QUESTIONS = {"intel": "question", "argilla": "instruction", "icr": "input", "prompt_pairs": "prompt"}
-REFUSED = {
-    "message_field_training": "a field that marks the turns to train on must be called train, training or weight here",
-    "message_field_training_detail": "training on parts of a turn is not supported",
-    "shards": "select a part of a data set with split: train[:10%]",
-    "input_transform": "records are read as they are; transform them before",
-}
-DROPPED = ("shards_idx", "field_thinking", "template_thinking_key", "split_thinking", "drop_system_message", "skip")
-ELSEWHERE = ("roles_to_train", "chat_template", "chat_template_jinja", "train_on_eos", "train_on_eot")
-"""Keys of a source that apply to all sources here."""
+_TABLE = read_tables()["axolotl_sources"]
+FIELDS, QUESTIONS, REFUSED = (_TABLE[name] for name in ("fields", "questions", "refused"))
+PAIR_FIELDS, DROPPED, ELSEWHERE, NO_EFFECT = (
+    _TABLE[name].split() for name in ("pair_fields", "dropped", "elsewhere", "none")
+)
 END_OF_TURN = "the token that ends a trained turn is trained on, and no other"
 
 
@@ -42,13 +20,23 @@ def set_data(t: Translation) -> None:
     refuse_vision(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
-        set_pretraining(t, streamed)
+        (at, entry), *others = list_entries(t, "pretraining_dataset")
+        if others:
+            t.refuse("pretraining_dataset", "several streamed sources: put them into dataset.mix by hand")
+        t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
     else:
         t.require("datasets", common.NO_DATA)
-        t.put_sources(read_sources(t, "datasets"), "datasets")
+        t.put_sources([read_source(t, entry, at) for at, entry in list_entries(t, "datasets")], "datasets")
     if t.get("streaming", bool(streamed)):
         t.put("dataset.streaming", True, "streaming", "pretraining_dataset")
-    set_held_out(t)
+    if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
+        if len(held_out) > 1:
+            t.leave_out("test_datasets", f"only the first of {len(held_out)} is used")
+        t.put("dataset.evaluation", held_out[0], "test_datasets")
+        t.drop("dataset.val_split")
+    elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
+        t.drop("dataset.val_split")
+        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
     if streamed and not t.get("excess_length_strategy"):
         t.drop("dataset.too_long")
     set_chat_template(t)
@@ -72,11 +60,6 @@ def refuse_vision(t: Translation) -> None:
         t.refuse("datasets", common.VISION)
 
 
-def read_sources(t: Translation, name: str) -> list[dict[str, Any]]:
-    """Return the settings of each source that a key lists."""
-    return [read_source(t, entry, at) for at, entry in list_entries(t, name)]
-
-
 def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
     """Return the settings of one source."""
     if entry.get("message_field_training") in ("train", "training", "weight"):  # read without being named
@@ -90,20 +73,18 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     for key in ("train_on_eos", "train_on_eot"):
         if entry.get(key, "turn") != "turn":
             t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
-    t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry and key not in ELSEWHERE]
+    t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry]
     kind = t.get("rl") or ("reward" if t.get("reward_model") else "")
     ours = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{at}.type")
-    others = ("type", "fields", *PAIR_FIELDS, *DROPPED, *ELSEWHERE, *REFUSED)
-    given = {key: value for key, value in entry.items() if key not in others}
-    try:
-        settings, _ = source_settings(given)
-    except UserError as error:
-        t.report(at, entry, str(error))
-        return {}
-    fields = {**settings.get("fields", {}), **ours.pop("fields", {}), **entry.get("fields", {})}
-    for key in [key for key in settings if key not in SourceSection.model_fields]:
+    turns = entry.get("message_property_mappings", {})
+    fields = {name: entry[key] for key, name in FIELDS.items() if key in entry}
+    fields |= {name: turns[name] for name in ("role", "content") if turns.get(name, name) != name}
+    fields |= ours.pop("fields", {}) | entry.get("fields", {})
+    ours |= {"fields": fields} if fields else {}
+    known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
+    for key in sorted(entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}):
         t.leave_out(at, f"{key} of a source: no counterpart here")
-    settings |= {"fields": fields, **ours} if fields else ours
+    settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | ours
     return {key: settings[key] for key in SourceSection.model_fields if key in settings}
 
 
@@ -160,55 +141,35 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
     return ours | {"fields": fields | {"completion": names["output"]}}
 
 
-def set_pretraining(t: Translation, streamed: Any) -> None:
-    """Set a source of plain text."""
-    if isinstance(streamed, list) and len(streamed) > 1:
-        t.refuse("pretraining_dataset", "several streamed sources: put them into dataset.mix by hand")
-    for at, entry in list_entries(t, "pretraining_dataset")[:1]:
-        t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
-
-
-def set_held_out(t: Translation) -> None:
-    """Set the evaluation data: a separate source, or a fraction of the records."""
-    if sources := read_sources(t, "test_datasets"):
-        if len(sources) > 1:
-            t.leave_out("test_datasets", f"only the first of {len(sources)} is used")
-        t.put("dataset.evaluation", sources[0], "test_datasets")
-        t.drop("dataset.val_split")
-    elif "dataset.streaming" in t.settings and "dataset.val_split" in t.settings:
-        t.drop("dataset.val_split")
-        t.leave_out("val_set_size", "a stream cannot be split; set dataset.evaluation")
+def read_shared(t: Translation, name: str) -> tuple[Any, str]:
+    """Return the value of a key that all sources share here, of the file or of its sources, and where it is from."""
+    if t.get(name):
+        return t.get(name), name
+    found = [entry[name] for _, entry in list_entries(t) if name in entry]
+    if any(value != found[0] for value in found):
+        t.refuse("datasets", f"different {name}: all sources share one")
+    return found[0] if found else None, "datasets"
 
 
 def set_chat_template(t: Translation) -> None:
     """Set the chat template, which all sources share."""
     common.set_thinking(t)
-    jinja = t.get("chat_template_jinja") or next(
-        (entry["chat_template_jinja"] for _, entry in list_entries(t) if "chat_template_jinja" in entry), None
-    )
-    inner = {entry["chat_template"]: at for at, entry in list_entries(t) if "chat_template" in entry}
-    if len(inner) > 1:
-        t.refuse("datasets", f"chat templates {', '.join(sorted(inner))}: all sources share one")
-    name = t.get("chat_template") or next(iter(inner), "tokenizer_default")
-    at = "chat_template" if t.get("chat_template") else inner.get(name, "datasets")
+    (jinja, at_jinja), (name, at) = read_shared(t, "chat_template_jinja"), read_shared(t, "chat_template")
+    is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
     if jinja:
-        t.put("dataset.chat_template", jinja, "chat_template_jinja" if t.get("chat_template_jinja") else "datasets")
-    elif any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t)) and name != "tokenizer_default":
-        if name in common.CHAT_TEMPLATES:
-            t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
-        else:
-            t.note(at, f"{name}: {common.OWN_TEMPLATE}")
+        t.put("dataset.chat_template", jinja, at_jinja)
+    elif is_used and name in common.CHAT_TEMPLATES:
+        t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
+    elif is_used and name not in (None, "tokenizer_default"):
+        t.note(at, f"{name}: {common.OWN_TEMPLATE}")
 
 
 def set_roles(t: Translation) -> None:
     """Set the roles to train on, which all sources share."""
-    inner = {tuple(split_names(entry["roles_to_train"])) for _, entry in list_entries(t) if "roles_to_train" in entry}
-    if len(inner) > 1:
-        t.refuse("datasets", "different roles_to_train: all sources share the roles")
-    roles = split_names(t.get("roles_to_train")) or list(next(iter(inner), ()))
+    roles, at = read_shared(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):
-        ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in roles)
-        t.put("dataset.train_on", list(ours), "roles_to_train" if t.get("roles_to_train") else "datasets")
+        ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))
+        t.put("dataset.train_on", list(ours), at)
     for name in ("train_on_eos", "train_on_eot"):
         if t.get(name, "turn") != "turn":
             t.note(name, f"{t.get(name)}: {END_OF_TURN}")

@@ -6,16 +6,15 @@ import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import BaseModel, ValidationError
 
-from launcher.importing.translation import Foreign, Setting, Translation
+from launcher.importing.translation import Foreign, Translation
 from launcher.supervision.terminal import say
-from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.load import load_text
+from trainer.config.load import load_text, recognize_trainer
 from trainer.config.needs import find_unread_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, dump, parse_yaml, read_yaml
@@ -100,7 +99,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
         raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
     if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
-    return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines, files=[path])
+    return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines)
 
 
 WIDTH = 118
@@ -146,7 +145,6 @@ def _printable(text: str) -> str:
 
 
 def _format_section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
-    """Return the settings in the order of the reference, sections last."""
     lines: list[str] = []
     inner: list[str] = []
     for name, field in section.model_fields.items():
@@ -156,49 +154,10 @@ def _format_section(translation: Translation, section: type[BaseModel], prefix: 
             below = _format_section(translation, kind, f"{dotted}.", f"{indent}  ")
             inner += [f"{indent}{name}:", *below] if below else []
         elif (setting := translation.settings.get(dotted)) is not None:
-            lines += _format_entry(translation.foreign, name, setting, indent)
+            is_inline = None if isinstance(setting.value, (dict, list, tuple)) else False
+            text = dump({name: setting.value}, default_flow_style=is_inline, width=math.inf)
+            first, *rest = textwrap.indent(text, indent).split("\n")[:-1]
+            foreign, names = translation.foreign, setting.names
+            origin = _describe_origin(foreign, names) if names else f"the default of {foreign.trainer}"
+            lines += [f"{first:<{COLUMN}}  # {_printable(origin)}", *rest]
     return lines + inner
-
-
-def _format_entry(foreign: Foreign, name: str, setting: Setting, indent: str) -> list[str]:
-    first, *rest = _format_value(name, setting.value, indent)
-    origin = _describe_origin(foreign, setting.names) if setting.names else f"the default of {foreign.trainer}"
-    return [f"{first:<{COLUMN}}  # {_printable(origin)}", *rest]
-
-
-def _format_value(name: str, value: Any, indent: str) -> list[str]:
-    name = _format_inline(name)
-    if isinstance(value, str) and "\n" in value and _is_plain(value):
-        mark = "|" if value.endswith("\n") else "|-"
-        lines = value.removesuffix("\n").split("\n")
-        return [f"{indent}{name}: {mark}", *(f"{indent}  {line}".rstrip() for line in lines)]
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        lines = [f"{indent}{name}:"]
-        for item in value:
-            entry = [line for key, inner in item.items() for line in _format_value(key, inner, f"{indent}    ")]
-            first, *others = entry or ["{}"]  # empty after a mistake, which is reported later
-            lines += [f"{indent}  - {first.strip()}", *others]
-        return lines
-    if isinstance(value, dict) and any(
-        isinstance(inner, (dict, list)) or "\n" in str(inner) for inner in value.values()
-    ):
-        below = (_format_value(key, inner, f"{indent}  ") for key, inner in value.items())
-        return [f"{indent}{name}:", *(line for lines in below for line in lines)]
-    return [f"{indent}{name}: {_format_inline(value)}"]
-
-
-def _is_plain(text: str) -> bool:
-    """Return whether a block scalar preserves the text."""
-    lines = text.removesuffix("\n").split("\n")
-    is_even = bool(lines[0].strip() and lines[-1]) and not text.startswith(" ")
-    return is_even and all(line == line.rstrip() and line.isprintable() for line in lines)
-
-
-def _format_inline(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_format_inline(key)}: {_format_inline(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_format_inline(inner) for inner in value) + "]"
-    is_quoted = isinstance(value, str) and (not value.isprintable() or any(mark in value for mark in "{}[],"))
-    text = dump(value, default_style='"' if is_quoted else None, width=math.inf)
-    return text.removesuffix("\n...\n").strip("\n")

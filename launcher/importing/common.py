@@ -1,21 +1,10 @@
 """Rows and rules shared by Axolotl, LLaMA-Factory and TRL, which use many settings of transformers."""
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from launcher.importing.translation import (
-    Key,
-    Text,
-    Translation,
-    Whole,
-    convert,
-    is_off,
-    load_table,
-    read_tables,
-    split_names,
-)
+from launcher.importing.translation import Translation, convert, is_off, load_table, read_kind, read_tables, split_names
 from trainer.config import UserError, aliases
 from trainer.config.errors import shown
 from trainer.config.files import read_json
@@ -23,7 +12,7 @@ from trainer.config.sections import TRACKERS
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
-VISION = "training on images, video and sound is not supported"
+VISION = REASONS["vision"]
 NO_DATA = "there is nothing to train on"
 INT8 = (
     "weights (per row), inputs (per token) and products are int8, without LLM.int8's outliers in 16 bits; on Hopper "
@@ -32,43 +21,23 @@ INT8 = (
 OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
-ALPACA_HEAD = "Below is an instruction that describes a task"
-ALPACA_PAIRED = ", paired with an input that provides further context"
-ALPACA_TAIL = ". Write a response that appropriately completes the request."
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
 CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
-DEEPSPEED = {
-    "zero_optimization": {"stage": Whole, "offload_optimizer": {"device": Text}, "offload_param": {"device": Text}}
-}
-FSDP = {
-    f"{prefix}{name}": kind
-    for prefix in ("", "fsdp_")
-    for name, kind in {
-        "sharding_strategy": Whole | Text,
-        "reshard_after_forward": bool | Text,
-        "offload_params": bool,
-        "activation_checkpointing": bool,
-    }.items()
-}
+PARTITION = read_kind(read_tables()["types"]["partition"])
 FSDP_STAGES = {"NO_SHARD": 0, "3": 0, "SHARD_GRAD_OP": 2, "2": 2}
 
 Interval = tuple[str, float]
 """Every N steps as ("steps", N), or N times per epoch as ("s_per_epoch", N)."""
-SHARED_ROWS = {
-    "deepspeed": Key((Text, DEEPSPEED)),
-    "fsdp": Key((Text, [Text])),
-    "fsdp_config": Key((Text, FSDP)),
-}
 
 
 def alpaca(style: str) -> tuple[str, str]:
     """Return the prompt of Stanford Alpaca for records with an input, and for those without."""
-    system, with_input, without = STYLES[style]
-    return (
-        system.replace("{system}", ALPACA_HEAD + ALPACA_PAIRED + ALPACA_TAIL) + with_input,
-        system.replace("{system}", ALPACA_HEAD + ALPACA_TAIL) + without,
+    system, *turns = STYLES[style]
+    with_input, without = (
+        system.replace("{system}", text) + turn for text, turn in zip(read_tables()["alpaca"], turns, strict=True)
     )
+    return with_input, without
 
 
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
@@ -169,10 +138,6 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
         chosen = ("steps", 0)
     elif strategy == "epoch":
         chosen = ("s_per_epoch", 1)
-    elif steps and 0 < steps < 1 and t.get("max_steps", -1) > 0:
-        chosen = ("steps", math.ceil(steps * t.get("max_steps")))
-    elif steps and 0 < steps < 1:
-        chosen = ("s_per_epoch", round(1 / (steps * (t.get_setting("training.epochs") or 1)), 6))
     elif steps or each:
         chosen = ("steps", steps) if steps else ("s_per_epoch", each)
     names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
@@ -232,8 +197,14 @@ def set_thinking(t: Translation) -> None:
 
 def set_distribution(t: Translation) -> None:
     """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for an optimizer of whole matrices."""
-    set_fsdp(t)
-    set_deepspeed(t)
+    options = t.get("fsdp_config")
+    if options is not None or not is_off(t.get("fsdp")):
+        name = "fsdp" if options is None else "fsdp_config"
+        if isinstance(options, str):
+            options = read_file(t, name, options, PARTITION["fsdp_config"])
+        set_fsdp(t, name, options or {})
+    if (value := t.get("deepspeed")) is not None:
+        set_partition(t, "deepspeed", value)
     if t.get_setting("training.optimizer") in ("adafactor", "muon") and "zero.stage" not in t.settings:
         t.put("zero.stage", 0)
 
@@ -243,7 +214,6 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     file = t.foreign.find(path)
     if file is None:
         return None
-    t.foreign.files.append(file)
     try:
         is_yaml = file.suffix in (".yaml", ".yml")
         content = read_yaml(file, Yaml11Loader).tree if is_yaml else read_json(file, Any)
@@ -266,35 +236,51 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
     return None if problems else found
 
 
-def set_deepspeed(t: Translation, name: str = "deepspeed", value: Any = None) -> None:
-    """Set stage and offload from DeepSpeed's configuration file, or from its name if it is missing."""
-    value = t.get(name) if value is None else value
+def set_partition(t: Translation, name: str, value: Any) -> None:
+    """Set stage and offload from a configuration of DeepSpeed or accelerate: its content, or its path."""
+    value = read_partition(t, name, value)
+    options = (value or {}).get("deepspeed_config", {})
+    if "deepspeed_config_file" in options:
+        value = read_partition(t, name, options["deepspeed_config_file"])
     if value is None:
         return
-    settings = value if isinstance(value, dict) else read_file(t, name, value, DEEPSPEED)
-    if settings is not None:
-        zero = settings.get("zero_optimization", {})
-        offload = [
-            zero.get(part, {}).get("device") in ("cpu", "nvme") for part in ("offload_optimizer", "offload_param")
-        ]
-        set_stage(t, name, zero.get("stage", 0), optimizer=offload[0], parameters=offload[1])
-    elif not t.foreign.find(value):
+    launcher, zero = str(value.get("distributed_type")).upper(), value.get("zero_optimization", {})
+    if launcher == "FSDP":
+        set_fsdp(t, name, value.get("fsdp_config", {}))
+    elif launcher == "DEEPSPEED":
+        offload = [options.get(f"offload_{part}_device") for part in ("optimizer", "param")]
+        set_stage(t, name, options.get("zero_stage", 2), offload)
+    elif "distributed_type" not in value:
+        offload = [zero.get(f"offload_{part}", {}).get("device") for part in ("optimizer", "param")]
+        set_stage(t, name, zero.get("stage", 0), offload)
+
+
+def read_partition(t: Translation, name: str, value: Any) -> Any:
+    """Return such a configuration; None if it is a damaged file, or a missing one, from whose name the stage is set."""
+    if not isinstance(value, str):
+        return value
+    content = read_file(t, name, value, PARTITION)
+    if content is None and t.foreign.find(value) is None:
         set_stage_by_name(t, name, value)
+    return content
 
 
-def set_stage_by_name(t: Translation, name: str, value: str) -> None:
-    """Set the ZeRO stage from the name of a missing file."""
-    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", value, re.IGNORECASE)
-    if found is None:
+def set_stage_by_name(t: Translation, name: str, path: str) -> None:
+    """Set the distribution from the name of a missing file, such as those that TRL and accelerate provide."""
+    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
+    if "fsdp" in path:
+        set_fsdp(t, name, {})
+    elif found is not None:
+        offload = ["cpu" if re.search("offload", path, re.IGNORECASE) else None] * 2
+        set_stage(t, name, int(found.group(1)), offload)
+        t.note(name, f"the file does not exist: stage {found.group(1)} is read from its name")
+    elif not re.search(r"(single|multi)_gpu", path):
         t.refuse(name, "no such file, and its name does not say the ZeRO stage; copy it here")
-        return
-    everything = bool(re.search("offload", value, re.IGNORECASE))
-    set_stage(t, name, int(found.group(1)), optimizer=everything, parameters=everything)
-    t.note(name, f"the file does not exist: stage {found.group(1)} is read from its name")
 
 
-def set_stage(t: Translation, name: str, stage: int, *, optimizer: bool, parameters: bool) -> None:
-    """Set the ZeRO stage and the offloading to host memory."""
+def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | None]) -> None:
+    """Set the ZeRO stage, and whether the devices of optimizer and parameters in `offload` are the host."""
+    optimizer, parameters = (device in ("cpu", "nvme") for device in offload)
     t.put("zero.stage", stage, name)
     if optimizer and stage:
         t.put("zero.offload_optimizer", True, name)
@@ -308,19 +294,13 @@ def set_stage(t: Translation, name: str, stage: int, *, optimizer: bool, paramet
         t.put("zero.offload_parameters", True, name)
 
 
-def set_fsdp(t: Translation, name: str = "fsdp_config", config: Any = None) -> None:
+def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     """Set the ZeRO stage from FSDP's sharding: full sharding is stage 3, sharded gradients stage 2."""
-    config, options = t.get("fsdp_config") if config is None else config, t.get("fsdp")
-    if isinstance(config, str):
-        config = read_file(t, "fsdp_config", config, FSDP) or {}
-    if config is None and is_off(options):
-        return
-    settings = {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
+    settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     shards = str(settings.get("sharding_strategy", "FULL_SHARD")).upper()
     stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
-    offloads = bool(settings.get("offload_params")) or "offload" in str(options)
-    name = "fsdp" if config is None else name
-    set_stage(t, name, stage, optimizer=offloads, parameters=offloads)
+    offloads = settings.get("offload_params") or "offload" in str(t.get("fsdp"))
+    set_stage(t, name, stage, ["cpu" if offloads else None] * 2)
     t.note(name, f"FSDP's sharding becomes DeepSpeed's ZeRO stage {stage}, which computes the same")
     if settings.get("activation_checkpointing"):
         t.put("training.gradient_checkpointing", "non_reentrant", name)

@@ -1,39 +1,24 @@
 """LLaMA-Factory's YAML and dataset_info.json: our settings for their keys, and their defaults."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from launcher.importing import common, llamafactory_v1
-from launcher.importing.translation import Foreign, Text, Translation, Whole, load_table, split_names
+from launcher.importing import common
+from launcher.importing.translation import Foreign, Translation, load_table, read_kind, read_tables, split_names
 
-KEYS = load_table("llamafactory", common.SHARED_ROWS)
-
-# Format here -> the names of the turns, and of the role and the text of each.
-NAMES = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
-# Role here -> the tag that names it there, and the values that mean it by default.
-ROLE_TAGS = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag", "tool": "observation_tag"}
-KNOWN_ROLES = {
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt"),
-    "system": ("system",),
-    "tool": ("tool", "observation"),
-}
-ENTRY = {
-    **dict.fromkeys(("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "subset", "split", "folder"), Text),
-    "formatting": Text,
-    "ranking": bool,
-    "num_samples": Whole,
-    "columns": {"*": Text},
-    "tags": {"*": Text},
-}
-"""An entry of dataset_info.json."""
+KEYS, KEYS_V1 = load_table("llamafactory"), load_table("llamafactory_v1")
+_TABLES = read_tables()
+TURNS, ROLES, CONVERTERS = (_TABLES["llamafactory_formats"][name] for name in ("turns", "roles", "converters"))
+ENTRY, ENTRY_V1 = (read_kind(_TABLES["types"][f"{name}_source"]) for name in ("llamafactory", "llamafactory_v1"))
+"""An entry of dataset_info.json, and of the YAML that `train_dataset` names in the second layout (`USE_V1`)."""
 
 
 def translate(foreign: Foreign) -> Translation:
     """Return our settings for a configuration of LLaMA-Factory."""
     if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        return llamafactory_v1.translate(foreign)
+        return translate_v1(foreign)
     t = Translation(foreign, KEYS)
     common.name_model(t, "model_name_or_path")
     if t.get("do_train") is False:
@@ -151,22 +136,19 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path) -> 
 
 def read_place(t: Translation, entry: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
     """Return the location of a source, and the part to read."""
-    found: dict[str, Any] = {}
-    if "hf_hub_url" in entry:
-        found["path"] = entry["hf_hub_url"]
-    elif "file_name" in entry:
-        found["path"] = f"{folder}/{entry['file_name']}"
-    elif entry.keys() & {"ms_hub_url", "om_hub_url"}:
-        t.refuse("dataset", f"{name}: ModelScope's and Modelers' hubs are not read; download it")
-    else:
-        t.refuse("dataset", f"{name}: a script generates it; write its output to a file")
-    if "subset" in entry:
-        found["name"] = entry["subset"]
-    if entry.get("split", "train") != "train":
-        found["split"] = entry["split"]
-    if "folder" in entry:
-        found["data_files"] = [f"{entry['folder']}/*"]
-    return found
+    if not entry.keys() & {"hf_hub_url", "file_name"}:
+        hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
+        download, write = "ModelScope's and Modelers' hubs are not read; download it", "write its output to a file"
+        t.refuse("dataset", f"{name}: {download if hubs else f'a script generates it; {write}'}")
+        return {}
+    split, part = entry.get("split", "train"), entry.get("folder")
+    found = {
+        "path": entry.get("hf_hub_url") or f"{folder}/{entry['file_name']}",
+        "name": entry.get("subset"),
+        "split": split if split != "train" else None,
+        "data_files": part and [f"{part}/*"],
+    }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
@@ -190,17 +172,69 @@ def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str) -
 
 def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, Any]:
     """Return format, fields and roles of conversations."""
-    turns, role, content = NAMES[form]
+    turns, role, content = TURNS[form]
     if "system" in columns:  # the format that supports it
         form = "sharegpt"
-    names: dict[str, str] = {
-        NAMES[form][0]: columns.get("messages", turns),
-        NAMES[form][1]: tags.get("role_tag", role),
-        NAMES[form][2]: tags.get("content_tag", content),
-        **{key: columns[key] for key in ("system", "tools") if key in columns},
-    }
-    roles = {
-        ours: [tags[tag]] for ours, tag in ROLE_TAGS.items() if tags.get(tag, ours).lower() not in KNOWN_ROLES[ours]
-    }
+    theirs = (columns.get("messages", turns), tags.get("role_tag", role), tags.get("content_tag", content))
+    names: dict[str, str] = dict(zip(TURNS[form], theirs, strict=True))
+    names |= {key: columns[key] for key in ("system", "tools") if key in columns}
+    roles = {ours: [tags[tag]] for ours, (tag, *known) in ROLES.items() if tags.get(tag, ours).lower() not in known}
     fields = {key: name for key, name in names.items() if name != key}
     return {"format": form, **({"fields": fields} if fields else {}), **({"roles": roles} if roles else {})}
+
+
+def translate_v1(foreign: Foreign) -> Translation:
+    """Return our settings for a configuration in the second layout."""
+    t = Translation(foreign, KEYS_V1)
+    common.name_model(t, "model")
+    common.set_bits(t, "quant_config.quantization_bit")
+    common.set_experts(t)
+    t.require("train_dataset", common.NO_DATA)
+    t.put_sources(read_sources_v1(t, "train_dataset"), "train_dataset")
+    if held_out := read_sources_v1(t, "eval_dataset"):
+        t.put("dataset.evaluation", held_out[0], "eval_dataset")
+    if (strategy := t.get("batching_strategy", "normal")) != "normal":
+        t.put("dataset.packing", True, "batching_strategy")
+        t.note("batching_strategy", f"{strategy}: documents are packed to the length of a sequence")
+    t.put("training.lr_scheduler", "constant")
+    common.set_warmup(t, default=0)
+    if common.OPTIMIZERS.get(t.get("optim_config.name", "adamw").lower()) != "adamw":
+        t.refuse("optim_config.name", common.REASONS["only_adamw"])
+    common.set_precision(t, "bf16")
+    epochs = t.get("save_epochs", 0)
+    common.set_interval(t, "save", ("s_per_epoch", round(1 / epochs, 6)) if epochs > 0 else ("steps", 0), "save_epochs")
+    kind, path = t.get("dist_config.name", ""), t.get("dist_config.config_file")
+    if kind == "deepspeed" and path is not None:
+        common.set_partition(t, "dist_config.config_file", path)
+    elif kind.startswith("fsdp"):
+        common.set_fsdp(t, "dist_config.name", {})
+    return t
+
+
+def read_sources_v1(t: Translation, name: str) -> list[dict[str, Any]]:
+    """Return the sources that a key names: a file of records, a data set of the hub, or a YAML that lists several."""
+    value = t.get(name)
+    if value is None:
+        return []
+    file = t.foreign.find(value)
+    if not value.endswith((".yaml", ".yml")):
+        return [{"path": str(file or value)}]
+    if file is None:
+        t.refuse(name, "no such file next to this file or above it; it lists the data sets")
+        return []
+    sources = []
+    for entry in (common.read_file(t, name, value, {"*": ENTRY_V1}) or {}).values():
+        kind, path = entry.get("converter"), entry.get("path")
+        if path is None or kind not in (None, *CONVERTERS):
+            unknown = f"{file}: an entry has no path, or the unknown converter {kind}"
+            t.refuse(name, common.REASONS["preferences"] if kind == "pair" else unknown)
+        elif entry.get("source") == "local":
+            path = next((at for folder in file.parents if os.path.exists(at := f"{folder}/{path}")), path)
+        ours = {
+            "path": path,
+            "split": entry.get("split"),
+            "format": CONVERTERS.get(kind),
+            "max_samples": entry.get("size"),
+        }
+        sources.append({key: value for key, value in ours.items() if value is not None})
+    return sources

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from trainer.config.aliases import ALIASES
+from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import Mistake, UserErrors, shown
 from trainer.config.messages import setting_type
 from trainer.config.problems import describe_problem
 from trainer.config.values import kinds, parse_value
-from trainer.config.yaml_core import plain, read_yaml
+from trainer.config.yaml_core import plain
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
@@ -74,19 +74,18 @@ class Key:
 
 
 Table = Mapping[str, Key]
-TABLES_FILE = Path(__file__).with_name("tables.yaml")
 
 
 @cache
 def read_tables() -> dict[str, Any]:
     """Return the content of tables.yaml, which describes its form."""
-    return read_yaml(TABLES_FILE).tree
+    return dict(read_table(Path(__file__).with_name("tables.yaml")))
 
 
-def load_table(name: str, others: Table | None = None) -> dict[str, Key]:
-    """Return a row for each key of a table in tables.yaml; `others` are rows with types that only code can describe."""
+def load_table(name: str) -> dict[str, Key]:
+    """Return a row for each key of a table in tables.yaml."""
     source = read_tables()[name]
-    table = dict(others or {})
+    table: dict[str, Key] = {}
     for names, row in source.get("rows", {}).items():
         table |= dict.fromkeys(names.split(), _read_row(row))
     for names, why in source.get("refused", {}).items():
@@ -106,8 +105,7 @@ def load_table(name: str, others: Table | None = None) -> dict[str, Key]:
 
 
 def _read_row(row: Mapping[str, Any]) -> Key:
-    """Return the row that tables.yaml describes; a key of `values` and `notes` may name several values."""
-    kind, values, unless = _read_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
+    kind, values, unless = read_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
     values = {value: value for value in values} if isinstance(values, list) else values and _split_keys(values)
     return Key(**{**row, "kind": kind, "values": values, "unless": unless, "notes": _split_keys(row.get("notes", {}))})
 
@@ -116,10 +114,12 @@ def _split_keys(row: Mapping[Any, Any]) -> dict[str, Any]:
     return {word: value for words, value in row.items() for word in str(words).lower().split()}
 
 
-def _read_kind(kind: Any) -> Any:
-    """Return a type for its description: types in KINDS and constants, separated by `|`, or a map of types."""
+def read_kind(kind: Any) -> Any:
+    """Return the type of a description in tables.yaml, as `convert` takes it."""
+    if isinstance(kind, list):
+        return tuple(map(read_kind, kind))
     if isinstance(kind, dict):
-        return {key: _read_kind(inner) for key, inner in kind.items()}
+        return [read_kind(kind["each"])] if "each" in kind else {key: read_kind(inner) for key, inner in kind.items()}
     words = kind.split(" | ") if kind else ["any"]
     constants = tuple(plain(word) for word in words if word not in KINDS and word != "any")
     types = [KINDS.get(word, Any) for word in words if word in KINDS or word == "any"]
@@ -146,8 +146,6 @@ class Foreign:
     """The file to which `lines` refer."""
     lines: Mapping[str, int] = field(default_factory=dict)
     is_command_line: bool = False
-    files: list[Path] = field(default_factory=list)
-    """Every file read; the result must not overwrite any."""
 
     def line(self, name: str) -> int:
         """Return the line of a dotted name, or of its parent; 0 if unknown."""

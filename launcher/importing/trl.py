@@ -7,50 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import (
-    EMPTY,
-    Foreign,
-    Key,
-    Names,
-    Number,
-    Text,
-    Translation,
-    Whole,
-    load_table,
-    split_names,
-)
+from launcher.importing.translation import EMPTY, Foreign, Translation, load_table, read_tables, split_names
 from trainer.config import UserError
 from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
 
-REFUSED_SCRIPTS = {
-    common.REASONS["preferences"]: r"online_dpo|grpo|gspo|ppo|mpo|orpo|cpo|bco|tpo|xpo|rloo|nash|prm|sdpo",
-    common.REASONS["distillation"]: r"gkd|gold|distillation|sdft|ssd",
-    common.VISION: r"vlm",
-    common.REASONS["diffusion"]: r"diffusion",
-}
+REFUSED_SCRIPTS: dict[str, str] = read_tables()["trl_scripts"]
 WHOLE_CONVERSATIONS = (
     "TRL trains on whole conversations, and on the completions of prompt and completion: for the latter write "
     "dataset.train_on: assistant"
 )
 UNPAIRED = "answers with a label are found by their fields; for pairs write dataset.format: unpaired"
-ACCELERATE: dict[str, Any] = {
-    "distributed_type": Text,
-    "deepspeed_config": {
-        "zero_stage": Whole,
-        "offload_optimizer_device": Text,
-        "offload_param_device": Text,
-        "deepspeed_config_file": Text,
-    },
-    "fsdp_config": common.FSDP,
-}
-SOURCE = {"path": Text, "name": Text, "data_dir": Text, "data_files": Names, "split": Text, "columns": [Text]}
-ROWS = common.SHARED_ROWS | {
-    "datasets": Key([SOURCE]),
-    "accelerate_config": Key((Text, ACCELERATE)),
-    "loss_weights": Key([Number]),
-}
-KEYS = load_table("trl", ROWS)
-SCRIPTS = {name: load_table(f"trl_{name}", ROWS) for name in ("dpo", "kto", "reward")}
+KEYS = load_table("trl")
+OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
+"""Of DeepSpeed in accelerate."""
+SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
 """Scripts that train on pairs or labelled answers."""
 
 
@@ -60,11 +30,11 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
         script = f"trl {arguments[1]}"
-        others = "|".join(REFUSED_SCRIPTS.values())
+        others = "|".join(REFUSED_SCRIPTS)
         if not re.fullmatch(rf"sft|{'|'.join(SCRIPTS)}|{others}", arguments[1]):
             raise UserError(f"{script}: no command of TRL; use trl sft, {', '.join(SCRIPTS)}")
     stem = Path(script).stem.lower()
-    for reason, names in REFUSED_SCRIPTS.items():
+    for names, reason in REFUSED_SCRIPTS.items():
         if re.search(rf"(?<![a-z])({names})(?![a-z])", stem):
             raise UserError(f"{script}: {reason}")
     tree = read_options(arguments)
@@ -75,7 +45,6 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> Foreign:
     foreign = Foreign("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
         foreign.path = Path(str(config))
-        foreign.files.append(foreign.path)
         file = read_yaml(foreign.path, Yaml11Loader)
         foreign.tree = {**{str(name): value for name, value in file.tree.items()}, **tree}
         foreign.lines = {name: line for name, line in file.lines.items() if name.partition(".")[0] not in tree}
@@ -190,30 +159,11 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
 
 def set_accelerate(t: Translation) -> None:
     """Set the distribution from accelerate's file, the name of one of TRL's files, or options."""
-    name = next((name for name in ("accelerate_config", "config_file") if t.get(name)), "")
-    config = t.get(name)
-    if isinstance(config, str):
-        config = common.read_file(t, name, config, ACCELERATE)
-        if config is None and t.foreign.find(t.get(name)) is None:
-            set_by_name(t, name, t.get(name))
-    elif not name and (t.get("use_deepspeed") or t.get("zero_stage") is not None):
-        options = {option: t.get(option) for option in ACCELERATE["deepspeed_config"] if t.get(option) is not None}
-        name, config = "zero_stage", {"distributed_type": "DEEPSPEED", "deepspeed_config": options}
-    elif not name and t.get("use_fsdp"):
-        name, config = "use_fsdp", {"distributed_type": "FSDP"}
-    kind, zero = str((config or {}).get("distributed_type")).upper(), (config or {}).get("deepspeed_config", {})
-    if kind == "FSDP":
-        common.set_fsdp(t, name, config.get("fsdp_config", {}))
-    elif kind == "DEEPSPEED" and "deepspeed_config_file" in zero:
-        common.set_deepspeed(t, name, zero["deepspeed_config_file"])
-    elif kind == "DEEPSPEED":
-        offloads = [zero.get(f"offload_{part}_device") in ("cpu", "nvme") for part in ("optimizer", "param")]
-        common.set_stage(t, name, zero.get("zero_stage", 2), optimizer=offloads[0], parameters=offloads[1])
-
-
-def set_by_name(t: Translation, name: str, value: str) -> None:
-    """Set the distribution from the name of a file that TRL or accelerate provides."""
-    if re.search(r"fsdp", value):
-        common.set_fsdp(t, name, {})
-    elif not re.search(r"(single|multi)_gpu", value):
-        common.set_stage_by_name(t, name, value)
+    launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
+    names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
+    name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)
+    if name in launcher:
+        options = {option: value for option in OPTIONS if (value := t.get(option)) is not None}
+        common.set_partition(t, name, {"distributed_type": launcher[name], "deepspeed_config": options})
+    elif name is not None:
+        common.set_partition(t, name, t.get(name))

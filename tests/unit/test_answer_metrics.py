@@ -99,10 +99,10 @@ def test_the_prompt_ends_before_the_last_trained_part() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"evaluation__metrics": ["bleu"]}, "evaluation.metrics=bleu: unknown metric; use exact_match, regex, "),
-    "no pattern": ({"evaluation__metrics": ["regex"]}, "evaluation.metrics=regex: needs evaluation.regex; set it"),
+    "no pattern": ({"evaluation__metrics": ["regex"]}, "evaluation.metrics=[regex]: needs evaluation.regex; set it"),
     "bad pattern": (
         {"evaluation__metrics": ["regex"], "evaluation__regex": "("},
-        "evaluation.regex=(: not a valid regular expression",
+        "evaluation.regex=(: ( is not a valid regular expression",
     ),
     "nothing held out": (
         {"evaluation__metrics": ["exact_match"], "dataset__evaluation": None},

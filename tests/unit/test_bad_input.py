@@ -28,7 +28,7 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "plain text": ("hello\n", ("config.yaml: is a single value",)),
     "bracket left open": ("lora: {r: 8\n", ("not valid YAML at line 2, column 1",)),
     "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "\\t")),
-    "not text": (b"\xff\xfe\x00", ("config.yaml: cannot be read as text",)),
+    "not text": (b"\xff\xfe\x00", ("config.yaml: line 1: byte 0xff is not UTF-8",)),
     "a date": (GOOD + "seed: 2026-09-09\n", ("seed=2026-09-09: must be a whole number (config.yaml:4)",)),
     "code in a tag": (GOOD + "seed: !!python/object/apply:os.getpid []\n", ("not valid YAML at line 4", "os.getpid")),
     "section twice": (
@@ -319,7 +319,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "parallel.sequence=3": ("parallel.sequence=3: LlamaForCausalLM has 4 attention heads", "use a divisor of"),
     "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
-    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short within its header",),
+    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short or damaged",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),

@@ -8,15 +8,13 @@ import yaml
 from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
 from trainer.config.aliases import ALIASES, ELSEWHERE
-from trainer.config.data_sections import SourceSection
 from trainer.config.messages import setting_names
-from trainer.config.source_dialect import RENAMED
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
 datasets:
   - path: teknium/GPT4-LLM-Cleaned
-    type: alpaca
+    format: alpaca
 val_set_size: 0.1
 output_dir: ./outputs/lora-out
 adapter: lora
@@ -52,7 +50,7 @@ def load(folder: Path, text: str, *overrides: str) -> RunConfig:
 SMALL = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
 
-def test_an_axolotl_file_is_understood_and_every_other_name_noted(tmp_path: Path) -> None:
+def test_names_of_axolotl_are_understood_and_every_other_name_noted(tmp_path: Path) -> None:
     loaded = load_config(write(tmp_path, AXOLOTL))
     config = loaded.config
     assert config.training.batch_size == 2 and config.training.epochs == 1.0
@@ -61,23 +59,7 @@ def test_an_axolotl_file_is_understood_and_every_other_name_noted(tmp_path: Path
     assert config.dataset.mix[0].format == "alpaca"
     assert config.training.gradient_checkpointing == "non_reentrant"
     assert "micro_batch_size is read as training.batch_size" in loaded.notes
-    assert "type of a source is read as format" in loaded.notes
-    assert len(loaded.notes) == 19
-
-
-def test_a_source_as_axolotl_writes_it_is_understood(tmp_path: Path) -> None:
-    source = (
-        "  - path: org/talks\n    type: chat_template\n    name: big\n    split: train[:10%]\n    ds_type: json\n"
-        "    data_files: part-1.jsonl\n    field_messages: talk\n"
-        "    message_property_mappings: {role: from, content: value, tool_calls: tool_calls}\n"
-        "    roles: {assistant: [agent], user: [customer, caller]}\n"
-    )
-    (mixed,) = load(tmp_path, f"base_model: m\noutput_dir: o\ndatasets:\n{source}").dataset.mix
-    assert (mixed.format, mixed.name, mixed.split, mixed.data_files) == (
-        "messages", "big", "train[:10%]", ("part-1.jsonl",),
-    )  # fmt: skip
-    assert mixed.fields == {"messages": "talk", "role": "from", "content": "value"}
-    assert mixed.roles == {"assistant": ("agent",), "user": ("customer", "caller")}
+    assert len(loaded.notes) == 18
 
 
 def test_overrides_come_last_and_are_read_as_yaml(tmp_path: Path) -> None:
@@ -136,7 +118,6 @@ def test_every_other_name_leads_to_a_setting() -> None:
     sections = {"dataset.evaluation"}
     assert {ours for ours in ALIASES.values() if ours not in settings | sections} == set()
     assert settings.isdisjoint(ALIASES) and set(ELSEWHERE).isdisjoint(settings | set(ALIASES))
-    assert set(RENAMED.values()) <= set(SourceSection.model_fields)
 
 
 def test_every_setting_is_documented() -> None:

@@ -14,7 +14,7 @@ from launcher.importing.common import CHAT_TEMPLATES, alpaca
 from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.dialects import recognize_trainer
+from trainer.config.load import recognize_trainer
 from trainer.config.yaml_core import read_yaml
 
 AXOLOTL = """\

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from launcher.commands import main as zerolora
-from launcher.importing import axolotl, llamafactory, llamafactory_v1, trl
+from launcher.importing import axolotl, llamafactory, trl
 from launcher.importing.command import format_yaml, read_foreign, translate_arguments
 from launcher.importing.translation import Table
 from tests.tiny import make_tokenizer
@@ -332,6 +332,6 @@ def test_scripts_that_train_otherwise_are_refused(script: str) -> None:
         written(["python", f"examples/{script}", *TRL[1:]])
 
 
-@pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory_v1.KEYS, trl.KEYS])
+@pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.KEYS_V1, trl.KEYS])
 def test_every_row_leads_to_a_setting(table: Table) -> None:
     assert {key.to for key in table.values()} - {""} <= set(setting_names())

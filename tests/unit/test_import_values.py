@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.importing import axolotl, common, llamafactory, llamafactory_v1, trl
+from launcher.importing import axolotl, common, llamafactory, trl
 from launcher.importing.command import format_yaml, translate_arguments
 from launcher.importing.translation import Key
 from tests.imported import as_tree, nest
@@ -38,7 +38,7 @@ TRL = {"model_name_or_path": "org/small", "dataset_name": "org/tales", "use_peft
 TABLES = {
     "axolotl": (AXOLOTL, axolotl.KEYS),
     "llamafactory": (FACTORY, llamafactory.KEYS),
-    "llamafactory_v1": (SECOND_LAYOUT, llamafactory_v1.KEYS),
+    "llamafactory_v1": (SECOND_LAYOUT, llamafactory.KEYS_V1),
     "trl": (TRL, trl.KEYS),
 }
 ENTRY = {"file_name": "pairs.json", "columns": {"prompt": "ask"}, "tags": {"role_tag": "role"}, "formatting": "alpaca"}
@@ -107,7 +107,11 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("dataset_info.json", {"pairs": llamafactory.ENTRY}), ("ds.json", common.DEEPSPEED), ("fsdp.json", common.FSDP)],
+    [
+        ("dataset_info.json", {"pairs": llamafactory.ENTRY}),
+        ("ds.json", common.PARTITION),
+        ("fsdp.json", common.PARTITION["fsdp_config"]),
+    ],
 )
 @few
 @given(data=st.data())

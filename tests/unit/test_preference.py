@@ -371,7 +371,10 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
         ({"task": "auto", "preference__beta": 0.2}, "preference.beta=0.2: has no effect, because task is auto"),
         ({"preference__loss": "simpo", "preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
         ({"preference__beta": 0}, "preference.beta=0: every answer would be equally good"),
-        ({"preference__loss": "exo_pair"}, "preference.loss=exo_pair: needs preference.label_smoothing above 0"),
+        (
+            {"preference__loss": "exo_pair"},
+            "preference.loss={exo_pair: 1.0}: exo_pair needs preference.label_smoothing",
+        ),
         ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs train their answers alone"),
         ({"adapter": "none"}, "adapter=none: the reference is the model without its adapter"),
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),

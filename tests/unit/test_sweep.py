@@ -73,7 +73,6 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
         (["output_dir=a,b"], "output_dir=a,b: a sweep needs a single output_dir"),
         (["seed=1,1"], "is the same run as seed=1"),
         (["lr=1e-4,0.0001"], "lr=0.0001: is the same run as lr=1e-4"),
-        (["load_in_4bit=true,false", "adapter=lora,qlora"], "is the same run as load_in_4bit=true,adapter=lora"),
         ([f"seed={','.join(map(str, range(500)))}"] * 9, "also set by"),
         (["dataset.path=a/b.jsonl,a_b.jsonl"], "path=a_b.jsonl: the folder of two runs"),
         (

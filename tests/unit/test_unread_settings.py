@@ -127,7 +127,7 @@ READ_ELSEWHERE = {
     "training.cudnn_benchmark", "training.memory_fraction", "training.on_nonfinite",  # on a GPU
     "training.ignore_memory_check",  # where there is too little
     "training.epochs",  # max_steps is given
-    "training.launcher_timeout", "training.max_restarts",  # by the launcher
+    "training.elastic", "training.launcher_timeout", "training.max_restarts",  # by the launcher
 }  # fmt: skip
 # Handed on or counted in the estimate without being used.
 READ_WITHOUT_EFFECT = {

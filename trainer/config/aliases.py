@@ -6,11 +6,14 @@ from typing import Any
 
 import yaml
 
-# Every command reads this file: libyaml takes 4 ms, PyYAML alone 17.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-OTHER_TRAINERS: dict[str, dict[str, Any]] = yaml.load(
-    Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"), _LOADER
-)
+
+def read_table(path: Path) -> Any:
+    """Return the content of a YAML file of this package."""
+    # Every command reads some: libyaml takes 4 ms for 200 lines, PyYAML alone 17.
+    return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+OTHER_TRAINERS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("other_trainers.yaml"))
 
 
 def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,10 +23,4 @@ def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, str] = {name: ours for ours, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
 ELSEWHERE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
-"""Settings of other trainers without an equivalent, or with values that have none -> what to write instead."""
-
-
-def resolve_alias(name: str) -> tuple[str, str | None]:
-    """Return our dotted name for a setting, and a note if it was another trainer's name."""
-    ours = ALIASES.get(name)
-    return (ours, f"{name} is read as {ours}") if ours else (name, None)
+"""Settings of other trainers that have another form here -> what to write instead."""

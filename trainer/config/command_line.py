@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -22,6 +23,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 
     Raises UserError if it is not `name=value`, or brackets are not closed.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python reads other bytes
+        raise UserError(f"{text!a}: not a text in UTF-8; write it in UTF-8")
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -37,9 +40,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _value(annotation: Any, name: str, value: str) -> Any:
     text = value.strip()
     if text.startswith(_QUOTES):
-        quoted = _quoted(text)
-        if quoted is not None:
-            return quoted
+        with suppress(ValueError):
+            if isinstance(quoted := parse(text), str):
+                return quoted
     if annotation is not None and is_text(annotation):
         return None if not text or is_null(annotation, text) else value
     is_list_of_words = annotation is not None and tuple in kinds(annotation)
@@ -53,14 +56,6 @@ def _value(annotation: Any, name: str, value: str) -> Any:
         raise UserError(
             f"{name}={shown(value)}: not valid YAML; close its brackets, and put text with # or : in quotes"
         ) from None
-
-
-def _quoted(text: str) -> str | None:
-    try:
-        value = parse(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
 
 
 def positive_int(text: str) -> int:
@@ -140,14 +135,13 @@ class CommandParser(argparse.ArgumentParser):
     def describe_error(self, message: str) -> str:
         """Return argparse's message with its fix; `--training.epochs 3` is answered with the override to write."""
         words = message.partition("unrecognized arguments: ")[2].split()
-        if words and (override := suggest_override(words[0], words)):
+        if words and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # which argparse takes for required
         return f"{one_line(message)}; `{self.prog} --help` says how"
 
 
 def _name(action: argparse.Action) -> tuple[str, ...]:
-    """Return the name of an argument, or the spellings and the value of an option."""
     kind = "N" if action.type in (int, positive_int) else action.dest.upper()
     value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
     return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)

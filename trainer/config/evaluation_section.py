@@ -1,26 +1,17 @@
 """The settings of evaluation beyond the held-out loss; the text under a field is its documentation."""
 
-import re
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from trainer.config.needs import Needs
 from trainer.config.paths import PathText
-from trainer.config.types import Count, PositiveInt, Section, Words
+from trainer.config.types import Count, PositiveInt, Section, Words, check_regex
 
 ANSWER_METRICS = ("exact_match", "regex", "json_schema", "tool_call", "rouge_l")
 LOSSES = ("loss", "bpt", "perplexity")
 """Metrics of held-out data for which lower is better."""
 _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("language", "preference"))
-
-
-def _check_pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"not a valid regular expression ({error})") from None
-    return value
 
 
 class EvaluationSection(Section):
@@ -44,7 +35,7 @@ class EvaluationSection(Section):
     """Maximum number of held-out records to answer, the first ones with a prompt."""
     max_new_tokens: Annotated[Count, _METRICS] = 256
     """Maximum length of an answer in tokens."""
-    regex: Annotated[Annotated[str, AfterValidator(_check_pattern)] | None, Needs(".metrics", ("regex",))] = None
+    regex: Annotated[Annotated[str, AfterValidator(check_regex)] | None, Needs(".metrics", ("regex",))] = None
     """Regular expression of the metric `regex`. Its first group, in the last match, must be equal in both answers;
     without a group, the model's answer must have a match."""
     json_schema: Annotated[PathText | None, Needs(".metrics", ("json_schema",))] = None

@@ -6,16 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.aliases import resolve_alias
-from trainer.config.dialects import translate_setting
-from trainer.config.errors import Mistake, UserError, shown
+from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.errors import Mistake, shown
 from trainer.config.messages import section_wanted
 from trainer.config.mistakes import Mistakes, remove_setting
 from trainer.config.needs import Unread
 from trainer.config.sections import RunConfig
-from trainer.config.source_dialect import source_settings
-
-SOURCES = ("dataset.mix", "dataset.evaluation")
 
 
 class Given:
@@ -25,7 +21,6 @@ class Given:
         self.tree: dict[str, Any] = {}
         self.notes: list[str] = []
         self.mistakes = Mistakes(path, lines)
-        self._left_out: dict[str, Any] = {}
 
     @property
     def names(self) -> dict[str, str]:
@@ -40,13 +35,6 @@ class Given:
     def override(self, name: str, value: Any) -> None:
         """Use this value instead of the file's."""
         self._add(name, value, replace=True)
-
-    def check_bits(self) -> None:
-        """Report `adapter: qlora` together with `load_in_4bit: false`."""
-        adapter = self.tree.get("adapter", "lora")
-        if adapter == "qlora" and self._left_out.get("load_in_4bit") is False:
-            problem = "adapter is qlora, which has a 4-bit base"
-            self.mistakes.add(Mistake("load_in_4bit", False, problem, "write adapter: lora, or remove it"))
 
     def leave_out(self, unread: Mapping[str, list[Unread]]) -> None:
         """Remove settings without effect, with a note; settings that another one replaces are only noted."""
@@ -75,21 +63,14 @@ class Given:
     def _add(self, name: str, value: Any, *, replace: bool = False) -> None:
         if replace:
             self.mistakes.override(name)
-        try:
-            translated = translate_setting(name, value)
-        except UserError as error:
-            self.mistakes.add_error(name, str(error))
-            return
-        if translated is not None:
-            settings, note = translated
-            self.notes.append(note)
-            self._left_out[name] = value
-            for dotted, ours in settings.items():
-                self._put(dotted, ours, name, replace)
-            return
-        dotted, alias_note = resolve_alias(name)
-        self.notes += [alias_note] if alias_note else []
-        self._put(dotted, self._rename_source(value, name) if dotted in SOURCES else value, name, replace)
+        if (name in ELSEWHERE and value in (None, [], {}, "")) or (name in ALIASES and value is None):
+            self.notes.append(f"{name}: empty, ignored")
+        elif name in ELSEWHERE:
+            self.mistakes.add(Mistake(name, value, "not a setting here", ELSEWHERE[name]))
+        else:
+            if name in ALIASES:
+                self.notes.append(f"{name} is read as {ALIASES[name]}")
+            self._put(ALIASES.get(name, name), value, name, replace)
 
     def _put(self, dotted: str, value: Any, name: str, replace: bool) -> None:
         *sections, last = dotted.split(".")
@@ -101,27 +82,10 @@ class Given:
                 self.mistakes.add(Mistake(name, shown(value), problem, "remove one of them", name=dotted))
                 return
             node = child
-        either = (node.get(last), value) in (("lora", "qlora"), ("qlora", "lora"))
-        if dotted == "adapter" and either and "load_in_8bit" in (name, self.names.get("adapter")):
-            value = "qlora"  # Axolotl's `adapter: lora` with `load_in_8bit: true`
-        elif replace:
+        if replace:
             self.mistakes.override(dotted)
         elif dotted in self.names and node[last] != value:
             self.mistakes.add_twice(dotted, name)
             return
         self.names[dotted] = name
         node[last] = value
-
-    def _rename_source(self, entry: Any, name: str) -> Any:
-        """Translate the names in one source of examples, or in each source of a list."""
-        if isinstance(entry, list):
-            return [self._rename_source(source, f"{name}.{index}") for index, source in enumerate(entry)]
-        if not isinstance(entry, dict):
-            return entry
-        try:
-            ours, notes = source_settings(entry)
-        except UserError as error:
-            self.mistakes.add_error(name, f"{name}.{error}")
-            return entry
-        self.notes += notes
-        return ours

@@ -1,13 +1,15 @@
 """Load a RunConfig from a YAML file and key=value overrides, or report every mistake."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.checks import unusual_settings
 from trainer.config.command_line import parse_override
-from trainer.config.dialects import recognize_trainer
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
 from trainer.config.mistakes import replace_mistakes
@@ -57,7 +59,6 @@ def load_text(
     if "output_dir" not in given.tree:
         given.tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
         given.notes.append(f"output_dir is not set; {given.tree['output_dir']} is used, named after the file")
-    given.check_bits()
     config: RunConfig | None
     try:
         config = RunConfig.model_validate(given.tree)
@@ -77,6 +78,20 @@ def load_text(
         config = RunConfig.model_validate(given.tree)
     assert config is not None, "pydantic refused it without a mistake"
     return LoadedConfig(config, (*given.notes, *unusual_settings(config)))
+
+
+def recognize_trainer(tree: Mapping[Any, Any], *, enough: int = 2) -> str | None:
+    """Return the trainer that a file was written for; None for our files, which may have a few names of others.
+
+    A file is theirs if it has at least `enough` of their names, and more than twice as many as sections of ours.
+    """
+    names = {str(name) for name in tree}
+    counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}
+    best = max(counts, key=lambda trainer: counts[trainer])
+    ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
+    # LLaMA-Factory also has a `dataset`, which is not a section.
+    ours -= isinstance(tree.get("dataset"), str)
+    return best if counts[best] >= enough and counts[best] > 2 * ours else None
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.aliases import ALIASES
 from trainer.config.errors import DATA_WANTED, Mistake, nearest, shown
 from trainer.config.problems import describe_problem
 from trainer.config.sections import RunConfig
@@ -67,8 +67,6 @@ def section_wanted(name: str, section: type[BaseModel], value: Any) -> Mistake:
 def _unknown_setting(path: Sequence[str]) -> Mistake:
     """Return the mistake of an unknown name; it involves the nearest setting of its section or else of all."""
     dotted, name = ".".join(path), path[-1]
-    if dotted in ELSEWHERE:
-        return Mistake(dotted, None, "not a setting here", ELSEWHERE[dotted])
     everywhere = {key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])} | {
         key: ours for alias, ours in ALIASES.items() for key in (alias, alias.rsplit(".", 1)[-1])
     }
@@ -82,18 +80,10 @@ def _unknown_setting(path: Sequence[str]) -> Mistake:
     return Mistake(dotted, None, "unknown setting", f"did you mean {meant}?" if meant else _ALL_LISTED, meant)
 
 
-def suggest_override(option: str, words: Sequence[str]) -> str | None:
-    """Return the override to write for a setting typed as an option: `training.epochs=3` for `--training.epochs 3`."""
-    name = option.partition("=")[0].lstrip("-")
-    known = {*setting_names(), *ALIASES}
-    name = next((known_name for known_name in (name, name.replace("-", "_")) if known_name in known), "")
-    if not name:
-        return None
-    for at, word in enumerate(words):
-        if word.partition("=")[0] == option.partition("=")[0]:
-            following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "..."
-            return f"{name}={word.partition('=')[2] or following}"
-    return f"{name}=..."
+def suggest_override(option: str) -> str | None:
+    """Return the override to write for a setting typed as an option, such as `training.epochs=VALUE`."""
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    return f"{name}=VALUE" if name in {*setting_names(), *ALIASES} else None
 
 
 def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -133,23 +123,14 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
 
 def setting_type(dotted: str) -> Any:
     """Return the type of a setting; None if it does not exist or accepts anything."""
-    section: type[BaseModel] | None = RunConfig
-    kind: Any = None
-    for part in dotted.split("."):
-        if section is not None:
-            if part not in section.model_fields:
-                return None
-            kind = section.model_fields[part].annotation
-            section = _find_model(kind)
-        elif get_origin(kind) is dict and get_args(kind)[1] is not Any:
-            kind = get_args(kind)[1]
-        else:
-            return None
-    return kind
+    above, _, name = dotted.rpartition(".")
+    if section := section_at(above.split(".") if above else []):
+        return section.model_fields[name].annotation if name in section.model_fields else None
+    kind = setting_type(above)
+    return get_args(kind)[1] if get_origin(kind) is dict and get_args(kind)[1] is not Any else None
 
 
 def _find_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a field's type, also within a tuple or an optional type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _find_model(inner))), None)

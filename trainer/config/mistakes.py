@@ -40,11 +40,6 @@ class Mistakes:
         name = mistake.name or self.names.get(mistake.setting, "")
         self._found.setdefault(mistake.setting, (order, replace(mistake, name=name, place=place)))
 
-    def add_error(self, name: str, message: str) -> None:
-        """Add an error message about a setting, which is reported as it is."""
-        order, place = self._place(name)
-        self._found.setdefault(name, (order, message + place))
-
     def add_twice(self, dotted: str, name: str) -> None:
         """Add a setting that is given as `name` after it was given under another name."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"

@@ -10,7 +10,6 @@ from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, 
 
 
 def _all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Accept `all`, LLaMA-Factory's name for all-linear."""
     return ("all-linear",) if len(names) == 1 and names[0].lower() in ("all", "all-linear") else names
 
 

@@ -42,7 +42,6 @@ def _expand_unless_template(text: str) -> str:
 
 
 def _parse_checkpoint(value: Any) -> Any:
-    """Accept `true` and `false` as in the Hugging Face Trainer."""
     word = str(value).strip().lower()
     if word in ("true", "false"):
         return "latest" if word == "true" else None

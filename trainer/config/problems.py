@@ -5,10 +5,9 @@ from pathlib import Path
 
 from pydantic_core import ErrorDetails, ValidationError
 
-from trainer.config.types import AUTO
-from trainer.config.yaml_core import read_yaml
+from trainer.config.aliases import read_table
 
-WORDS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
+WORDS: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 """Messages for users by pydantic's type of error."""
 
 
@@ -29,6 +28,6 @@ def describe_problem(found: ErrorDetails) -> str:
             name: int(value) if isinstance(value, float) and value.is_integer() else value
             for name, value in found.get("ctx", {}).items()
         }
-        return words.format(**bounds).replace(f"be {AUTO}, ", "be auto, ")
+        return words.format(**bounds).replace("be -1, ", "be auto, ")  # AUTO in types.py
     message = found["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]

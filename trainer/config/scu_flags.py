@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn
 
 from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
-from trainer.config.files import UnreadableFile, read_json
+from trainer.config.files import Count, UnreadableFile, read_json, read_value
 from trainer.config.load import LoadedConfig, load_config
 from trainer.config.yaml_core import read_yaml
 
@@ -130,9 +130,10 @@ def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
 def resumed_ranks(run: Path) -> int:
     """Return the number of ranks of the run to resume; 1 if it is not recorded."""
     try:
-        return int(read_json(run / "run.json", dict[str, Any]).get("world_size", 1))
-    except (FileNotFoundError, UnreadableFile, TypeError, ValueError):
+        ranks: int = read_value(run / "run.json", "world_size", Count)
+    except (FileNotFoundError, UnreadableFile):
         return 1
+    return ranks
 
 
 def _list_checkpoints(run: Path) -> str:

@@ -110,7 +110,6 @@ def _choose_start(settings: dict[str, Any]) -> float | None:
 
 
 def _clamp_start(settings: dict[str, Any], start: float) -> float:
-    """Clamp a default of lambda_start to the configured bounds."""
     low, high = (settings.get(f"lambda_{side}", default) for side, default in (("min", 1e-4), ("max", 1e4)))
     bounded = isinstance(low, int | float) and isinstance(high, int | float) and low < high
     return min(max(start, low), high) if bounded else start

@@ -78,18 +78,9 @@ def _type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> s
 
 
 def _range_text(metadata: list[Any] | tuple[Any, ...]) -> str:
-    """Format the bounds of a numeric field, such as ` >= 0, < 1`."""
     # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
     flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
-    bounds: list[str] = []
-    for bound in flat:
-        match bound:
-            case Ge(ge=value):
-                bounds.append(f">= {value}")
-            case Gt(gt=value):
-                bounds.append(f"> {value}")
-            case Le(le=value):
-                bounds.append(f"<= {value}")
-            case Lt(lt=value):
-                bounds.append(f"< {value}")
+    signs = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
+    found = [(bound, *signs[type(bound)]) for bound in flat if type(bound) in signs]
+    bounds = [f"{sign} {getattr(bound, name)}" for bound, name, sign in found]
     return f" {', '.join(bounds)}" if bounds else ""

@@ -26,7 +26,6 @@ _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", 
 
 
 def _checkpointing_word(value: Any) -> Any:
-    """Accept `true` and `false` as in other trainers."""
     if value in ("on", "yes", "off", "no"):
         value = value in ("on", "yes")
     if value is None or isinstance(value, bool):

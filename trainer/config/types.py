@@ -52,17 +52,22 @@ def _list_of_names(value: Any) -> Any:
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]
 
 
+def check_regex(text: str) -> str:
+    """Return a regular expression; raises ValueError if it is not valid."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text} is not a valid regular expression ({error})") from None
+    return text
+
+
 def _check_patterns(names: Any) -> Any:
     for name in filter(is_pattern, names):
-        try:
-            re.compile(name)
-        except re.error as error:
-            raise ValueError(f"{name} is not a valid regular expression ({error})") from None
+        check_regex(name)
     return names
 
 
 def _list_of_texts(value: Any) -> Any:
-    """Accept a text, which may have commas, as a list of one."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
@@ -97,14 +102,10 @@ LayerNames = Annotated[
 LayerRanks = Annotated[dict[str, Annotated[int, Field(ge=1, le=32_768)]], AfterValidator(_check_patterns)]
 LayerAlphas = Annotated[dict[str, Positive], AfterValidator(_check_patterns)]
 Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_list_of_texts)]
-_CHANGES = ("base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu")
-_CHANGES_SCHEMA = {
-    "anyOf": [{"type": "array", "items": {"enum": list(_CHANGES)}}, {"type": "string"}, {"type": "null"}],
-}
 ResumeChanges = Annotated[
     tuple[Literal["base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu"], ...],
     BeforeValidator(_list_of_words),
-    WithJsonSchema(_CHANGES_SCHEMA),
+    WithJsonSchema(_WORDS_SCHEMA),
 ]
 BatchSize = Annotated[
     Count | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)

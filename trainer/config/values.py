@@ -50,8 +50,6 @@ def parse_value(annotation: Any, value: Any) -> Any:
     """Convert a value to the type of its setting; raises ValueError for ambiguous values such as `yes` or 1."""
     wanted = kinds(annotation)
     is_number = bool(wanted & {int, float})
-    if not isinstance(value, dict) or dict in wanted:  # the settings of a section are checked separately
-        _refuse_invalid_unicode(value)
     if isinstance(value, bool):
         if is_number and bool not in wanted:
             raise ValueError(f"must be a {'whole ' * (float not in wanted)}number")
@@ -80,20 +78,6 @@ def parse_value(annotation: Any, value: Any) -> Any:
             raise ValueError(f"{allowed}, not text; write {str(word in _TRUE).lower()}")
         raise ValueError(allowed)
     return value
-
-
-def _refuse_invalid_unicode(value: Any) -> None:
-    """Raise ValueError for text with unpaired surrogates, which cannot be written to a file."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{value[error.start]!r} in it is not a character; write it in UTF-8") from None
-    elif isinstance(value, (list, tuple)):
-        _refuse_invalid_unicode("".join(inner for inner in value if isinstance(inner, str)))
-    elif isinstance(value, dict):
-        for inner in (*value, *value.values()):
-            _refuse_invalid_unicode(inner)
 
 
 def _is_python_number(text: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from trainer.config.errors import UserError
+from trainer.config.files import UnreadableFile, decode_text, read_bytes
 
 MOST_BYTES = 8 * 2**20
 MOST_VALUES = 100_000
@@ -94,9 +95,17 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 class _CoreDumper(yaml.SafeDumper):
     """Dumper that quotes text which either version of YAML would read as another type."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        lines_are_printable = "\n" in text and all(line.isprintable() for line in text.split("\n"))
+        style = None if text.isprintable() else "|" if lines_are_printable else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
 
 for _name, (_pattern, _first) in _RULES.items():
     _CoreDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+
+
+_CoreDumper.add_representer(str, _CoreDumper.represent_text)
 
 
 def dump(tree: Any, **style: Any) -> str:
@@ -108,16 +117,13 @@ def parse(text: str) -> Any:
     """Return the value of a YAML text without comments; raises ValueError or UserError."""
     try:
         loader = _CoreLoader(text)  # refuses control characters
-        try:
-            node = loader.get_single_node()
-            if node is None or node.end_mark.index != len(text):
-                raise ValueError("a comment, which is text on a command line")
-            value = loader.construct_document(node)
-            for _, mistake in loader.mistakes:
-                raise UserError(mistake)
-            return value
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is None or node.end_mark.index != len(text):
+            raise ValueError("a comment, which is text on a command line")
+        value = loader.construct_document(node)
+        for _, mistake in loader.mistakes:
+            raise UserError(mistake)
+        return value
     except (yaml.YAMLError, RecursionError, *TAG_ERRORS) as error:
         raise ValueError(str(error)) from None
 
@@ -130,8 +136,6 @@ def plain(text: str) -> Any:
         value: Any = loader.construct_object(yaml.ScalarNode(tag, text.strip()))
     except (ValueError, yaml.YAMLError):  # more digits than Python reads; `<<`
         return text
-    finally:
-        loader.dispose()
     return text if isinstance(value, str) else value
 
 
@@ -144,13 +148,9 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     """Return the settings in a text, the content of the file `path`; raises UserError if it has none."""
     try:
         loader = loader_class(text)
-        try:
-            node = loader.get_single_node()
-            _count_values(node, {}, path)
-            tree = None if node is None else loader.construct_document(node)
-            mistakes = loader.mistakes
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        _count_values(node, {}, path)
+        tree = None if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(
@@ -169,7 +169,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
         raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
-    return YamlFile(tree, lines, mistakes)
+    return YamlFile(tree, lines, loader.mistakes)
 
 
 def _hint(problem: str) -> str:
@@ -183,26 +183,13 @@ def _hint(problem: str) -> str:
 def read_text(path: Path) -> str:
     """Return the text of a file; raises UserError if it cannot be read."""
     try:
-        if path.is_dir():
-            raise UserError(f"{path}: is a folder; use a YAML file in it")
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        return decode_text(read_bytes(path, MOST_BYTES), path)
     except FileNotFoundError:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
         raise UserError(f"{path}: no such file; presets are in configs/") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions, or use another") from None
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; use a YAML file of settings")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}: cannot be read as text (line {line}: byte 0x{content[error.start]:02x} is not UTF-8); "
-            "use a YAML file, or save this one as UTF-8"
-        ) from None
+    except UnreadableFile as error:
+        raise UserError(f"{path}: {error.problem}; use a YAML file of settings in UTF-8") from None
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:

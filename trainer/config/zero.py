@@ -12,14 +12,7 @@ from trainer.config.training_sections import ZeroSection
 
 SETTINGS = {key: ours for ours, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
 """Key of DeepSpeed in `zero.extra` -> our setting."""
-KNOWN = str(OTHER_TRAINERS["deepspeed_keys"]).split()
-# Required by our training loop.
-FIXED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
-# Parts of DeepSpeed that would replace our step, data or model.
-REPLACE = (
-    "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "elasticity",
-    "hybrid_engine", "pipeline", "progressive_layer_drop", "sparse_attention", "tensor_parallel",
-)  # fmt: skip
+KNOWN, FIXED, REPLACE = (OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing"))
 
 
 def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:

@@ -9,17 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Generic, Literal, TypeVar
 
-from trainer.config import (
-    AUTO,
-    TILES_NO_GRAPHS,
-    RunConfig,
-    engine_stage,
-    engine_zero,
-    find_graph_obstacle,
-    find_tile_obstacle,
-    gathers_by_layer,
-    why_not_by_layer,
-)
+from trainer.config import AUTO, RunConfig
+from trainer.config.checks import TILES_NO_GRAPHS, find_graph_obstacle, find_tile_obstacle
+from trainer.config.zero import engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
 from trainer.parallel.engine.deepspeed_engine import guards_on_device
 from trainer.parallel.engine.flat_adapter import why_not_flat
 from trainer.parallel.engine.layer_gather.shard_groups import list_groups
