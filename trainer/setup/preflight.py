@@ -209,6 +209,13 @@ def check_settings(config: RunConfig) -> None:
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
         if switch_value(config, name) == value:
             raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove it")
+    if config.ops.backend == "cuda" and _uses_operators(config):
+        import ops
+
+        try:
+            ops.check_requested()
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
@@ -277,22 +284,6 @@ def prepare_to_resume(
     prepared = prepare(config, report, to_train=to_train)
     config = fit_max_length(config, prepared.longest)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
-
-
-def start_build(config: RunConfig) -> None:
-    """Start to compile the CUDA operators in the background if this run uses them.
-
-    Raises UserError if they are requested and cannot be built.
-    """
-    if not _uses_operators(config):
-        return
-    import ops
-
-    assert config.ops.backend in ("auto", "cuda")
-    try:
-        ops.start_build(config.ops.backend)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
