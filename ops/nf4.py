@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
-from ops.seeds import draw_seed
 
 
 @dataclass(frozen=True)
@@ -69,33 +68,10 @@ def reference_dequantize(
     return reference.dequantize_nf4(packed, state, rows, cols, block, nested_block, dtype)
 
 
-def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    of = ForwardArguments(*arguments)
-    return lora.reference_forward(of.x, _weights(of), of.biases, of.downs, of.ups, of.scales, of.p, of.seed, of.h)
-
-
-def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    of = BackwardArguments(*arguments)
-    needs = of.need_x, of.need_down, of.need_up
-    return lora.reference_backward(
-        of.grads, of.x, _weights(of), of.downs, of.ups, of.h, of.scales, of.p, of.seed, *needs
-    )
-
-
 def _fake_dequantize(
     packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
 ) -> Tensor:
     return packed.new_empty((rows, cols), dtype=dtype)
-
-
-def _fake_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    of = ForwardArguments(*arguments)
-    return lora.fake_forward(of.x, of.rows, of.downs, of.ups, of.scales, of.p, of.h)
-
-
-def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    of = BackwardArguments(*arguments)
-    return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
 derivative.define(
@@ -103,18 +79,14 @@ derivative.define(
     " -> Tensor",
     reference_dequantize, _fake_dequantize,
 )  # fmt: skip
-_FORWARD = derivative.define(
-    "nf4_forward(Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block, Tensor[] biases,"
-    " Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-    reference_forward, _fake_forward,
-)  # fmt: skip
-derivative.define(
-    "nf4_backward(Tensor[] grads, Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block,"
-    " Tensor[] downs, Tensor[] ups, Tensor h, float[] scales, float p, Tensor? seed, bool need_x, bool need_down,"
-    " bool need_up) -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    reference_backward, _fake_backward,
-)  # fmt: skip
-ForwardArguments, BackwardArguments = derivative.register("nf4")
+_GROUP = lora.define_group(
+    "nf4",
+    "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
+    outs=lambda of: of.rows,
+    check=lambda of: None,
+    forward=lambda of, h: lora.dense_forward(of, h, _weights(of)),
+    backward=lambda of: lora.dense_backward(of, _weights(of)),
+)
 
 
 def _check_packed(packed: Tensor, rows: int, cols: int) -> None:
@@ -147,20 +119,6 @@ def nf4_group(
             raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device")
         if weight is not first and weight.layout() != first.layout():
             raise ValueError("weights quantised with different block sizes: call the operator for each separately")
-    arguments = ForwardArguments(
-        x=x,
-        packed=[weight.packed for weight in weights],
-        states=[tensor for weight in weights for tensor in weight.state],
-        rows=rows,
-        block=first.block,
-        nested_block=first.nested_block,
-        biases=lora.fill_biases(x, biases, rows),
-        downs=downs,
-        ups=ups,
-        scales=scales,
-        p=dropout,
-        seed=draw_seed(x, dropout),
-        h=None,
-    )
-    ys, _ = _FORWARD(*arguments)
-    return ys
+    packed, states = [weight.packed for weight in weights], [tensor for weight in weights for tensor in weight.state]
+    stored = packed, states, rows, first.block, first.nested_block
+    return _GROUP(x, stored, rows, biases, downs, ups, scales, dropout)
