@@ -352,7 +352,7 @@ class Run:
             return None
         graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.use_captured(graphs.penalty, graphs.divergence)
+            self.steering.use_captured(graphs.penalty)
         return graphs
 
     @phase("report")

@@ -241,27 +241,6 @@ class TokenLoss:
                 return logits.view(()) / (self._factor or 1.0)
             return _divergence(logits.flatten(0, 1)[places].float(), base_states)
 
-    def compute_divergence_from_inputs(
-        self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute `divergence` from tensors on the device, without synchronizing; needs a fused head and loss.
-
-        Rows with target IGNORED count as 0; their `base_states` must be 0.
-        """
-        ignored = targets.flatten().eq(IGNORED)[:, None]
-
-        def compare(hidden: torch.Tensor) -> torch.Tensor:
-            return self._divergence_sum(hidden.flatten(0, 1).masked_fill(ignored, 0.0), base_states).view(1, 1, 1)
-
-        with replace_head(self._head, compare):
-            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
-        return scaled.view(()) / (self._factor or 1.0)
-
-    @property
-    def states_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the head's input; None if head and loss are computed separately."""
-        return None if self._head is None or self._factor is None else linear_layer(self._head).weight.dtype
-
     def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; every rank must call it."""
         with self._outside_step(batch, device):

@@ -96,16 +96,10 @@ class Steering:
         """The current lambda."""
         return self.state.lambda_
 
-    def use_captured(
-        self,
-        capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
-        compute_divergence: Callable[..., Tensor],
-    ) -> None:
-        """Measure by captured CUDA graphs: the factors by `capture(measure)`, `kl` by `compute_divergence`."""
+    def use_captured(self, capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
+        """Measure the factors by captured CUDA graphs: `capture(measure)`."""
         if self._squares is not None:
             self._squares = capture(self._squares)
-        if self.divergence is not None:
-            self.divergence.compute = compute_divergence
 
     def check_target(
         self,

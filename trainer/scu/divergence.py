@@ -7,7 +7,7 @@ rows and can compute the token count of all ranks without communication.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,6 @@ class Divergence:
         """
         self.drawn, self._base_states, self.held_out = drawn, base_states, held_out
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
-        self.compute: Callable[..., Tensor] = token_loss.divergence
-        """`TokenLoss.divergence`, or a captured CUDA graph of it, for steps."""
         self._sum: Tensor | None = None
         self._held_out_states: BaseStates | None = None
 
@@ -118,7 +116,7 @@ class Divergence:
         While lambda is 0, K is measured without a gradient.
         """
         selected = self.reference.select(step)
-        sum_local = self.compute(
+        sum_local = self._token_loss.divergence(
             self._engine,
             self.reference.batch(selected),
             self._engine.device,
