@@ -350,10 +350,7 @@ class Run:
         mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None
-        graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
-        if graphs is not None and self.steering is not None:
-            self.steering.use_captured(graphs.penalty)
-        return graphs
+        return GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
 
     @phase("report")
     def _finish(self, position: Position, before: float | None, after: float | None) -> None:

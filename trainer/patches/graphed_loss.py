@@ -69,7 +69,6 @@ class GraphedLoss:
         self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
         self._capturer: GraphCapturer | None = None
         self._captures: dict[StaticShape, Replayed] = {}
-        self._penalties: list[GraphedPenalty] = []
         self._seen: Counter[StaticShape] = Counter()
         self._sizes: list[tuple[int, int]] = []
         self._host_fractions: list[float] = []
@@ -137,15 +136,8 @@ class GraphedLoss:
         if self._capturer is not None:
             self._captures.clear()
             self._capturer = None
-            for penalty in self._penalties:
-                penalty.drop()
             release_workspaces()
             torch.cuda.empty_cache()
-
-    def penalty(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return `compute`, a penalty on the flat adapter, replayed while the loss is."""
-        self._penalties.append(GraphedPenalty(compute, self._flat))
-        return self._penalties[-1]
 
     def _inputs_on_host(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.places)
@@ -195,9 +187,6 @@ class GraphedLoss:
                 lambda: self._loss.compute_from_inputs(self._module, *inputs.read()), must_pay=self._mode == "auto"
             )
             self._capturer.check_room()
-            if not self._captures:
-                for penalty in self._penalties:
-                    penalty.capture()
         except NotCapturable as reason:
             refusal = str(reason)
         except torch.OutOfMemoryError as error:
@@ -220,33 +209,6 @@ class GraphedLoss:
         if warn:
             self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
         self.drop(reason)
-
-
-class GraphedPenalty:
-    """A penalty on the adapter with its gradient, as two launches instead of a few hundred small ones."""
-
-    def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter) -> None:
-        self._compute, self._flat = compute, flat
-        self._captured: CapturedPass | None = None
-
-    def __call__(self) -> Tensor:
-        """Return the penalty, replayed if it was captured."""
-        return self._compute() if self._captured is None else self._captured()
-
-    def capture(self) -> None:
-        """Capture the penalty between two steps, in its own memory because the loss is replayed alongside."""
-        self._captured = GraphCapturer(self._flat, shares_workspaces=True).capture(
-            self._compute_from_new_stacks, must_pay=False
-        )
-
-    def drop(self) -> None:
-        """Launch the penalty from now on."""
-        self._captured = None
-
-    def _compute_from_new_stacks(self) -> Tensor:
-        with self._flat.build_stacks_only():
-            self._flat.read_through_views()
-        return self._compute()
 
 
 def _first_line(error: BaseException) -> str:

@@ -74,10 +74,9 @@ class CapturedPass:
 class GraphCapturer:
     """Captures passes over one flat adapter in one memory pool."""
 
-    def __init__(self, flat: FlatAdapter, *, shares_workspaces: bool = False) -> None:
-        """Set up a memory pool; with `shares_workspaces` another one has the workspaces: free both together."""
+    def __init__(self, flat: FlatAdapter) -> None:
         self.flat = flat
-        self._has_workspaces = shares_workspaces
+        self._has_workspaces = False
         # Autograd sees these instead of the buffers, without the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         device = self._leaves[0].device
