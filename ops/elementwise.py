@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ops.derivative import define, refuse_second_derivative
 
@@ -24,38 +23,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """Compute y = x rstd (offset + w), rstd = (mean(x^2) + eps)^(-1/2) over the last dimension, in fp32.
 
     x [..., D], weight [D] of the same type. With offset 0 the normalised value is rounded to the type of x before it is
-    multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. The gradient of a trained
-    weight is computed in plain torch. Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
-    Raises ValueError for shapes and types that do not fit.
+    multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. Zhang and Sennrich 2019,
+    https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not fit, and in the backward pass
+    for a weight that requires a gradient.
     """
-    y: Tensor
-    if weight.requires_grad and torch.is_grad_enabled():
-        y = _TrainedNorm.apply(x, weight, eps, offset)
-    else:
-        y = _NORM(x, weight, eps, offset)[0]
+    y: Tensor = _NORM(x, weight, eps, offset)[0]
     return y
-
-
-class _TrainedNorm(torch.autograd.Function):
-    """`rms_norm` with the gradient of its weight: dw = sum over T of grad n, with n = x rstd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        y, rstd = _NORM(x, weight, eps, offset)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        grad_x = torch.ops.zerolora.rms_norm_backward(grad, x, weight, rstd, ctx.offset)
-        normal = _wide(x) * rstd.view(*x.shape[:-1], 1)
-        if ctx.offset == 0.0:
-            normal = normal.to(x.dtype)
-        grad_weight = (_wide(grad) * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        return grad_x, grad_weight, None, None
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -205,11 +205,11 @@ def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
 def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
-        if x.dtype != weight.dtype:
+        if x.dtype != weight.dtype or weight.requires_grad:
             result: Tensor = plain(self, x)
             return result
         y = rms_norm(x, weight, eps, offset)
-        if recompute and _should_recompute(y) and not weight.requires_grad:
+        if recompute and _should_recompute(y):
             setattr(y, _RECOMPUTE, partial(rms_norm, x, weight, eps, offset))
         return y
 
