@@ -68,7 +68,7 @@ def work(**changes: Any) -> Work:
         "frozen_norms": True,
         "recomputed": "none",
         "fused": True,
-        "separate": None,
+        "separate": False,
         "selective": changes.get("recompute") == "selective",
         "mlp_tile": 0,
         "on_gpu": False,

@@ -267,7 +267,7 @@ class Planner:
             frozen_norms=config.adapter != "none",
             recomputed=decided.recomputed_results.value,
             fused=decided.adapters.value in ("cuda", "reference"),
-            separate=decided.siblings.reason or "asked for" if separate else None,
+            separate=separate,
             selective=decided.recomputes.value == "selective",
             mlp_tile=decided.mlp_tile.value,
             on_gpu=on_gpu,

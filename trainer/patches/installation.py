@@ -54,8 +54,8 @@ class Wanted:
     adapters: str
     """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
-    separate_projections: str | None
-    """Why shared-input projections are not computed together; None if they are."""
+    separate_projections: bool
+    """Whether shared-input projections are computed one by one."""
     clips_on_device: bool
     small_pass: Callable[[Any], object]
     """Runs a minimal forward pass."""
@@ -168,7 +168,7 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
             model,
             backend,
             forward=lambda: wanted.small_pass(model),
-            no_groups=wanted.separate_projections,
+            separate=wanted.separate_projections,
             tokens=tokens,
         )
     except ValueError as error:

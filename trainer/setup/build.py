@@ -117,7 +117,7 @@ def select_patches(
         recomputed=decided.recomputed_results.value,
         adapters=decided.adapters.value,
         adapters_reason=decided.adapters.reason,
-        separate_projections=None if decided.siblings.value else decided.siblings.reason,
+        separate_projections=not decided.siblings.value,
         clips_on_device=decided.clips_on_device.value,
         small_pass=small_pass,
         shards=shards,
