@@ -205,8 +205,7 @@ def _install(model: Any, kernels: Kernels) -> None:
 
     _choose_attention(model, kernels)
     if kernels.elementwise:
-        recomputed = {"recompute": kernels.recomputed != "none", "recompute_norms": kernels.recomputed == "norms"}
-        replace_elementwise(model, frozen_norms=kernels.frozen_norms, **recomputed)
+        replace_elementwise(model, frozen_norms=kernels.frozen_norms, recompute=kernels.recomputed)
     _replace_experts(model, kernels)
     for module in model.modules() if kernels.scan_by_kernel else ():
         if hasattr(file := sys.modules[type(module).__module__], SCAN) and getattr(file, SCAN) is not _scan:

@@ -105,12 +105,7 @@ def _elementwise(model: Any, wanted: Wanted) -> list[str]:
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
     _load_operators(wanted.config)
-    replaced = replace_elementwise(
-        model,
-        frozen_norms=wanted.config.adapter != "none",
-        recompute=wanted.recomputed != "none",
-        recompute_norms=wanted.recomputed == "norms",
-    )
+    replaced = replace_elementwise(model, frozen_norms=wanted.config.adapter != "none", recompute=wanted.recomputed)
     lines, done = replaced.lines(), replaced.whole()
     for part in sorted(done ^ wanted.ours):
         now = "ours" if part in done else "not ours"
