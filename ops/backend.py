@@ -9,7 +9,6 @@ import torch
 from ops import experts_kernels
 from ops.derivative import REFERENCE
 
-TIMED = 9  # Hopper, the only generation on which the kernels were timed
 _logger = logging.getLogger(__name__)
 
 
@@ -45,9 +44,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
             builder = LoraOpBuilder()
             builder.load(verbose=verbose)
             _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
-            _loaded = Backend(
-                "cuda", f"kernels in {builder.origin}{describe_timing(torch.cuda.get_device_capability())}"
-            )
+            _loaded = Backend("cuda", f"kernels in {builder.origin}")
         except BuildError as error:
             # A failed build on a machine with all prerequisites is a bug: `auto` must not hide it by falling back.
             if backend == "cuda" or error.unexpected:
@@ -78,11 +75,6 @@ def check_requested() -> None:
 def loaded() -> Backend | None:
     """Return what `load` chose in this process, None before it ran."""
     return _loaded
-
-
-def describe_timing(capability: tuple[int, int]) -> str:
-    """Return a note for cards on which the kernels were compiled and tested but never timed."""
-    return "" if capability[0] == TIMED else f", untimed on compute capability {capability[0]}.{capability[1]}"
 
 
 def _use_reference(reason: str) -> Backend:

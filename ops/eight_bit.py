@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
+from ops.scaled import check_weights
 
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
 """Storage type of each kind."""
@@ -30,24 +31,6 @@ class EightBitWeight:
 
     values: Tensor
     row_scale: Tensor
-
-
-def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> None:
-    for weight, scale in zip(weights, row_scales, strict=True):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"8-bit weight {tuple(weight.shape)} for x {tuple(x.shape)}: expected [O, {x.shape[-1]}]; under ZeRO-3"
-                " gather the parameter first"
-            )
-        if weight.dtype not in STORAGE.values() or weight.dtype != weights[0].dtype:
-            kinds = sorted({str(each.dtype) for each in weights})
-            raise ValueError(f"8-bit weights of type {', '.join(kinds)}: expected all uint8 (e4m3) or all int8")
-        if tuple(scale.shape) != (weight.shape[0],) or scale.dtype != torch.float32:
-            raise ValueError(
-                f"row_scale {tuple(scale.shape)} of {scale.dtype}: expected ({weight.shape[0]},) of torch.float32"
-            )
-        if not weight.device == scale.device == x.device:
-            raise ValueError(f"8-bit weight on {weight.device}, its scale on {scale.device}, x on {x.device}")
 
 
 def reference_quantize_rows(
@@ -69,7 +52,7 @@ def reference_product(
 
 def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Plain-torch `eight_bit_linear`: y[..., O] = t (x_q W_q^T) v + bias."""
-    _check_weights(x, [weight], [row_scale])
+    check_weights(x, [weight], [row_scale])
     q, scale = reference_quantize_rows([x], [], weight.dtype)
     y = reference.eight_bit_product(q, scale, weight.t(), row_scale)
     y = y if bias is None else y + bias.to(y.dtype)
@@ -113,7 +96,7 @@ def _fake_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor 
 
 
 def _fake_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
-    _check_weights(x, [weight], [row_scale])
+    check_weights(x, [weight], [row_scale])
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -155,7 +138,7 @@ _GROUP = lora.define_group(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",
     outs=lambda of: [weight.shape[0] for weight in of.weights],
-    check=lambda of: _check_weights(of.x, of.weights, of.row_scales),
+    check=lambda of: check_weights(of.x, of.weights, of.row_scales),
     forward=_forward,
     backward=_backward,
 )

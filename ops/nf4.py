@@ -51,21 +51,12 @@ class Nf4Weight:
 
 def _weights(of: Any) -> list[Tensor]:
     """Dequantise all weights of the group to the type of x."""
-    each, cols = len(of.states) // len(of.packed), of.x.shape[-1]
-    split = [of.states[i * each : (i + 1) * each] for i in range(len(of.packed))]
-    for weight, out in zip(of.packed, of.rows, strict=True):
-        _check_packed(weight, out, cols)
+    each = len(of.states) // len(of.packed)
+    sizes = of.x.shape[-1], of.block, of.nested_block, of.x.dtype
     return [
-        reference.dequantize_nf4(weight, state, out, cols, of.block, of.nested_block, of.x.dtype)
-        for weight, state, out in zip(of.packed, split, of.rows, strict=True)
+        reference.dequantize_nf4(weight, of.states[i * each : (i + 1) * each], out, *sizes)
+        for i, (weight, out) in enumerate(zip(of.packed, of.rows, strict=True))
     ]
-
-
-def reference_dequantize(
-    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
-) -> Tensor:
-    _check_packed(packed, rows, cols)
-    return reference.dequantize_nf4(packed, state, rows, cols, block, nested_block, dtype)
 
 
 def _fake_dequantize(
@@ -77,7 +68,7 @@ def _fake_dequantize(
 derivative.define(
     "dequantize_nf4(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype)"
     " -> Tensor",
-    reference_dequantize, _fake_dequantize,
+    reference.dequantize_nf4, _fake_dequantize,
 )  # fmt: skip
 _GROUP = lora.define_group(
     "nf4",
@@ -87,15 +78,6 @@ _GROUP = lora.define_group(
     forward=lambda of, h: lora.dense_forward(of, h, _weights(of)),
     backward=lambda of: lora.dense_backward(of, _weights(of)),
 )
-
-
-def _check_packed(packed: Tensor, rows: int, cols: int) -> None:
-    size = packed.numel() * packed.element_size()
-    if size * 2 < rows * cols:
-        raise ValueError(
-            f"packed weight of {size} bytes for [{rows}, {cols}]: {(rows * cols + 1) // 2} are needed;"
-            " under ZeRO-3 gather the parameter first"
-        )
 
 
 def nf4_group(

@@ -119,6 +119,12 @@ def dequantize_nf4(
     `state` is [absmax, code], or with double quantisation [uint8 absmax, code, nested absmax, nested code, offset] and
     absmax[b] = nested_code[absmax[b]] * nested_absmax[b / nested_block] + offset (Dettmers et al. 2023, section 3).
     """
+    size = packed.numel() * packed.element_size()
+    if size * 2 < rows * cols:
+        raise ValueError(
+            f"packed weight of {size} bytes for [{rows}, {cols}]: {(rows * cols + 1) // 2} are needed;"
+            " under ZeRO-3 gather the parameter first"
+        )
     absmax, code = state[0], state[1]
     if len(state) == 5:
         _, _, nested_absmax, nested_code, offset = state

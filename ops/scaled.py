@@ -29,20 +29,25 @@ class ScaledWeight:
     block: tuple[int, int]
 
 
-def _check(x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int]) -> None:
+def check_weights(
+    x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int] | None = None
+) -> None:
+    """Raise ValueError unless 8-bit weights fit x and have a scale for each block, or row without `block`."""
     for value, scale in zip(values, scales, strict=True):
         if value.dim() != 2 or value.shape[1] != x.shape[-1]:
             raise ValueError(
                 f"8-bit weight {tuple(value.shape)} for x {tuple(x.shape)}: expected [O, {x.shape[-1]}]; under ZeRO-3"
                 " gather the parameter first"
             )
-        if value.dtype not in (torch.uint8, torch.int8):
-            raise ValueError(f"8-bit weight of type {value.dtype}: expected uint8 (e4m3) or int8")
-        grid = (-(-value.shape[0] // block[0]), -(-value.shape[1] // block[1]))
-        if tuple(scale.shape) != grid or scale.dtype != torch.float32:
+        if value.dtype not in (torch.uint8, torch.int8) or value.dtype != values[0].dtype:
+            kinds = ", ".join(sorted({str(each.dtype) for each in values}))
+            raise ValueError(f"8-bit weights of type {kinds}: expected all uint8 (e4m3) or all int8")
+        grid = value.shape[:1] if block is None else (-(-value.shape[0] // block[0]), -(-value.shape[1] // block[1]))
+        if tuple(scale.shape) != tuple(grid) or scale.dtype != torch.float32:
+            where = "by rows" if block is None else f"in blocks of {block[0]} x {block[1]}"
             raise ValueError(
-                f"scales {tuple(scale.shape)} of {scale.dtype} for a weight {tuple(value.shape)} in blocks of"
-                f" {block[0]} x {block[1]}: expected {grid} of torch.float32"
+                f"scales {tuple(scale.shape)} of {scale.dtype} for a weight {tuple(value.shape)} {where}:"
+                f" expected {tuple(grid)} of torch.float32"
             )
         if not value.device == scale.device == x.device:
             raise ValueError(f"8-bit weight on {value.device}, its scales on {scale.device}, x on {x.device}")
@@ -83,7 +88,7 @@ _GROUP = lora.define_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
     outs=lambda of: [each.shape[0] for each in of.values],
-    check=lambda of: _check(of.x, of.values, of.block_scales, of.block),
+    check=lambda of: check_weights(of.x, of.values, of.block_scales, of.block),
     forward=_forward,
     backward=_backward,
     devices=("cpu", "cuda"),

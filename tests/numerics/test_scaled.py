@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
     cases = {
         r"scales \(2, 2\) .* in blocks of 16 x 32: expected \(4, 2\)": (x, ops.ScaledWeight(codes, scales, (16, 32))),
         r"8-bit weight \(64, 64\) for x \(3, 32\)": (x[:, :32], ops.ScaledWeight(codes, scales, (32, 32))),
-        "expected uint8 .e4m3. or int8": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
+        "expected all uint8 .e4m3. or all int8": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
     }
     for message, (tokens, weight) in cases.items():
         with pytest.raises(ValueError, match=message):
