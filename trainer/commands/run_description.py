@@ -93,7 +93,7 @@ def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: i
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
-    return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")
+    return trained, lines + unadapted_lines(peft_model)
 
 
 def _describe_more_ranks(config: RunConfig) -> str:

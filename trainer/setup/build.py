@@ -18,7 +18,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.installation import Wanted, install
-from trainer.patches.mamba import unadapted_lines, unquantized_lines
+from trainer.patches.mamba import unadapted_lines
 from trainer.patches.norm_mlp_rope import PARTS
 from trainer.tasks.task import Task
 
@@ -56,9 +56,7 @@ def build_model(
                 task_type=task.peft_type,
             )
         lines += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
-        lines += unadapted_lines(model, quantized=config.adapter == "qlora")
-        if config.adapter == "qlora":
-            lines += unquantized_lines(model)
+        lines += unadapted_lines(model)
     lines += install("adapted", model, wanted)
     if config.zero.stage == 3:
         lines.append(_describe_gather(decided, shards))
