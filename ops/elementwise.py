@@ -113,33 +113,29 @@ def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: T
     return (rstd * (g - normal * (g * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
 
 
-def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     _check_alike(gate=gate, up=up)
-    return (torch.nn.functional.silu(gate) * up).contiguous()
+    return (activation(gate) * up).contiguous()
 
 
-def reference_silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_gate = grad up s (1 + gate (1 - s)) with s = 1 / (1 + exp(-gate)), grad_up = grad silu(gate)."""
-    g, v = _wide(grad), _wide(gate)
-    s = torch.sigmoid(v)
-    grad_gate = g * _wide(up) * s * (1 + v * (1 - s))
-    return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
+def _gated_backward(
+    inner: Callable[[Tensor], tuple[Tensor, Any]], grad: Tensor, gate: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor]:
+    """grad_gate = grad up s (1 + v (1 - s) z'(v)) with v = gate, s = 1 / (1 + exp(-z)), grad_up = grad v s.
 
-
-def reference_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    _check_alike(gate=gate, up=up)
-    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).contiguous()
-
-
-def reference_gelu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_gate = grad up s (1 + v (1 - s) z'(v)) with v = gate, s = 1 / (1 + exp(-z)), grad_up = grad gelu(v).
-
-    z(v) = sqrt(8/pi) (v + 0.044715 v^3): (1 + tanh(z/2)) / 2 = s.
+    `inner` returns z and z'.
     """
-    g, v, root = _wide(grad), _wide(gate), math.sqrt(8 / math.pi)
-    s = torch.sigmoid(root * (v + 0.044715 * v**3))
-    grad_gate = g * _wide(up) * s * (1 + v * (1 - s) * root * (1 + 3 * 0.044715 * v.square()))
+    g, v = _wide(grad), _wide(gate)
+    z, slope = inner(v)
+    s = torch.sigmoid(z)
+    grad_gate = g * _wide(up) * s * (1 + v * (1 - s) * slope)
     return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
+
+
+def _inner_of_gelu(v: Tensor) -> tuple[Tensor, Tensor]:
+    """z(v) = sqrt(8/pi) (v + 0.044715 v^3), for (1 + tanh(z/2)) / 2 = s; and z'."""
+    root = math.sqrt(8 / math.pi)
+    return root * (v + 0.044715 * v**3), root * (1 + 3 * 0.044715 * v.square())
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -223,16 +219,16 @@ define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
     reference_rms_norm_backward, lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
 )  # fmt: skip
-_SILU_MUL = define("silu_mul(Tensor gate, Tensor up) -> Tensor", reference_silu_mul, _fake_gated)
-define(
-    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    reference_silu_mul_backward, _fake_gated_backward,
-)  # fmt: skip
-_GELU_MUL = define("gelu_mul(Tensor gate, Tensor up) -> Tensor", reference_gelu_mul, _fake_gated)
-define(
-    "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    reference_gelu_mul_backward, _fake_gated_backward,
-)  # fmt: skip
+for _name, _activation, _inner in (
+    ("silu_mul", torch.nn.functional.silu, lambda v: (v, 1.0)),
+    ("gelu_mul", partial(torch.nn.functional.gelu, approximate="tanh"), _inner_of_gelu),
+):
+    define(f"{_name}(Tensor gate, Tensor up) -> Tensor", partial(_gated, _activation), _fake_gated)
+    define(
+        f"{_name}_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+        partial(_gated_backward, _inner), _fake_gated_backward,
+    )  # fmt: skip
+_SILU_MUL, _GELU_MUL = torch.ops.zerolora.silu_mul.default, torch.ops.zerolora.gelu_mul.default
 _ROPE = define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)",
     partial(_apply_rope, transposed=False), _fake_rope,

@@ -69,24 +69,10 @@ def _places(device: torch.device) -> Tensor:
     return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return y[T,O] and h[T,R] of one adapted linear; x[T,I], mask m[T,I] or None."""
-    h_TR = project(x, down, scale, mask)
-    return output(x, weight, bias, h_TR, up), h_TR
-
-
 def project(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """Return h[T,R] = s (m*x) A^T."""
     masked_TI = x if mask is None else x * mask
     return scale * (masked_TI @ down.t())
-
-
-def output(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, up: Tensor) -> Tensor:
-    """Return y[T,O] = x W^T + h B^T + bias."""
-    y_TO = x @ weight.t() + h @ up.t()
-    return y_TO if bias is None else y_TO + bias
 
 
 def backward(

@@ -330,7 +330,7 @@ def _swap(results):
 
 
 def _without_mask(problem):
-    _, h = reference.forward(problem.x, problem.weight, None, problem.down, problem.up, problem.scale)
+    h = reference.project(problem.x, problem.down, problem.scale)
     return reference.backward(problem.grad, problem.x, problem.weight, problem.down, problem.up, h, problem.scale)[0]
 
 
