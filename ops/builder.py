@@ -243,8 +243,6 @@ def list_operators() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; `zerolora ops --help` lists the commands\n")
 

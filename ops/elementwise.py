@@ -87,7 +87,6 @@ def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[Non
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to the type of the arithmetic: fp32, or fp64 for fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -185,7 +185,6 @@ def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
 
 
 def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
-    """Draw one int64 for gate_up and one for down: see `draw_seed`."""
     return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
 
 
@@ -276,7 +275,6 @@ class _Views:
             ]
 
     def rebuild(self, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Rebuild the tensors from what was saved."""
         if self._places is None:
             return list(kept)
         found = kept[0].detach().view(torch.uint8)

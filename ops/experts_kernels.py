@@ -87,8 +87,6 @@ def _fused(p: Tensor | None) -> Tensor | None:
 
 
 class _Call:
-    """Shapes, factors, seeds and row order, shared by the forward and backward passes."""
-
     def __init__(  # type: ignore[no-untyped-def]
         self, x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends
     ) -> None:

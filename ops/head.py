@@ -419,7 +419,6 @@ def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor,
 
 
 def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, found: Tensor) -> None:
-    """Write the MEASURES of the rows into `found`."""
     log_p_CV = torch.log_softmax(logits_CV.float(), 1)
     p_CV, chosen = log_p_CV.exp(), targets[:, None]
     found[LOSS] = -log_p_CV.gather(1, chosen).squeeze(1)

@@ -50,7 +50,6 @@ class Nf4Weight:
 
 
 def _weights(of: Any) -> list[Tensor]:
-    """Dequantise all weights of the group to the type of x."""
     each = len(of.states) // len(of.packed)
     sizes = of.x.shape[-1], of.block, of.nested_block, of.x.dtype
     return [

@@ -156,7 +156,6 @@ class _Member:
         self._nf4: ops.Nf4Weight | None = None
 
     def applies_to(self, x: Tensor) -> bool:
-        """Return whether the operator supports this call; otherwise PEFT's forward computes it."""
         layer = self.layer
         usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
         return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
@@ -206,7 +205,6 @@ class _Group:
         self._waiting: dict[int, Tensor] = {}
 
     def install(self) -> None:
-        """Replace the layers' forward."""
         for index, member in enumerate(self.members):
             replace(member.layer, "forward", self._build_forward(index, member))
 

@@ -273,7 +273,6 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def _observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """Find out once whether head and loss can be computed together on this model."""
         if self._head is not None and self._factor is None:
             self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -303,7 +302,6 @@ class TokenLoss:
         return on_device | document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
-        """Warn if the loaded model differs from the empty one that the memory estimate used."""
         if self._decided is None or self._decided == fused or self._say is None:
             return
         what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"

@@ -175,7 +175,6 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """Return a forward for this norm that uses our operator, or why there is none."""
     plain, weight = type(module).forward, getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "forward" in vars(module):
@@ -207,7 +206,6 @@ def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> 
 
 
 def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
-    """Return why our norm differs from this one; empty if it does not."""
     width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may lack its shape
     twin = copy.copy(module)
 
@@ -222,7 +220,6 @@ def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> 
 
 
 def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """Return a forward for this gated MLP that uses our operator, or why there is none."""
     names = _projections(module)
     assert names is not None
     if "forward" in vars(module):
@@ -287,7 +284,6 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
 
 
 def _rotary(plain: Forward, like: Tensor) -> Forward | str:
-    """Return a rotary embedding that uses our operator, or why there is none."""
     if list(inspect.signature(plain).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return "its arguments are not q, k, cos, sin, unsqueeze_dim"
 

@@ -9,16 +9,13 @@ from typing import Any
 from torch import nn
 
 _BEFORE = "_zerolora_before"
-
-
-class _Absent:
-    """Marks an attribute that the owner itself did not have."""
+_ABSENT = Ellipsis  # an attribute that the owner itself did not have; also in a deep copy of the owner
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
     """Set an attribute of a module, a Python module or an engine; `undo` and `undo_on` restore the original."""
     own = vars(owner)
-    own.setdefault(_BEFORE, []).append((name, own.get(name, _Absent)))
+    own.setdefault(_BEFORE, []).append((name, own.get(name, _ABSENT)))
     setattr(owner, name, value)
 
 
@@ -35,7 +32,7 @@ def undo_on(owner: Any) -> int:
     """Undo the replacements on one owner; return their number."""
     notes: list[tuple[str, Any]] = vars(owner).pop(_BEFORE, [])
     for name, before in reversed(notes):
-        if before is _Absent:
+        if before is _ABSENT:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
