@@ -18,7 +18,6 @@ from trainer.patches import register
 from trainer.patches.fused_lora import fuse
 from trainer.patches.installation import INSTALLATIONS
 from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import copy_shared_heads, restore_sdpa, sdpa_with_own_heads
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.register import Replacement
 from trainer.patches.replace import replace, undo
@@ -103,7 +102,8 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     }
-    called = {name for step in INSTALLATIONS for name in _calls(local[step.install.__name__], local)}
+    steps = [step for stage in INSTALLATIONS.values() for step in stage]
+    called = {name for step in steps for name in _calls(local[step.__name__], local)}
     installed_by = {entry.installed_by.removeprefix("trainer.patches.") for entry in entries}
     ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}
     assert {name for name in ours if name.partition(": ")[2] not in called} == {
@@ -157,16 +157,6 @@ def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert modeling_llama.apply_rotary_pos_emb is rotary
     torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, patched)
-
-
-def test_sdpa_is_transformers_own_again() -> None:
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    copy_shared_heads()
-    assert AttentionInterface()["sdpa"] is sdpa_with_own_heads
-    restore_sdpa()
-    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
 
 
 def test_what_was_replaced_is_put_back_last_first() -> None:

@@ -1,4 +1,4 @@
-"""Replacements on a model and its engine: one list, installed in order and undone in reverse.
+"""Replacements on a model and its engine: one list, installed in order.
 
 Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
 forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
@@ -20,15 +20,8 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import (
-    copy_heads_without_flash,
-    disable_varlen,
-    restore_sdpa,
-    set_varlen,
-    use_varlen,
-)
-from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
-from trainer.patches.replace import undo, undo_on
+from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
+from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
 from trainer.patches.update_guard import UpdateGuard
 
@@ -64,30 +57,12 @@ class Wanted:
     """Tokens of a tile of gated MLPs; 0: they are computed whole."""
 
 
-@dataclass(frozen=True)
-class Installation:
-    """One step of the list."""
-
-    stage: Stage
-    """Owner of the replacement: the base before adapters are added, the adapted model, or DeepSpeed's engine."""
-    install: Callable[[Any, Wanted], list[str] | None]
-    """Installs it on the owner and returns lines for the console."""
-    undo: Callable[[Any], object]
-    """Undoes it on the owner; does nothing if it was not installed."""
-
-
 def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
-    """Run the installation steps of this stage in order; return lines for the console."""
-    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted) or []]
+    """Run the steps of this stage in order; return lines for the console.
 
-
-def uninstall(model: Any, engine: Engine | None = None) -> None:
-    """Undo all steps in reverse order, which restores the libraries' own code."""
-    for step in reversed(INSTALLATIONS):
-        if step.stage != "engine":
-            step.undo(model)
-        elif engine is not None:
-            step.undo(engine)
+    The owner is the base before adapters are added, the adapted model, or DeepSpeed's engine.
+    """
+    return [line for step in INSTALLATIONS[stage] for line in step(owner, wanted) or []]
 
 
 def _own_heads(_: Any, wanted: Wanted) -> None:
@@ -130,11 +105,6 @@ def _mamba(model: Any, wanted: Wanted) -> list[str]:
 def _layer_gather(model: Any, wanted: Wanted) -> None:
     if wanted.shards is not None:
         wanted.shards.attach(model)
-
-
-def _ungather(model: Any) -> None:
-    if (shards := vars(model).get("layer_shards")) is not None:
-        shards.detach(model)
 
 
 def _experts(model: Any, wanted: Wanted) -> list[str]:
@@ -195,38 +165,14 @@ def _recomputation(model: Any, wanted: Wanted) -> list[str]:
     return [line] if line else []
 
 
-def _install_workarounds(engine: Engine, _: Wanted) -> None:
+def _engine(engine: Engine, wanted: Wanted) -> None:
     install_workarounds(engine)
-
-
-def _remove_workarounds(engine: Engine) -> None:
-    undo_on(engine.optimizer)
-    undo_on(engine)
-
-
-def _guard(engine: Engine, wanted: Wanted) -> None:
     if wanted.clips_on_device:
-        ours: Any = engine  # DeepSpeed's engine does not declare the attribute
-        ours.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
+        UpdateGuard(engine, wanted.config.training.max_grad_norm)
 
 
-def _unguard(engine: Engine) -> None:
-    if (guard := vars(engine).pop("update_guard", None)) is not None:
-        guard.remove()
-
-
-INSTALLATIONS = (
-    Installation("base", _own_heads, lambda _: restore_sdpa()),
-    Installation("base", _varlen, disable_varlen),
-    Installation("base", _elementwise, undo),
-    Installation("adapted", _mamba, undo),
-    Installation("adapted", _layer_gather, _ungather),
-    Installation("adapted", _experts, undo),
-    Installation("adapted", _fused_lora, undo),
-    Installation("adapted", _rounded, undo),
-    Installation("adapted", _inputs, undo),
-    Installation("adapted", _tiles, undo),
-    Installation("adapted", _recomputation, disable_recomputation),
-    Installation("engine", _install_workarounds, _remove_workarounds),
-    Installation("engine", _guard, _unguard),
-)
+INSTALLATIONS: dict[Stage, tuple[Callable[[Any, Wanted], list[str] | None], ...]] = {
+    "base": (_own_heads, _varlen, _elementwise),
+    "adapted": (_mamba, _layer_gather, _experts, _fused_lora, _rounded, _inputs, _tiles, _recomputation),
+    "engine": (_engine,),
+}

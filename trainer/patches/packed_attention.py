@@ -151,14 +151,6 @@ def copy_shared_heads() -> None:
     AttentionInterface.register("sdpa", sdpa_with_own_heads)
 
 
-def restore_sdpa() -> None:
-    """Restore transformers' own `sdpa`."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register("sdpa", sdpa_attention_forward)
-
-
 def sdpa_with_own_heads(
     module: torch.nn.Module,
     query: torch.Tensor,
