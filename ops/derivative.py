@@ -46,7 +46,8 @@ def register(name: str) -> tuple[Any, Any]:
     """
     operator = getattr(torch.ops.zerolora, f"{name}_backward")
     schemas = [getattr(torch.ops.zerolora, f"{name}_{which}").default._schema for which in ("forward", "backward")]
-    forward, backward = (namedtuple("Arguments", [each.name for each in schema.arguments]) for schema in schemas)
+    types: list[Any] = [namedtuple("Arguments", [each.name for each in schema.arguments]) for schema in schemas]
+    forward, backward = types
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         of = forward(*inputs)._asdict()

@@ -134,7 +134,7 @@ derivative.define(
 )  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
-_GROUP = lora.define_group(
+_GROUP = lora.Group(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",
     outs=lambda of: [weight.shape[0] for weight in of.weights],

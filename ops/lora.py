@@ -173,76 +173,79 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
     return x.new_empty((x.numel() // x.shape[-1], sum(padded_rank(down.shape[0]) for down in downs)))
 
 
-def define_group(
-    name: str,
-    weights: str,
-    *,
-    outs: Callable[[Any], Sequence[int]],
-    check: Callable[[Any], None],
-    forward: Callable[[Any, Tensor], list[Tensor]],
-    backward: Callable[[Any], tuple[Tensor, list[Tensor], list[Tensor]]],
-    devices: str | tuple[str, ...] = "cpu",
-) -> Callable[..., list[Tensor]]:
-    """Define zerolora::NAME_forward and NAME_backward for frozen weights whose part of the schemas is `weights`.
+class Group:
+    """The operators zerolora::NAME_forward and NAME_backward for frozen weights that are stored in one way.
 
-    The functions get the operators' arguments by name: `outs` returns the outputs of each weight, `check` raises
-    ValueError, `forward` also gets h and returns the outputs, `backward` returns the gradients of x, all A and all B.
-    Return a function of x, the weights' arguments, their outputs, and the other arguments of `lora_group`.
+    `weights` is their part of the schemas. The functions get the operators' arguments by name: `outs` returns the
+    outputs of each weight, `check` raises ValueError, `forward` also gets h and returns the outputs, `backward` returns
+    the gradients of x, all A and all B.
     """
 
-    def checked(arguments: tuple[Any, ...]) -> Any:
-        of = forward_type(*arguments)
-        check(of)
-        check_adapters(of.x, outs(of), of.downs, of.ups, of.scales, of.p)
+    def __init__(
+        self,
+        name: str,
+        weights: str,
+        *,
+        outs: Callable[[Any], Sequence[int]],
+        check: Callable[[Any], None],
+        forward: Callable[[Any, Tensor], list[Tensor]],
+        backward: Callable[[Any], tuple[Tensor, list[Tensor], list[Tensor]]],
+        devices: str | tuple[str, ...] = "cpu",
+    ) -> None:
+        self._outs, self._check, self._compute, self._derive = outs, check, forward, backward
+        self._operator = derivative.define(
+            f"{name}_forward(Tensor x, {weights}, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales,"
+            " float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
+            self._forward, self._fake_forward, devices,
+        )  # fmt: skip
+        derivative.define(
+            f"{name}_backward(Tensor[] grads, Tensor x, {weights}, Tensor[] downs, Tensor[] ups, Tensor h,"
+            " float[] scales, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
+            " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+            self._backward, self._fake_backward, devices,
+        )  # fmt: skip
+        self._forward_type, self._backward_type = derivative.register(name)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, x, stored, outs, biases, downs, ups, scales, dropout
+    ) -> list[Tensor]:
+        """Compute `lora_group`; `stored` are the weights' arguments, `outs` the outputs of each."""
+        # Everything else is checked in the operator, which costs a CUDA call no Python time.
+        filled = fill_biases(x, biases, outs)
+        ys, _ = self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
+        return ys
+
+    def _checked(self, arguments: tuple[Any, ...]) -> Any:
+        of = self._forward_type(*arguments)
+        self._check(of)
+        check_adapters(of.x, self._outs(of), of.downs, of.ups, of.scales, of.p)
         if of.h is not None:
             check_h(of.x, of.downs, of.h)
         return of
 
-    def run_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-        of = checked(arguments)
+    def _forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
+        of = self._checked(arguments)
         if of.h is not None:
-            return forward(of, of.h), of.x.new_empty((0, 0))
+            return self._compute(of, of.h), of.x.new_empty((0, 0))
         h = torch.ops.zerolora.lora_project(of.x, of.downs, of.scales, of.p, of.seed)
-        return forward(of, h), h
+        return self._compute(of, h), h
 
-    def run_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        of = backward_type(*arguments)
-        grad_x, grad_downs, grad_ups = backward(of)
+    def _backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        of = self._backward_type(*arguments)
+        grad_x, grad_downs, grad_ups = self._derive(of)
         needed = grad_downs if of.need_down else [], grad_ups if of.need_up else []
         return grad_x if of.need_x else of.x.new_empty(0), *needed
 
-    def fake_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-        of = checked(arguments)
+    def _fake_forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
+        of = self._checked(arguments)
         h = fake_project(of.x, of.downs, of.scales, of.p, None) if of.h is None else of.x.new_empty((0, 0))
-        return [of.x.new_empty((*of.x.shape[:-1], out)) for out in outs(of)], h
+        return [of.x.new_empty((*of.x.shape[:-1], out)) for out in self._outs(of)], h
 
-    def fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        of = backward_type(*arguments)
+    def _fake_backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        of = self._backward_type(*arguments)
         grad_downs = [down.new_empty(down.shape) for down in of.downs] if of.need_down else []
         grad_ups = [up.new_empty(up.shape) for up in of.ups] if of.need_up else []
         return of.x.new_empty(of.x.shape if of.need_x else 0), grad_downs, grad_ups
-
-    def group(  # type: ignore[no-untyped-def]
-        x, stored, outs_of_each, biases, downs, ups, scales, dropout
-    ) -> list[Tensor]:
-        # Everything else is checked in the operator, which costs a CUDA call no Python time.
-        filled = fill_biases(x, biases, outs_of_each)
-        ys, _ = operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
-        return ys
-
-    operator = derivative.define(
-        f"{name}_forward(Tensor x, {weights}, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p,"
-        " Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-        run_forward, fake_forward, devices,
-    )  # fmt: skip
-    derivative.define(
-        f"{name}_backward(Tensor[] grads, Tensor x, {weights}, Tensor[] downs, Tensor[] ups, Tensor h, float[] scales,"
-        " float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
-        " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-        run_backward, fake_backward, devices,
-    )  # fmt: skip
-    forward_type, backward_type = derivative.register(name)
-    return group
 
 
 def refuse_alone(ctx: Any, *grads: Any) -> Any:
@@ -254,7 +257,7 @@ derivative.define(
     reference_project, fake_project,
 )  # fmt: skip
 torch.library.register_autograd("zerolora::lora_project", refuse_alone)
-_GROUP = define_group(
+_GROUP = Group(
     "lora",
     "Tensor[] weights",
     outs=lambda of: [weight.shape[0] for weight in of.weights],

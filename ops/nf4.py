@@ -69,7 +69,7 @@ derivative.define(
     " -> Tensor",
     reference.dequantize_nf4, _fake_dequantize,
 )  # fmt: skip
-_GROUP = lora.define_group(
+_GROUP = lora.Group(
     "nf4",
     "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
     outs=lambda of: of.rows,

@@ -109,6 +109,6 @@ def lora_backward(
             f" {tuple(x.shape)} {x.dtype} on {x.device}: same type, device and tokens, at least [tokens, outputs]"
         )
     lora.check_adapters(x, [grad_output.shape[-1]], [lora_down], [lora_up], [scale], 0.0)
-    grads = x.new_empty(x.shape), *(each.new_empty(each.shape) for each in (lora_down, lora_up))
-    torch.ops.zerolora.adapter_backward_(grad_output, x, lora_down, lora_up, scale, *grads, False)
-    return grads
+    grad_x, grad_down, grad_up = (each.new_empty(each.shape) for each in (x, lora_down, lora_up))
+    torch.ops.zerolora.adapter_backward_(grad_output, x, lora_down, lora_up, scale, grad_x, grad_down, grad_up, False)
+    return grad_x, grad_down, grad_up

@@ -84,7 +84,7 @@ def _backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return grad_x, grad_downs, grad_ups
 
 
-_GROUP = lora.define_group(
+_GROUP = lora.Group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
     outs=lambda of: [each.shape[0] for each in of.values],

@@ -49,12 +49,12 @@ from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.parallel.ranks.start_times import StartTimes
 from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.installation import install
+from trainer.patches.installation import install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
 from trainer.scu.steering import fit_to_target, start_steering
-from trainer.setup.build import build_model, select_patches
+from trainer.setup.build import build_model
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.step import StepContext, evaluate_loss
@@ -235,8 +235,7 @@ class Run:
         self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self.deepspeed_config)
-        dtype = DTYPES[self.precision]
-        install("engine", engine, select_patches(config, self.decided, self.device, dtype, self.task.small_pass))
+        install_on_engine(engine, config.training.max_grad_norm, clips_on_device=self.decided.clips_on_device.value)
         if flat is not None:
             flat.repoint()
         self.optimizer = optimizer

@@ -16,7 +16,6 @@ from trainer.config import TrainingSection
 from trainer.contract.known_versions import KNOWN, installed
 from trainer.patches import register
 from trainer.patches.fused_lora import fuse
-from trainer.patches.installation import INSTALLATIONS
 from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.register import Replacement
@@ -102,8 +101,8 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     }
-    steps = [step for stage in INSTALLATIONS.values() for step in stage]
-    called = {name for step in steps for name in _calls(local[step.__name__], local)}
+    steps = ("install_on_base", "install_on_adapted", "install_on_engine")
+    called = {name for step in steps for name in _calls(local[step], local)}
     installed_by = {entry.installed_by.removeprefix("trainer.patches.") for entry in entries}
     ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}
     assert {name for name in ours if name.partition(": ")[2] not in called} == {

@@ -8,7 +8,7 @@ docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,8 +24,6 @@ from trainer.patches.packed_attention import copy_heads_without_flash, set_varle
 from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
 from trainer.patches.update_guard import UpdateGuard
-
-Stage = Literal["base", "adapted", "engine"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Wanted:
     adapters_reason: str
     separate_projections: bool
     """Whether shared-input projections are computed one by one."""
-    clips_on_device: bool
     small_pass: Callable[[Any], object]
     """Runs a minimal forward pass."""
     shards: LayerShards | None = None
@@ -57,29 +54,43 @@ class Wanted:
     """Tokens of a tile of gated MLPs; 0: they are computed whole."""
 
 
-def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
-    """Run the steps of this stage in order; return lines for the console.
-
-    The owner is the base before adapters are added, the adapted model, or DeepSpeed's engine.
-    """
-    return [line for step in INSTALLATIONS[stage] for line in step(owner, wanted) or []]
-
-
-def _own_heads(_: Any, wanted: Wanted) -> None:
+def install_on_base(model: Any, wanted: Wanted) -> list[str]:
+    """Replace code of a loaded base before adapters are added; return lines for the console."""
     copy_heads_without_flash(wanted.device, wanted.dtype)
-
-
-def _varlen(model: Any, wanted: Wanted) -> None:
     if wanted.config.parallel.sequence > 1:
         set_varlen(model)  # on any device: the settings and the model were checked before
     elif wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
+    return _elementwise(model, wanted)
+
+
+def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
+    """Replace code of the adapted model; return lines for the console."""
+    config = wanted.config
+    lines = call_projections_of_mamba(model) if config.adapter != "none" else []
+    if wanted.shards is not None:
+        wanted.shards.attach(model)
+    lines += _experts(model, wanted) + _adapters(model, wanted)
+    if wanted.recomputed != "none":
+        recompute_inputs(model, recomputed_whole(model, config.training))
+    if tile := wanted.mlp_tile:
+        lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
+    if line := enable_recomputation(model, config.training):
+        lines.append(line)
+    return lines
+
+
+def install_on_engine(engine: Engine, max_grad_norm: float, *, clips_on_device: bool) -> None:
+    """Replace code of DeepSpeed's engine."""
+    install_workarounds(engine)
+    if clips_on_device:
+        UpdateGuard(engine, max_grad_norm)
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
-    _load_operators(wanted.config)
+    load_operators(wanted.config)
     replaced = replace_elementwise(model, frozen_norms=wanted.config.adapter != "none", recompute=wanted.recomputed)
     lines, done = replaced.lines(), replaced.whole()
     for part in sorted(done ^ wanted.ours):
@@ -88,7 +99,8 @@ def _elementwise(model: Any, wanted: Wanted) -> list[str]:
     return lines
 
 
-def _load_operators(config: RunConfig) -> None:
+def load_operators(config: RunConfig) -> None:
+    """Load the operators, and build them if necessary. Raises UserError."""
     import ops
 
     try:
@@ -98,15 +110,6 @@ def _load_operators(config: RunConfig) -> None:
         raise UserError(str(error)) from None
 
 
-def _mamba(model: Any, wanted: Wanted) -> list[str]:
-    return call_projections_of_mamba(model) if wanted.config.adapter != "none" else []
-
-
-def _layer_gather(model: Any, wanted: Wanted) -> None:
-    if wanted.shards is not None:
-        wanted.shards.attach(model)
-
-
 def _experts(model: Any, wanted: Wanted) -> list[str]:
     if wanted.config.adapter == "none" or not expert_modules(model):
         return []
@@ -114,13 +117,18 @@ def _experts(model: Any, wanted: Wanted) -> list[str]:
 
     on_gpu = wanted.device.type == "cuda"
     if on_gpu:
-        _load_operators(wanted.config)
+        load_operators(wanted.config)
     return compute_experts(model, on_gpu=on_gpu)
 
 
-def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
-    if wanted.adapters in ("none", "rounded"):
+def _adapters(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.adapters == "none":
         return []
+    if wanted.adapters == "rounded":
+        from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
+
+        assert wanted.config.training.qat is not None
+        return compute_rounded(model, wanted.config.training.qat, wanted.dtype)
     if wanted.adapters == "peft":
         return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
     from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
@@ -139,40 +147,3 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()
-
-
-def _rounded(model: Any, wanted: Wanted) -> list[str]:
-    kind = wanted.config.training.qat
-    if wanted.adapters != "rounded" or kind is None:
-        return []
-    from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
-
-    return compute_rounded(model, kind, wanted.dtype)
-
-
-def _inputs(model: Any, wanted: Wanted) -> None:
-    if wanted.recomputed != "none":
-        recompute_inputs(model, recomputed_whole(model, wanted.config.training))
-
-
-def _tiles(model: Any, wanted: Wanted) -> list[str]:
-    tile = wanted.mlp_tile
-    return [f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens"] if tile else []
-
-
-def _recomputation(model: Any, wanted: Wanted) -> list[str]:
-    line = enable_recomputation(model, wanted.config.training)
-    return [line] if line else []
-
-
-def _engine(engine: Engine, wanted: Wanted) -> None:
-    install_workarounds(engine)
-    if wanted.clips_on_device:
-        UpdateGuard(engine, wanted.config.training.max_grad_norm)
-
-
-INSTALLATIONS: dict[Stage, tuple[Callable[[Any, Wanted], list[str] | None], ...]] = {
-    "base": (_own_heads, _varlen, _elementwise),
-    "adapted": (_mamba, _layer_gather, _experts, _fused_lora, _rounded, _inputs, _tiles, _recomputation),
-    "engine": (_engine,),
-}

@@ -17,7 +17,7 @@ from trainer.parallel.engine.layer_gather.shard_groups import form_group
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.installation import Wanted, install
+from trainer.patches.installation import Wanted, install_on_adapted, install_on_base
 from trainer.patches.mamba import unadapted_lines
 from trainer.patches.norm_mlp_rope import PARTS
 from trainer.tasks.task import Task
@@ -42,7 +42,7 @@ def build_model(
     with phase("weights"):
         model = task.load_base(dtype, engine_config, shards)
     wanted = select_patches(config, decided, device, dtype, task.small_pass, shards)
-    lines = [decided.line(), *exact_lines(model), *install("base", model, wanted)]
+    lines = [decided.line(), *exact_lines(model), *install_on_base(model, wanted)]
     # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
     set_seed(config.seed)
     if config.adapter != "none":
@@ -57,7 +57,7 @@ def build_model(
             )
         lines += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
         lines += unadapted_lines(model)
-    lines += install("adapted", model, wanted)
+    lines += install_on_adapted(model, wanted)
     if config.zero.stage == 3:
         lines.append(_describe_gather(decided, shards))
     set_seed(config.seed + ranks.rank)
@@ -116,7 +116,6 @@ def select_patches(
         adapters=decided.adapters.value,
         adapters_reason=decided.adapters.reason,
         separate_projections=not decided.siblings.value,
-        clips_on_device=decided.clips_on_device.value,
         small_pass=small_pass,
         shards=shards,
         mlp_tile=decided.mlp_tile.value,

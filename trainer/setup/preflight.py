@@ -290,14 +290,10 @@ def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
     """Build the CUDA operators for the ranks if this run uses them."""
     if not _uses_operators(config):
         return
-    import ops
+    from trainer.patches.installation import load_operators  # imports the operators
 
-    assert config.ops.backend in ("auto", "cuda")
     report("building the operators, unless they are cached")
-    try:
-        ops.load(config.ops.backend)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    load_operators(config)
 
 
 def _uses_operators(config: RunConfig) -> bool:
