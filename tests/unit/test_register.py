@@ -121,8 +121,8 @@ def test_doctor_prints_every_entry_with_the_installed_version(
 ) -> None:
     assert register.main([]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("      why: ") == len(entries)
-    assert f"[deepspeed {installed('deepspeed')}" in printed
+    assert printed.count("- why: ") == len(entries)
+    assert f"- library: deepspeed {installed('deepspeed')}" in printed
     words = [sys.executable, "-m", "launcher.cli", "doctor", "--patches", "--json"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     listed = json.loads(done.stdout)
