@@ -91,17 +91,9 @@ def _fake_quantize_rows(
     return parts[0].new_empty((rows, width), dtype=storage), parts[0].new_empty(rows, dtype=torch.float32)
 
 
-def _fake_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None, fast: bool = True) -> Tensor:
-    return q.new_empty((q.shape[0], right.shape[0]), dtype=torch.bfloat16)
-
-
 def _fake_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
     check_weights(x, [weight], [row_scale])
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _fake_linear_backward(grads: Sequence[Tensor], weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> Tensor:
-    return grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1]))
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,7 +114,8 @@ derivative.define(
 )  # fmt: skip
 derivative.define(
     "eight_bit_product(Tensor q, Tensor scale, Tensor right, Tensor? column_scale, bool fast=True) -> Tensor",
-    reference_product, _fake_product,
+    reference_product,
+    lambda q, scale, right, *_: q.new_empty((q.shape[0], right.shape[0]), dtype=torch.bfloat16),
 )  # fmt: skip
 _LINEAR = derivative.define(
     "eight_bit_linear(Tensor x, Tensor weight, Tensor row_scale, Tensor? bias) -> Tensor",
@@ -130,7 +123,8 @@ _LINEAR = derivative.define(
 )  # fmt: skip
 derivative.define(
     "eight_bit_linear_backward(Tensor[] grads, Tensor[] weights, Tensor[] row_scales) -> Tensor",
-    reference_linear_backward, _fake_linear_backward,
+    reference_linear_backward,
+    lambda grads, weights, _: grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1])),
 )  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)

@@ -206,10 +206,6 @@ def _fake_gated(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _fake_gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-
-
 _NORM = define(
     "rms_norm_forward(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
     reference_rms_norm_forward, _fake_norm,
@@ -225,7 +221,8 @@ for _name, _activation, _inner in (
     define(f"{_name}(Tensor gate, Tensor up) -> Tensor", partial(_gated, _activation), _fake_gated)
     define(
         f"{_name}_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-        partial(_gated_backward, _inner), _fake_gated_backward,
+        partial(_gated_backward, _inner),
+        lambda grad, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
     )  # fmt: skip
 _SILU_MUL, _GELU_MUL = torch.ops.zerolora.silu_mul.default, torch.ops.zerolora.gelu_mul.default
 _ROPE = define(

@@ -58,16 +58,11 @@ def _weights(of: Any) -> list[Tensor]:
     ]
 
 
-def _fake_dequantize(
-    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
-) -> Tensor:
-    return packed.new_empty((rows, cols), dtype=dtype)
-
-
 derivative.define(
     "dequantize_nf4(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype)"
     " -> Tensor",
-    reference.dequantize_nf4, _fake_dequantize,
+    reference.dequantize_nf4,
+    lambda packed, _, rows, cols, *others: packed.new_empty((rows, cols), dtype=others[-1]),
 )  # fmt: skip
 _GROUP = lora.Group(
     "nf4",
