@@ -60,7 +60,9 @@ def predict_backend(backend: Literal["auto", "cuda"]) -> str:
         return _loaded.name
     from ops.builder import LoraOpBuilder
 
-    return "cuda" if backend == "cuda" or LoraOpBuilder().can_run() else "reference"
+    builder = LoraOpBuilder()
+    can_run = torch.cuda.is_available() and (builder.find() is not None or builder.is_compatible())
+    return "cuda" if backend == "cuda" or can_run else "reference"
 
 
 def check_requested() -> None:

@@ -139,10 +139,6 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
                 module = self._compile(verbose, room)
                 return build.place(room / f"{self.NAME}.so", folder), module
 
-    def can_run(self) -> bool:
-        """Return whether `load` should succeed here, as far as can be known without building."""
-        return torch.cuda.is_available() and (self.find() is not None or self.is_compatible())
-
     def find(self) -> Path | None:
         """Return the library of a build for these sources, Python and torch, or None.
 

@@ -78,20 +78,16 @@ def read(folder: Path) -> Build | None:
 def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
     """Return the library for these sources, versions of torch, CUDA and Python, and all cards, or None.
 
-    It is from the first folder that has one: the package's, those of ZEROLORA_OPS, the cache. Of several builds there,
-    it is the one with the newest toolkit.
+    It is the first that is found in the package, in the folders of ZEROLORA_OPS, and in the cache.
     """
     shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     for folder in (IN_PACKAGE, *shared, cache_folder()):
-        fitting: list[tuple[list[int], Path]] = []
-        for record in folder.glob(f"*/{RECORD}"):
+        for record in sorted(folder.glob(f"*/{RECORD}")):
             build = read(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):
                 continue
             if set(cards) <= set(build.architectures) and (library := build.library_in(folder)) is not None:
-                fitting.append(([int(part) for part in build.toolkit.split(".")], library))
-        if fitting:
-            return max(fitting)[1]
+                return library
     return None
 
 
