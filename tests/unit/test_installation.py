@@ -46,7 +46,7 @@ def wanted(folder: Path, **changes: Any) -> Wanted:
         "ops": {"backend": "reference"},
     }
     nothing = Wanted(
-        RunConfig.model_validate(settings), CPU, torch.float32, True, True, frozenset({"rms_norm", "swiglu", "rope"}),
+        RunConfig.model_validate(settings), CPU, torch.float32, True, True, 
         "", "norms", "reference", "", False, small_pass,
     )  # fmt: skip
     return replace(nothing, **changes)

@@ -36,8 +36,6 @@ class Wanted:
     varlen: bool
     """Whether packs use variable-length attention."""
     own_elementwise: bool
-    ours: frozenset[str]
-    """Parts (of norm_mlp_rope.PARTS) that the memory estimate expects to be ours; a difference is a warning."""
     elementwise_reason: str
     """Why none of them is ours; empty if some are."""
     recomputed: str
@@ -91,12 +89,8 @@ def _elementwise(model: Any, wanted: Wanted) -> list[str]:
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
     load_operators(wanted.config)
-    replaced = replace_elementwise(model, frozen_norms=wanted.config.adapter != "none", recompute=wanted.recomputed)
-    lines, done = replaced.lines(), replaced.whole()
-    for part in sorted(done ^ wanted.ours):
-        now = "ours" if part in done else "not ours"
-        lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
-    return lines
+    trains_norms = wanted.config.adapter == "none"
+    return replace_elementwise(model, frozen_norms=not trains_norms, recompute=wanted.recomputed).lines()
 
 
 def load_operators(config: RunConfig) -> None:

@@ -71,10 +71,6 @@ class Replaceable:
             reasons["rms_norm" if _is_norm(name) else "rope" if name == ROTARY else "swiglu"] = f"{name}: {reason}"
         return reasons
 
-    def whole(self) -> set[str]:
-        """Return those of PARTS that are replaced in the whole model."""
-        return {part for part, reason in self.why_not().items() if not reason}
-
 
 def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
     """Find what our operators can replace in a loaded or an empty model, without changing it."""

@@ -19,7 +19,6 @@ from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.installation import Wanted, install_on_adapted, install_on_base
 from trainer.patches.mamba import unadapted_lines
-from trainer.patches.norm_mlp_rope import PARTS
 from trainer.tasks.task import Task
 
 
@@ -103,14 +102,12 @@ def select_patches(
     shards: LayerShards | None = None,
 ) -> Wanted:
     """Return the patches to install on the model and engine of a run (trainer/patches/installation.py)."""
-    parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
     return Wanted(
         config=config,
         device=device,
         dtype=dtype,
         varlen=decided.attention.value == VARLEN,
         own_elementwise=decided.own_elementwise.value,
-        ours=frozenset(part for part, choice in parts.items() if choice.value == "ours"),
         elementwise_reason=decided.own_elementwise.reason,
         recomputed=decided.recomputed_results.value,
         adapters=decided.adapters.value,
