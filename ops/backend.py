@@ -24,8 +24,7 @@ _library: torch.library.Library | None = None
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
     """Register the operators for CUDA tensors, once per process; `auto` takes the kernels where they can be built.
 
-    Raises:
-        ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
+    Raises ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
     """
     global _loaded
     if backend not in ("auto", "cuda", "reference"):

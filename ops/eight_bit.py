@@ -164,8 +164,7 @@ def eight_bit_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for 8-bit weights; the result has the type of x.
 
-    Raises:
-        ValueError: as `lora.lora_group`; a weight that is not gathered; weights of different kinds.
+    Raises ValueError: as `lora.lora_group`; a weight that is not gathered; weights of different kinds.
     """
     stored = [weight.values for weight in weights], [weight.row_scale for weight in weights]
     return _GROUP(x, stored, [len(values) for values in stored[0]], biases, downs, ups, scales, dropout)

@@ -137,9 +137,7 @@ def experts_mlp(
 
     hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (other values contribute nothing), top_k_weights [T,K].
     Differentiable in hidden, top_k_weights and the adapter's factors.
-
-    Raises:
-        ValueError: shapes, types, devices, ranks or dropout that do not fit.
+    Raises ValueError: shapes, types, devices, ranks or dropout that do not fit.
     """
     adapter = adapter or ExpertAdapter()
     gate_up, down = weights.gate_up, weights.down

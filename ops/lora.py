@@ -279,9 +279,7 @@ def lora_group(
     """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
 
     x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
-
-    Raises:
-        ValueError: shapes, types, devices, ranks or dropout that do not fit.
+    Raises ValueError: shapes, types, devices, ranks or dropout that do not fit.
     """
     return _GROUP(x, (weights,), [weight.shape[0] for weight in weights], biases, downs, ups, scales, dropout)
 

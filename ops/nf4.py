@@ -85,8 +85,7 @@ def nf4_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for packed weights, in the type of x.
 
-    Raises:
-        ValueError: as `lora.lora_group`; a packed weight that is not gathered; weights quantised differently.
+    Raises ValueError: as `lora.lora_group`; a packed weight that is not gathered; weights quantised differently.
     """
     first, rows = weights[0], [weight.rows for weight in weights]
     for weight in weights:

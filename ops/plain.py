@@ -96,9 +96,7 @@ def lora_backward(
 
     grad_output[..., O], x[..., I] with the same leading dimensions, lora_down A[R, I], lora_up B[O, R]; a gradient has
     the shape of its tensor.
-
-    Raises:
-        ValueError: shapes, types, devices, rank or scale that do not fit.
+    Raises ValueError: shapes, types, devices, rank or scale that do not fit.
     """
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")

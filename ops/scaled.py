@@ -130,8 +130,7 @@ def scaled_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for 8-bit weights that are dequantised; all weights need blocks of one size.
 
-    Raises:
-        ValueError: as `lora.lora_group`; a weight that is not gathered; scales that do not fit the blocks.
+    Raises ValueError: as `lora.lora_group`; a weight that is not gathered; scales that do not fit the blocks.
     """
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
