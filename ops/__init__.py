@@ -1,7 +1,7 @@
 """Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain torch references."""
 
 from ops import elementwise, groups
-from ops.backend import Backend, load, loaded, predict_backend, start_build
+from ops.backend import Backend, check_requested, load, loaded, predict_backend
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.lora import lora_group, lora_linear
@@ -17,6 +17,7 @@ __all__ = [
     "ExpertWeights",
     "Nf4Weight",
     "ScaledWeight",
+    "check_requested",
     "eight_bit_group",
     "eight_bit_linear",
     "elementwise",
@@ -31,5 +32,4 @@ __all__ = [
     "predict_backend",
     "scaled_group",
     "scaled_linear",
-    "start_build",
 ]

@@ -1,7 +1,6 @@
 """Choice of the code for CUDA tensors: our kernels or the reference. CPU tensors always use the reference."""
 
 import logging
-import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +9,6 @@ import torch
 from ops import experts_kernels
 from ops.derivative import REFERENCE
 
-TIMED = 9  # Hopper, the only generation on which the kernels were timed
 _logger = logging.getLogger(__name__)
 
 
@@ -21,14 +19,12 @@ class Backend(NamedTuple):
 
 _loaded: Backend | None = None
 _library: torch.library.Library | None = None
-_compilers: list["subprocess.Popen[bytes]"] = []
 
 
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
     """Register the operators for CUDA tensors, once per process; `auto` takes the kernels where they can be built.
 
-    Raises:
-        ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
+    Raises ValueError: `cuda` was requested and cannot be built or loaded, or another backend is already loaded.
     """
     global _loaded
     if backend not in ("auto", "cuda", "reference"):
@@ -47,7 +43,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
             builder = LoraOpBuilder()
             builder.load(verbose=verbose)
             _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
-            _loaded = Backend("cuda", f"kernels {builder.origin}{describe_timing(torch.cuda.get_device_capability())}")
+            _loaded = Backend("cuda", f"kernels in {builder.origin}")
         except BuildError as error:
             # A failed build on a machine with all prerequisites is a bug: `auto` must not hide it by falling back.
             if backend == "cuda" or error.unexpected:
@@ -63,35 +59,23 @@ def predict_backend(backend: Literal["auto", "cuda"]) -> str:
         return _loaded.name
     from ops.builder import LoraOpBuilder
 
-    return "cuda" if backend == "cuda" or LoraOpBuilder().can_run() else "reference"
+    builder = LoraOpBuilder()
+    can_run = torch.cuda.is_available() and (builder.find() is not None or builder.is_compatible())
+    return "cuda" if backend == "cuda" or can_run else "reference"
 
 
-def start_build(backend: Literal["auto", "cuda"]) -> None:
-    """Start compiling the kernels in a child process unless a build exists; `load` waits for it.
-
-    Raises:
-        ValueError: `cuda` was requested and cannot be built.
-    """
+def check_requested() -> None:
+    """Raise ValueError if the kernels, which are requested, can neither be found nor built; nothing is built."""
     from ops.builder import LoraOpBuilder
 
-    if _loaded is not None or _compilers:
-        return
     builder = LoraOpBuilder()
-    if not builder.has_build():
-        if builder.is_compatible():
-            _compilers.append(builder.start_compiler())
-        elif backend == "cuda":
-            raise ValueError(f"ops.backend=cuda: {builder.error_log}")
+    if _loaded is None and builder.find() is None and not builder.is_compatible():
+        raise ValueError(f"ops.backend=cuda: {builder.error_log}")
 
 
 def loaded() -> Backend | None:
     """Return what `load` chose in this process, None before it ran."""
     return _loaded
-
-
-def describe_timing(capability: tuple[int, int]) -> str:
-    """Return a note for cards on which the kernels were compiled and tested but never timed."""
-    return "" if capability[0] == TIMED else f", untimed on compute capability {capability[0]}.{capability[1]}"
 
 
 def _use_reference(reason: str) -> Backend:

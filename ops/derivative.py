@@ -39,19 +39,15 @@ def define(
     return getattr(torch.ops.zerolora, name).default
 
 
-def build_arguments_type(operator: str) -> Any:
-    """Return a named tuple of the arguments of zerolora::`operator`, in the order of its schema."""
-    schema = getattr(torch.ops.zerolora, operator).default._schema
-    return namedtuple("Arguments", [argument.name for argument in schema.arguments])
-
-
 def register(name: str) -> tuple[Any, Any]:
     """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return the types of their arguments.
 
     Tensors are saved exactly as they were passed, so that ZeRO-3 may free a Parameter between the passes.
     """
     operator = getattr(torch.ops.zerolora, f"{name}_backward")
-    forward, backward = build_arguments_type(f"{name}_forward"), build_arguments_type(f"{name}_backward")
+    schemas = [getattr(torch.ops.zerolora, f"{name}_{which}").default._schema for which in ("forward", "backward")]
+    types: list[Any] = [namedtuple("Arguments", [each.name for each in schema.arguments]) for schema in schemas]
+    forward, backward = types
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         of = forward(*inputs)._asdict()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
-from ops.seeds import draw_seed
+from ops.scaled import check_weights
 
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
 """Storage type of each kind."""
@@ -31,24 +31,6 @@ class EightBitWeight:
 
     values: Tensor
     row_scale: Tensor
-
-
-def _check_weights(x: Tensor, weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> None:
-    for weight, scale in zip(weights, row_scales, strict=True):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"8-bit weight {tuple(weight.shape)} for x {tuple(x.shape)}: expected [O, {x.shape[-1]}]; under ZeRO-3"
-                " gather the parameter first"
-            )
-        if weight.dtype not in STORAGE.values() or weight.dtype != weights[0].dtype:
-            kinds = sorted({str(each.dtype) for each in weights})
-            raise ValueError(f"8-bit weights of type {', '.join(kinds)}: expected all uint8 (e4m3) or all int8")
-        if tuple(scale.shape) != (weight.shape[0],) or scale.dtype != torch.float32:
-            raise ValueError(
-                f"row_scale {tuple(scale.shape)} of {scale.dtype}: expected ({weight.shape[0]},) of torch.float32"
-            )
-        if not weight.device == scale.device == x.device:
-            raise ValueError(f"8-bit weight on {weight.device}, its scale on {scale.device}, x on {x.device}")
 
 
 def reference_quantize_rows(
@@ -70,7 +52,7 @@ def reference_product(
 
 def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Plain-torch `eight_bit_linear`: y[..., O] = t (x_q W_q^T) v + bias."""
-    _check_weights(x, [weight], [row_scale])
+    check_weights(x, [weight], [row_scale])
     q, scale = reference_quantize_rows([x], [], weight.dtype)
     y = reference.eight_bit_product(q, scale, weight.t(), row_scale)
     y = y if bias is None else y + bias.to(y.dtype)
@@ -86,32 +68,20 @@ def reference_linear_backward(
     return grad_x.to(grads[0].dtype).reshape(*grads[0].shape[:-1], weights[0].shape[1])
 
 
-def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    """Plain-torch `eight_bit_forward`; the returned h is empty if it was given."""
-    of = ForwardArguments(*arguments)
-    _check_weights(of.x, of.weights, of.row_scales)
-    lora.check_adapters(of.x, [weight.shape[0] for weight in of.weights], of.downs, of.ups, of.scales, of.p)
-    if of.h is not None:
-        lora.check_h(of.x, of.downs, of.h)
-    h = lora.reference_project(of.x, of.downs, of.scales, of.p, of.seed) if of.h is None else of.h
+def _forward(of: Any, h: Tensor) -> list[Tensor]:
     q, scale = reference_quantize_rows([of.x], [], of.weights[0].dtype)
     pairs = zip(of.weights, of.row_scales, strict=True)
     products = [reference.eight_bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
-    return lora.add_adapters(of.x, products, of.biases, h, of.ups), h if of.h is None else of.x.new_empty((0, 0))
+    return lora.add_adapters(of.x, products, of.biases, h, of.ups)
 
 
-def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Plain-torch `eight_bit_backward`; gradients that are not needed are empty."""
-    of = BackwardArguments(*arguments)
+def _backward(of: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     grad_x = of.x.new_zeros(of.x.numel() // of.x.shape[-1], of.x.shape[-1], dtype=torch.float32)
     adapters = of.downs, of.ups, of.h, of.scales, lora.draw_mask(of.x, of.p, of.seed)
-    grad_downs, grad_ups = lora.adapter_gradients(grad_x, of.grads, of.x, [None] * len(of.grads), *adapters)
-    if not of.need_x:
-        return of.x.new_empty(0), grad_downs if of.need_down else [], grad_ups if of.need_up else []
+    factors = lora.adapter_gradients(grad_x, of.grads, of.x, [None] * len(of.grads), *adapters)
     q, row_scale = reference_quantize_rows(of.grads, of.row_scales, of.weights[0].dtype)
     grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(of.weights)), None)
-    whole = grad_x.to(of.x.dtype).view(of.x.shape)
-    return whole, grad_downs if of.need_down else [], grad_ups if of.need_up else []
+    return grad_x.to(of.x.dtype).view(of.x.shape), *factors
 
 
 def _fake_quantize_rows(
@@ -121,28 +91,9 @@ def _fake_quantize_rows(
     return parts[0].new_empty((rows, width), dtype=storage), parts[0].new_empty(rows, dtype=torch.float32)
 
 
-def _fake_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None, fast: bool = True) -> Tensor:
-    return q.new_empty((q.shape[0], right.shape[0]), dtype=torch.bfloat16)
-
-
 def _fake_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
-    _check_weights(x, [weight], [row_scale])
+    check_weights(x, [weight], [row_scale])
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _fake_linear_backward(grads: Sequence[Tensor], weights: Sequence[Tensor], row_scales: Sequence[Tensor]) -> Tensor:
-    return grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1]))
-
-
-def _fake_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    of = ForwardArguments(*arguments)
-    _check_weights(of.x, of.weights, of.row_scales)
-    return lora.fake_forward(of.x, [weight.shape[0] for weight in of.weights], of.downs, of.ups, of.scales, of.p, of.h)
-
-
-def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    of = BackwardArguments(*arguments)
-    return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -163,7 +114,8 @@ derivative.define(
 )  # fmt: skip
 derivative.define(
     "eight_bit_product(Tensor q, Tensor scale, Tensor right, Tensor? column_scale, bool fast=True) -> Tensor",
-    reference_product, _fake_product,
+    reference_product,
+    lambda q, scale, right, *_: q.new_empty((q.shape[0], right.shape[0]), dtype=torch.bfloat16),
 )  # fmt: skip
 _LINEAR = derivative.define(
     "eight_bit_linear(Tensor x, Tensor weight, Tensor row_scale, Tensor? bias) -> Tensor",
@@ -171,22 +123,19 @@ _LINEAR = derivative.define(
 )  # fmt: skip
 derivative.define(
     "eight_bit_linear_backward(Tensor[] grads, Tensor[] weights, Tensor[] row_scales) -> Tensor",
-    reference_linear_backward, _fake_linear_backward,
-)  # fmt: skip
-_FORWARD = derivative.define(
-    "eight_bit_forward(Tensor x, Tensor[] weights, Tensor[] row_scales, Tensor[] biases, Tensor[] downs, Tensor[] ups,"
-    " float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-    reference_forward, _fake_forward,
-)  # fmt: skip
-derivative.define(
-    "eight_bit_backward(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] row_scales, Tensor[] downs, Tensor[] ups,"
-    " Tensor h, float[] scales, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
-    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    reference_backward, _fake_backward,
+    reference_linear_backward,
+    lambda grads, weights, _: grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1])),
 )  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
-ForwardArguments, BackwardArguments = derivative.register("eight_bit")
+_GROUP = lora.Group(
+    "eight_bit",
+    "Tensor[] weights, Tensor[] row_scales",
+    outs=lambda of: [weight.shape[0] for weight in of.weights],
+    check=lambda of: check_weights(of.x, of.weights, of.row_scales),
+    forward=_forward,
+    backward=_backward,
+)
 
 
 def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -215,20 +164,7 @@ def eight_bit_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for 8-bit weights; the result has the type of x.
 
-    Raises:
-        ValueError: as `lora.lora_group`; a weight that is not gathered; weights of different kinds.
+    Raises ValueError: as `lora.lora_group`; a weight that is not gathered; weights of different kinds.
     """
-    arguments = ForwardArguments(
-        x=x,
-        weights=[weight.values for weight in weights],
-        row_scales=[weight.row_scale for weight in weights],
-        biases=lora.fill_biases(x, biases, [weight.values.shape[0] for weight in weights]),
-        downs=downs,
-        ups=ups,
-        scales=scales,
-        p=dropout,
-        seed=draw_seed(x, dropout),
-        h=None,
-    )
-    ys, _ = _FORWARD(*arguments)
-    return ys
+    stored = [weight.values for weight in weights], [weight.row_scale for weight in weights]
+    return _GROUP(x, stored, [len(values) for values in stored[0]], biases, downs, ups, scales, dropout)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ops.derivative import define, refuse_second_derivative
 
@@ -24,38 +23,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """Compute y = x rstd (offset + w), rstd = (mean(x^2) + eps)^(-1/2) over the last dimension, in fp32.
 
     x [..., D], weight [D] of the same type. With offset 0 the normalised value is rounded to the type of x before it is
-    multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. The gradient of a trained
-    weight is computed in plain torch. Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
-    Raises ValueError for shapes and types that do not fit.
+    multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. Zhang and Sennrich 2019,
+    https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not fit, and in the backward pass
+    for a weight that requires a gradient.
     """
-    y: Tensor
-    if weight.requires_grad and torch.is_grad_enabled():
-        y = _TrainedNorm.apply(x, weight, eps, offset)
-    else:
-        y = _NORM(x, weight, eps, offset)[0]
+    y: Tensor = _NORM(x, weight, eps, offset)[0]
     return y
-
-
-class _TrainedNorm(torch.autograd.Function):
-    """`rms_norm` with the gradient of its weight: dw = sum over T of grad n, with n = x rstd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        y, rstd = _NORM(x, weight, eps, offset)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        grad_x = torch.ops.zerolora.rms_norm_backward(grad, x, weight, rstd, ctx.offset)
-        normal = _wide(x) * rstd.view(*x.shape[:-1], 1)
-        if ctx.offset == 0.0:
-            normal = normal.to(x.dtype)
-        grad_weight = (_wide(grad) * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        return grad_x, grad_weight, None, None
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -114,7 +87,6 @@ def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[Non
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to the type of the arithmetic: fp32, or fp64 for fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -140,33 +112,29 @@ def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: T
     return (rstd * (g - normal * (g * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
 
 
-def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     _check_alike(gate=gate, up=up)
-    return (torch.nn.functional.silu(gate) * up).contiguous()
+    return (activation(gate) * up).contiguous()
 
 
-def reference_silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_gate = grad up s (1 + gate (1 - s)) with s = 1 / (1 + exp(-gate)), grad_up = grad silu(gate)."""
-    g, v = _wide(grad), _wide(gate)
-    s = torch.sigmoid(v)
-    grad_gate = g * _wide(up) * s * (1 + v * (1 - s))
-    return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
+def _gated_backward(
+    inner: Callable[[Tensor], tuple[Tensor, Any]], grad: Tensor, gate: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor]:
+    """grad_gate = grad up s (1 + v (1 - s) z'(v)) with v = gate, s = 1 / (1 + exp(-z)), grad_up = grad v s.
 
-
-def reference_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    _check_alike(gate=gate, up=up)
-    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).contiguous()
-
-
-def reference_gelu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_gate = grad up s (1 + v (1 - s) z'(v)) with v = gate, s = 1 / (1 + exp(-z)), grad_up = grad gelu(v).
-
-    z(v) = sqrt(8/pi) (v + 0.044715 v^3): (1 + tanh(z/2)) / 2 = s.
+    `inner` returns z and z'.
     """
-    g, v, root = _wide(grad), _wide(gate), math.sqrt(8 / math.pi)
-    s = torch.sigmoid(root * (v + 0.044715 * v**3))
-    grad_gate = g * _wide(up) * s * (1 + v * (1 - s) * root * (1 + 3 * 0.044715 * v.square()))
+    g, v = _wide(grad), _wide(gate)
+    z, slope = inner(v)
+    s = torch.sigmoid(z)
+    grad_gate = g * _wide(up) * s * (1 + v * (1 - s) * slope)
     return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
+
+
+def _inner_of_gelu(v: Tensor) -> tuple[Tensor, Tensor]:
+    """z(v) = sqrt(8/pi) (v + 0.044715 v^3), for (1 + tanh(z/2)) / 2 = s; and z'."""
+    root = math.sqrt(8 / math.pi)
+    return root * (v + 0.044715 * v**3), root * (1 + 3 * 0.044715 * v.square())
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -238,10 +206,6 @@ def _fake_gated(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _fake_gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-
-
 _NORM = define(
     "rms_norm_forward(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
     reference_rms_norm_forward, _fake_norm,
@@ -250,16 +214,17 @@ define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
     reference_rms_norm_backward, lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
 )  # fmt: skip
-_SILU_MUL = define("silu_mul(Tensor gate, Tensor up) -> Tensor", reference_silu_mul, _fake_gated)
-define(
-    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    reference_silu_mul_backward, _fake_gated_backward,
-)  # fmt: skip
-_GELU_MUL = define("gelu_mul(Tensor gate, Tensor up) -> Tensor", reference_gelu_mul, _fake_gated)
-define(
-    "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    reference_gelu_mul_backward, _fake_gated_backward,
-)  # fmt: skip
+for _name, _activation, _inner in (
+    ("silu_mul", torch.nn.functional.silu, lambda v: (v, 1.0)),
+    ("gelu_mul", partial(torch.nn.functional.gelu, approximate="tanh"), _inner_of_gelu),
+):
+    define(f"{_name}(Tensor gate, Tensor up) -> Tensor", partial(_gated, _activation), _fake_gated)
+    define(
+        f"{_name}_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+        partial(_gated_backward, _inner),
+        lambda grad, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    )  # fmt: skip
+_SILU_MUL, _GELU_MUL = torch.ops.zerolora.silu_mul.default, torch.ops.zerolora.gelu_mul.default
 _ROPE = define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)",
     partial(_apply_rope, transposed=False), _fake_rope,

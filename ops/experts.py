@@ -137,9 +137,7 @@ def experts_mlp(
 
     hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (other values contribute nothing), top_k_weights [T,K].
     Differentiable in hidden, top_k_weights and the adapter's factors.
-
-    Raises:
-        ValueError: shapes, types, devices, ranks or dropout that do not fit.
+    Raises ValueError: shapes, types, devices, ranks or dropout that do not fit.
     """
     adapter = adapter or ExpertAdapter()
     gate_up, down = weights.gate_up, weights.down
@@ -185,7 +183,6 @@ def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
 
 
 def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
-    """Draw one int64 for gate_up and one for down: see `draw_seed`."""
     return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
 
 
@@ -276,7 +273,6 @@ class _Views:
             ]
 
     def rebuild(self, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Rebuild the tensors from what was saved."""
         if self._places is None:
             return list(kept)
         found = kept[0].detach().view(torch.uint8)

@@ -40,8 +40,7 @@ for _schema in (
 ):
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
-OWN_PRODUCTS = True  # with an adapter, on Hopper
-OWN_PLAIN_PRODUCTS = False  # without an adapter torch's are as fast
+OWN_PRODUCTS = True  # with an adapter, on Hopper; without one torch's are as fast
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -87,8 +86,6 @@ def _fused(p: Tensor | None) -> Tensor | None:
 
 
 class _Call:
-    """Shapes, factors, seeds and row order, shared by the forward and backward passes."""
-
     def __init__(  # type: ignore[no-untyped-def]
         self, x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends
     ) -> None:
@@ -114,7 +111,7 @@ class _Call:
     def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
         """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R], by each row's expert; weight and q may be views."""
         by_column = weight.stride(1) == 1
-        if self.own and (h is not None or OWN_PLAIN_PRODUCTS or rows.dtype != torch.bfloat16):
+        if self.own and (h is not None or rows.dtype != torch.bfloat16):
             w = weight.transpose(1, 2) if by_column else weight
             if q is not None:
                 q = (q if by_column else q.transpose(1, 2)).contiguous()

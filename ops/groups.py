@@ -2,9 +2,10 @@
 
 They are found by observing one forward of the model, not from a list of names: modules form a group if they share a
 parent and are called once each, one directly after the other, with the same tensor (the same storage, shape and
-version). Modules for which this does not hold are returned with the reason.
+version).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 
 from ops.lora import MAX_GROUP
 
-Reason = tuple[str, str]
-"""The name of a module, and why it is computed separately."""
 _Call = tuple[str, tuple[Any, ...]]
 """The name of a module that was called, and what identifies its input."""
 
@@ -46,30 +45,23 @@ def _record_calls(modules: Mapping[str, nn.Module], forward: Callable[[], object
     return calls
 
 
-def find_groups(
-    model: nn.Module, modules: Mapping[str, nn.Module], forward: Callable[[], object]
-) -> tuple[list[tuple[str, ...]], list[Reason]]:
-    """Return the names of shared-input projections among `modules`, in order of their calls, and the other modules.
+def find_groups(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[tuple[str, ...]]:
+    """Return the names of `modules` in groups; one that shares its input with no neighbour is a group of one.
 
-    `modules` maps qualified names in `model` to the adapted linears; `forward` runs the model once on any batch. Raises
-    ValueError for a name that is not in the model.
+    `modules` maps qualified names to the adapted linears of a model; `forward` runs it once on any batch.
     """
-    known = dict(model.named_modules())
-    if missing := [name for name in modules if name not in known]:
-        raise ValueError(f"modules not in the model: {missing[:3]}")
     calls = _record_calls(modules, forward)
-    times = {name: sum(called == name for called, _ in calls) for name in modules}
-    alone = [(name, "not called in the observed forward") for name in modules if times[name] == 0]
-    alone += [(name, f"called {n} times in one forward") for name, n in times.items() if n > 1]
-    runs: list[list[int]] = []
-    for place, (name, key) in enumerate(calls):
-        if times[name] != 1:
+    times = Counter(name for name, _ in calls)
+    groups: list[list[str]] = []
+    previous: tuple[Any, ...] | None = None
+    for name, key in calls:
+        if times[name] > 1:
+            previous = None
             continue
-        if runs and runs[-1][-1] == place - 1 and len(runs[-1]) < MAX_GROUP:
-            first, first_key = calls[runs[-1][0]]
-            if name.rpartition(".")[0] == first.rpartition(".")[0] and key == first_key:
-                runs[-1].append(place)
-                continue
-        runs.append([place])
-    alone += [(calls[run[0]][0], "no neighbour reads the same input") for run in runs if len(run) == 1]
-    return [tuple(calls[place][0] for place in run) for run in runs if len(run) > 1], alone
+        this = name.rpartition(".")[0], key
+        if this == previous and len(groups[-1]) < MAX_GROUP:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        previous = this
+    return [*map(tuple, groups), *((name,) for name in modules if times[name] != 1)]

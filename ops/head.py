@@ -368,8 +368,12 @@ def _compute_rows(
 ) -> None:
     """Write the weighted losses of the rows; unless `scale` is None, overwrite logits by their gradient times it."""
     seen = kind.read_logits(logits_CV, targets)
-    compute_nll = _rows_on_gpu if logits_CV.device.type == "cuda" else _rows_in_torch
-    compute_nll(logits_CV, targets, losses, scale)
+    if logits_CV.device.type == "cuda":
+        from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
+
+        cross_entropy_rows(logits_CV, targets, losses, scale)
+    else:
+        _rows_in_torch(logits_CV, targets, losses, scale)
     if kind == NLL and weights is None:
         return
     values, slopes = kind.weigh(losses, seen)
@@ -396,12 +400,6 @@ def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: fl
         logits_CV.copy_(gradient.mul_(counted[:, None] * scale))
 
 
-def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
-
-    cross_entropy_rows(logits_CV, targets, losses, scale)
-
-
 def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
     """Write the divergences of the rows; unless `scale` is None, overwrite the logits with their gradient times it."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
@@ -419,7 +417,6 @@ def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor,
 
 
 def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, found: Tensor) -> None:
-    """Write the MEASURES of the rows into `found`."""
     log_p_CV = torch.log_softmax(logits_CV.float(), 1)
     p_CV, chosen = log_p_CV.exp(), targets[:, None]
     found[LOSS] = -log_p_CV.gather(1, chosen).squeeze(1)

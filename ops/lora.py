@@ -9,7 +9,7 @@ regenerated from `seed`), no view of a weight: ZeRO-3 frees a weight after the f
 backward, which only the saved Parameter itself follows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,26 +114,10 @@ def reference_project(
     return torch.cat(hs, dim=1)
 
 
-def reference_forward(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scales: Sequence[float],
-    p: float,
-    seed: Tensor | None,
-    h: Tensor | None,
-) -> tuple[list[Tensor], Tensor]:
-    """Plain-torch `lora_forward`; the returned h is empty if it was given."""
-    check_adapters(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
-    _check_weights(x, weights, biases)
-    if h is not None:
-        check_h(x, downs, h)
-    projected = reference_project(x, downs, scales, p, seed) if h is None else h
-    x_TI = x.reshape(-1, x.shape[-1])
-    products = [x_TI @ weight.t() for weight in weights]
-    return add_adapters(x, products, biases, projected, ups), projected if h is None else x.new_empty((0, 0))
+def dense_forward(of: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of a group for weights [O_i, I] in the type of x."""
+    x_TI = of.x.reshape(-1, of.x.shape[-1])
+    return add_adapters(of.x, [x_TI @ weight.t() for weight in weights], of.biases, h, of.ups)
 
 
 def add_adapters(
@@ -151,25 +135,12 @@ def add_adapters(
     return ys
 
 
-def reference_backward(
-    grads: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    h: Tensor,
-    scales: Sequence[float],
-    p: float,
-    seed: Tensor | None,
-    need_x: bool,
-    need_down: bool,
-    need_up: bool,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Plain-torch `lora_backward`; gradients that are not needed are empty."""
-    grad_x = x.new_zeros(x.numel() // x.shape[-1], x.shape[-1])
-    factors = adapter_gradients(grad_x, grads, x, weights, downs, ups, h, scales, draw_mask(x, p, seed))
-    grad_x = grad_x.view(x.shape) if need_x else x.new_empty(0)
-    return grad_x, factors[0] if need_down else [], factors[1] if need_up else []
+def dense_backward(of: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the gradients of x, of all A and of all B for weights [O_i, I] in the type of x."""
+    grad_x = of.x.new_zeros(of.x.numel() // of.x.shape[-1], of.x.shape[-1])
+    mask = draw_mask(of.x, of.p, of.seed)
+    factors = adapter_gradients(grad_x, of.grads, of.x, weights, of.downs, of.ups, of.h, of.scales, mask)
+    return grad_x.view(of.x.shape), *factors
 
 
 def adapter_gradients(
@@ -202,64 +173,98 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
     return x.new_empty((x.numel() // x.shape[-1], sum(padded_rank(down.shape[0]) for down in downs)))
 
 
-def fake_forward(
-    x: Tensor,
-    outs: Sequence[int],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scales: Sequence[float],
-    p: float,
-    h: Tensor | None,
-) -> tuple[list[Tensor], Tensor]:
-    check_adapters(x, outs, downs, ups, scales, p)
-    if h is not None:
-        check_h(x, downs, h)
-    ys = [x.new_empty((*x.shape[:-1], out)) for out in outs]
-    return ys, fake_project(x, downs, scales, p, None) if h is None else x.new_empty((0, 0))
+class Group:
+    """The operators zerolora::NAME_forward and NAME_backward for frozen weights that are stored in one way.
 
+    `weights` is their part of the schemas. The functions get the operators' arguments by name: `outs` returns the
+    outputs of each weight, `check` raises ValueError, `forward` also gets h and returns the outputs, `backward` returns
+    the gradients of x, all A and all B.
+    """
 
-def fake_backward(
-    x: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], need_x: bool, need_down: bool, need_up: bool
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    grad_downs = [down.new_empty(down.shape) for down in downs] if need_down else []
-    grad_ups = [up.new_empty(up.shape) for up in ups] if need_up else []
-    return x.new_empty(x.shape if need_x else 0), grad_downs, grad_ups
+    def __init__(
+        self,
+        name: str,
+        weights: str,
+        *,
+        outs: Callable[[Any], Sequence[int]],
+        check: Callable[[Any], None],
+        forward: Callable[[Any, Tensor], list[Tensor]],
+        backward: Callable[[Any], tuple[Tensor, list[Tensor], list[Tensor]]],
+        devices: str | tuple[str, ...] = "cpu",
+    ) -> None:
+        self._outs, self._check, self._compute, self._derive = outs, check, forward, backward
+        self._operator = derivative.define(
+            f"{name}_forward(Tensor x, {weights}, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales,"
+            " float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
+            self._forward, self._fake_forward, devices,
+        )  # fmt: skip
+        derivative.define(
+            f"{name}_backward(Tensor[] grads, Tensor x, {weights}, Tensor[] downs, Tensor[] ups, Tensor h,"
+            " float[] scales, float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
+            " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+            self._backward, self._fake_backward, devices,
+        )  # fmt: skip
+        self._forward_type, self._backward_type = derivative.register(name)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, x, stored, outs, biases, downs, ups, scales, dropout
+    ) -> list[Tensor]:
+        """Compute `lora_group`; `stored` are the weights' arguments, `outs` the outputs of each."""
+        # Everything else is checked in the operator, which costs a CUDA call no Python time.
+        filled = fill_biases(x, biases, outs)
+        ys, _ = self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
+        return ys
+
+    def _checked(self, arguments: tuple[Any, ...]) -> Any:
+        of = self._forward_type(*arguments)
+        self._check(of)
+        check_adapters(of.x, self._outs(of), of.downs, of.ups, of.scales, of.p)
+        if of.h is not None:
+            check_h(of.x, of.downs, of.h)
+        return of
+
+    def _forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
+        of = self._checked(arguments)
+        if of.h is not None:
+            return self._compute(of, of.h), of.x.new_empty((0, 0))
+        h = torch.ops.zerolora.lora_project(of.x, of.downs, of.scales, of.p, of.seed)
+        return self._compute(of, h), h
+
+    def _backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        of = self._backward_type(*arguments)
+        grad_x, grad_downs, grad_ups = self._derive(of)
+        needed = grad_downs if of.need_down else [], grad_ups if of.need_up else []
+        return grad_x if of.need_x else of.x.new_empty(0), *needed
+
+    def _fake_forward(self, *arguments: Any) -> tuple[list[Tensor], Tensor]:
+        of = self._checked(arguments)
+        h = fake_project(of.x, of.downs, of.scales, of.p, None) if of.h is None else of.x.new_empty((0, 0))
+        return [of.x.new_empty((*of.x.shape[:-1], out)) for out in self._outs(of)], h
+
+    def _fake_backward(self, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        of = self._backward_type(*arguments)
+        grad_downs = [down.new_empty(down.shape) for down in of.downs] if of.need_down else []
+        grad_ups = [up.new_empty(up.shape) for up in of.ups] if of.need_up else []
+        return of.x.new_empty(of.x.shape if of.need_x else 0), grad_downs, grad_ups
 
 
 def refuse_alone(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("lora_project has no derivative; call lora_forward")
 
 
-def _fake_lora_forward(  # type: ignore[no-untyped-def]
-    x, weights, biases, downs, ups, scales, p, seed, h
-):
-    _check_weights(x, weights, biases)
-    return fake_forward(x, [weight.shape[0] for weight in weights], downs, ups, scales, p, h)
-
-
-def _fake_lora_backward(  # type: ignore[no-untyped-def]
-    grads, x, weights, downs, ups, h, scales, p, seed, need_x, need_down, need_up
-):
-    return fake_backward(x, downs, ups, need_x, need_down, need_up)
-
-
 derivative.define(
     "lora_project(Tensor x, Tensor[] downs, float[] scales, float p, Tensor? seed) -> Tensor",
     reference_project, fake_project,
 )  # fmt: skip
-_FORWARD = derivative.define(
-    "lora_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p,"
-    " Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-    reference_forward, _fake_lora_forward,
-)  # fmt: skip
-derivative.define(
-    "lora_backward(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] downs, Tensor[] ups, Tensor h, float[] scales,"
-    " float p, Tensor? seed, bool need_x, bool need_down, bool need_up)"
-    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    reference_backward, _fake_lora_backward,
-)  # fmt: skip
 torch.library.register_autograd("zerolora::lora_project", refuse_alone)
-derivative.register("lora")
+_GROUP = Group(
+    "lora",
+    "Tensor[] weights",
+    outs=lambda of: [weight.shape[0] for weight in of.weights],
+    check=lambda of: _check_weights(of.x, of.weights, of.biases),
+    forward=lambda of, h: dense_forward(of, h, of.weights),
+    backward=lambda of: dense_backward(of, of.weights),
+)
 
 
 def lora_group(
@@ -274,14 +279,9 @@ def lora_group(
     """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
 
     x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
-
-    Raises:
-        ValueError: shapes, types, devices, ranks or dropout that do not fit.
+    Raises ValueError: shapes, types, devices, ranks or dropout that do not fit.
     """
-    # Everything else is checked in the operator, which costs a CUDA call no Python time.
-    filled = fill_biases(x, biases, [weight.shape[0] for weight in weights])
-    ys, _ = _FORWARD(x, weights, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
-    return ys
+    return _GROUP(x, (weights,), [weight.shape[0] for weight in weights], biases, downs, ups, scales, dropout)
 
 
 def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int]) -> list[Tensor]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
-from ops.seeds import draw_seed
 
 
 @dataclass(frozen=True)
@@ -51,79 +50,28 @@ class Nf4Weight:
 
 
 def _weights(of: Any) -> list[Tensor]:
-    """Dequantise all weights of the group to the type of x."""
-    each, cols = len(of.states) // len(of.packed), of.x.shape[-1]
-    split = [of.states[i * each : (i + 1) * each] for i in range(len(of.packed))]
-    for weight, out in zip(of.packed, of.rows, strict=True):
-        _check_packed(weight, out, cols)
+    each = len(of.states) // len(of.packed)
+    sizes = of.x.shape[-1], of.block, of.nested_block, of.x.dtype
     return [
-        reference.dequantize_nf4(weight, state, out, cols, of.block, of.nested_block, of.x.dtype)
-        for weight, state, out in zip(of.packed, split, of.rows, strict=True)
+        reference.dequantize_nf4(weight, of.states[i * each : (i + 1) * each], out, *sizes)
+        for i, (weight, out) in enumerate(zip(of.packed, of.rows, strict=True))
     ]
-
-
-def reference_dequantize(
-    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
-) -> Tensor:
-    _check_packed(packed, rows, cols)
-    return reference.dequantize_nf4(packed, state, rows, cols, block, nested_block, dtype)
-
-
-def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    of = ForwardArguments(*arguments)
-    return lora.reference_forward(of.x, _weights(of), of.biases, of.downs, of.ups, of.scales, of.p, of.seed, of.h)
-
-
-def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    of = BackwardArguments(*arguments)
-    needs = of.need_x, of.need_down, of.need_up
-    return lora.reference_backward(
-        of.grads, of.x, _weights(of), of.downs, of.ups, of.h, of.scales, of.p, of.seed, *needs
-    )
-
-
-def _fake_dequantize(
-    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
-) -> Tensor:
-    return packed.new_empty((rows, cols), dtype=dtype)
-
-
-def _fake_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
-    of = ForwardArguments(*arguments)
-    return lora.fake_forward(of.x, of.rows, of.downs, of.ups, of.scales, of.p, of.h)
-
-
-def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    of = BackwardArguments(*arguments)
-    return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
 derivative.define(
     "dequantize_nf4(Tensor packed, Tensor[] state, int rows, int cols, int block, int nested_block, ScalarType dtype)"
     " -> Tensor",
-    reference_dequantize, _fake_dequantize,
+    reference.dequantize_nf4,
+    lambda packed, _, rows, cols, *others: packed.new_empty((rows, cols), dtype=others[-1]),
 )  # fmt: skip
-_FORWARD = derivative.define(
-    "nf4_forward(Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block, Tensor[] biases,"
-    " Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
-    reference_forward, _fake_forward,
-)  # fmt: skip
-derivative.define(
-    "nf4_backward(Tensor[] grads, Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block,"
-    " Tensor[] downs, Tensor[] ups, Tensor h, float[] scales, float p, Tensor? seed, bool need_x, bool need_down,"
-    " bool need_up) -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
-    reference_backward, _fake_backward,
-)  # fmt: skip
-ForwardArguments, BackwardArguments = derivative.register("nf4")
-
-
-def _check_packed(packed: Tensor, rows: int, cols: int) -> None:
-    size = packed.numel() * packed.element_size()
-    if size * 2 < rows * cols:
-        raise ValueError(
-            f"packed weight of {size} bytes for [{rows}, {cols}]: {(rows * cols + 1) // 2} are needed;"
-            " under ZeRO-3 gather the parameter first"
-        )
+_GROUP = lora.Group(
+    "nf4",
+    "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
+    outs=lambda of: of.rows,
+    check=lambda of: None,
+    forward=lambda of, h: lora.dense_forward(of, h, _weights(of)),
+    backward=lambda of: lora.dense_backward(of, _weights(of)),
+)
 
 
 def nf4_group(
@@ -137,8 +85,7 @@ def nf4_group(
 ) -> list[Tensor]:
     """Compute `lora.lora_group` for packed weights, in the type of x.
 
-    Raises:
-        ValueError: as `lora.lora_group`; a packed weight that is not gathered; weights quantised differently.
+    Raises ValueError: as `lora.lora_group`; a packed weight that is not gathered; weights quantised differently.
     """
     first, rows = weights[0], [weight.rows for weight in weights]
     for weight in weights:
@@ -147,20 +94,6 @@ def nf4_group(
             raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device")
         if weight is not first and weight.layout() != first.layout():
             raise ValueError("weights quantised with different block sizes: call the operator for each separately")
-    arguments = ForwardArguments(
-        x=x,
-        packed=[weight.packed for weight in weights],
-        states=[tensor for weight in weights for tensor in weight.state],
-        rows=rows,
-        block=first.block,
-        nested_block=first.nested_block,
-        biases=lora.fill_biases(x, biases, rows),
-        downs=downs,
-        ups=ups,
-        scales=scales,
-        p=dropout,
-        seed=draw_seed(x, dropout),
-        h=None,
-    )
-    ys, _ = _FORWARD(*arguments)
-    return ys
+    packed, states = [weight.packed for weight in weights], [tensor for weight in weights for tensor in weight.state]
+    stored = packed, states, rows, first.block, first.nested_block
+    return _GROUP(x, stored, rows, biases, downs, ups, scales, dropout)

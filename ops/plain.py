@@ -90,58 +90,23 @@ define(
 
 
 def lora_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    lora_down: Tensor,
-    lora_up: Tensor,
-    scale: float,
-    accumulate: tuple[Tensor, Tensor, Tensor] | None = None,
+    grad_output: Tensor, x: Tensor, lora_down: Tensor, lora_up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of y = s x A^T B^T: dX = s dY B A, dA = s (dY B)^T x, dB = s dY^T (x A^T).
 
-    grad_output[..., O], x[..., I], lora_down A[R, I], lora_up B[O, R]; leading dimensions broadcast, and a gradient has
-    the shape of its tensor. `accumulate` = (grad_x, grad_down, grad_up): the kernels add to these tensors, which are
-    returned.
-
-    Raises:
-        ValueError: shapes, types, devices, rank or scale that do not fit.
+    grad_output[..., O], x[..., I] with the same leading dimensions, lora_down A[R, I], lora_up B[O, R]; a gradient has
+    the shape of its tensor.
+    Raises ValueError: shapes, types, devices, rank or scale that do not fit.
     """
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
-    if grad_output.dim() < 2 or grad_output.dtype != x.dtype or grad_output.device != x.device:
+    alike = grad_output.shape[:-1] == x.shape[:-1] and grad_output.dim() > 1
+    if not alike or grad_output.dtype != x.dtype or grad_output.device != x.device:
         raise ValueError(
             f"grad_output {tuple(grad_output.shape)} {grad_output.dtype} on {grad_output.device} for x"
-            f" {tuple(x.shape)} {x.dtype} on {x.device}: same type and device, at least [tokens, outputs]"
+            f" {tuple(x.shape)} {x.dtype} on {x.device}: same type, device and tokens, at least [tokens, outputs]"
         )
     lora.check_adapters(x, [grad_output.shape[-1]], [lora_down], [lora_up], [scale], 0.0)
-    try:
-        lead = torch.broadcast_shapes(grad_output.shape[:-1], x.shape[:-1])
-    except RuntimeError as error:
-        raise ValueError(
-            f"grad_output {tuple(grad_output.shape)} and x {tuple(x.shape)}: leading dimensions do not broadcast"
-        ) from error
-    wide_grad, wide_x = grad_output.expand(*lead, -1), x.expand(*lead, -1)
-    if accumulate is not None:
-        _check_targets(accumulate, x, lora_down, lora_up)
-    whole = wide_x.shape == x.shape  # otherwise dX is summed over the broadcast dimensions afterwards
-    grad_x, grad_down, grad_up = accumulate or (
-        x.new_empty(x.shape),
-        *(each.new_empty(each.shape) for each in (lora_down, lora_up)),
-    )
-    target = grad_x if whole else x.new_zeros(wide_x.shape)
-    torch.ops.zerolora.adapter_backward_(
-        wide_grad, wide_x, lora_down, lora_up, scale, target, grad_down, grad_up, accumulate is not None
-    )
-    if not whole:
-        summed = target.sum_to_size(x.shape)
-        grad_x = grad_x.copy_(summed) if accumulate is None else grad_x.add_(summed)
+    grad_x, grad_down, grad_up = (each.new_empty(each.shape) for each in (x, lora_down, lora_up))
+    torch.ops.zerolora.adapter_backward_(grad_output, x, lora_down, lora_up, scale, grad_x, grad_down, grad_up, False)
     return grad_x, grad_down, grad_up
-
-
-def _check_targets(targets: tuple[Tensor, Tensor, Tensor], *likes: Tensor) -> None:
-    for name, target, like in zip(("grad_x", "grad_down", "grad_up"), targets, likes, strict=True):
-        if target.shape != like.shape or target.device != like.device or not target.is_contiguous():
-            found, needed = f"{name} {tuple(target.shape)} on {target.device}", f"{tuple(like.shape)} on {like.device}"
-            raise ValueError(f"{found}: expected a contiguous {needed}")
-        if target.dtype not in (like.dtype, torch.float32) or (name == "grad_x" and target.dtype != like.dtype):
-            raise ValueError(f"{name} is {target.dtype}: expected {like.dtype} (grad_down, grad_up: or float32)")

@@ -1,24 +1,29 @@
-"""Find and place builds of the CUDA operators in a folder that users share, and lock a build; `Build` is the key.
+"""Builds of the CUDA operators in folders: in this package, in folders that users share, and in torch's cache.
 
-`zerolora ops build --arch 9.0 --into DIR` makes one; with ZEROLORA_OPS=DIR[:DIR...] in the environment a run takes the
-build that fits it instead of compiling, even without nvcc. Without a fitting build it compiles as usual.
+`Build` is the key. `zerolora ops build --arch 9.0 --into DIR` makes a shared one; with ZEROLORA_OPS=DIR[:DIR...] in the
+environment a run takes the build that fits it instead of compiling, even without nvcc.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 VARIABLE = "ZEROLORA_OPS"
 RECORD = "build.json"
-LOCK_POLL_SECONDS = 0.2
+IN_PACKAGE = Path(__file__).resolve().parent / "built"
+
+
+def cache_folder() -> Path:
+    """Return the folder in which a run puts what it compiles."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 @dataclass(frozen=True)
@@ -48,16 +53,17 @@ class Build:
         found = folder / self.name / "zerolora_lora.so"
         return found if found.is_file() and read(folder / self.name) == self else None
 
-    def place(self, library: Path, folder: Path) -> None:
-        """Put a library into a shared folder atomically, readable for everybody."""
+    def place(self, library: Path, folder: Path) -> Path:
+        """Put a library into a folder atomically, readable for everybody; return its path there."""
         with temporary_folder(folder) as room:
-            shutil.copyfile(library, room / "zerolora_lora.so")
-            (room / "zerolora_lora.so").chmod(0o755)
+            shutil.copyfile(library, room / library.name)
+            (room / library.name).chmod(0o755)
             (room / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
             (room / RECORD).chmod(0o644)
             room.chmod(0o755)
             shutil.rmtree(folder / self.name, ignore_errors=True)
             room.rename(folder / self.name)
+        return folder / self.name / library.name
 
 
 def read(folder: Path) -> Build | None:
@@ -72,25 +78,24 @@ def read(folder: Path) -> Build | None:
 def find(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
     """Return the library for these sources, versions of torch, CUDA and Python, and all cards, or None.
 
-    Of several builds, the one with the newest toolkit.
+    It is the first that is found in the package, in the folders of ZEROLORA_OPS, and in the cache.
     """
-    fitting: list[tuple[list[int], Path]] = []
-    for folder in map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))):
-        for record in folder.glob(f"*/{RECORD}"):
+    shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
+    for folder in (IN_PACKAGE, *shared, cache_folder()):
+        for record in sorted(folder.glob(f"*/{RECORD}")):
             build = read(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):
                 continue
-            if cards and set(cards) <= set(build.architectures) and build.library_in(folder) is not None:
-                toolkit = [int(part) for part in build.toolkit.split(".")]
-                fitting.append((toolkit, record.parent / "zerolora_lora.so"))
-    return max(fitting)[1] if fitting else None
+            if set(cards) <= set(build.architectures) and (library := build.library_in(folder)) is not None:
+                return library
+    return None
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder inside `folder`; it is deleted afterwards unless it was renamed."""
     folder.mkdir(parents=True, exist_ok=True)
-    room = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
+    room = Path(tempfile.mkdtemp(prefix=".zerolora_lora-", dir=folder))
     try:
         yield room
     finally:
@@ -99,27 +104,15 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def build_lock(path: Path) -> Iterator[None]:
-    """Hold the build lock of this node; other processes wait and then find the result.
-
-    It is an flock and ends with its process, so a killed build leaves a file but no lock. The file names the holder for
-    those who wait.
-    """
+    """Hold the lock of a build; other processes wait and then find the result. It ends with its process."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as file:
-        announced = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not announced:
-                    file.seek(0)
-                    holder = file.read().strip() or "?"
-                    print(f"waiting for process {holder}, which builds the operators ({path})", flush=True)
-                    announced = True
-                time.sleep(LOCK_POLL_SECONDS)
-        file.truncate(0)
-        file.write(f"{os.getpid()}")
-        file.flush()
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for another process, which builds the operators ({path})", flush=True)
+        lock.acquire()
+    try:
         yield
-        file.truncate(0)
+    finally:
+        lock.release()

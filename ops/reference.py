@@ -69,24 +69,10 @@ def _places(device: torch.device) -> Tensor:
     return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return y[T,O] and h[T,R] of one adapted linear; x[T,I], mask m[T,I] or None."""
-    h_TR = project(x, down, scale, mask)
-    return output(x, weight, bias, h_TR, up), h_TR
-
-
 def project(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """Return h[T,R] = s (m*x) A^T."""
     masked_TI = x if mask is None else x * mask
     return scale * (masked_TI @ down.t())
-
-
-def output(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, up: Tensor) -> Tensor:
-    """Return y[T,O] = x W^T + h B^T + bias."""
-    y_TO = x @ weight.t() + h @ up.t()
-    return y_TO if bias is None else y_TO + bias
 
 
 def backward(
@@ -119,6 +105,12 @@ def dequantize_nf4(
     `state` is [absmax, code], or with double quantisation [uint8 absmax, code, nested absmax, nested code, offset] and
     absmax[b] = nested_code[absmax[b]] * nested_absmax[b / nested_block] + offset (Dettmers et al. 2023, section 3).
     """
+    size = packed.numel() * packed.element_size()
+    if size * 2 < rows * cols:
+        raise ValueError(
+            f"packed weight of {size} bytes for [{rows}, {cols}]: {(rows * cols + 1) // 2} are needed;"
+            " under ZeRO-3 gather the parameter first"
+        )
     absmax, code = state[0], state[1]
     if len(state) == 5:
         _, _, nested_absmax, nested_code, offset = state

@@ -9,17 +9,7 @@ from torch.utils import cpp_extension
 
 PTX = "compute_"
 """Prefix of architectures given as PTX, which the driver compiles."""
-OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
-# Ahead-of-time builds cover these: (capability, first toolkit that supports it, last major version that does).
-ARCHITECTURES = (
-    ("70", (11, 8), 12),
-    ("75", (11, 8), None),
-    ("80", (11, 8), None),
-    ("86", (11, 8), None),
-    ("89", (11, 8), None),
-    ("90a", (12, 0), None),  # wgmma exists only in the architecture-specific target
-    ("120", (12, 8), None),
-)
+EVERYWHERE = ("75", "80", "86", "89", "90a")  # wgmma exists only in the architecture-specific target 90a
 
 
 class BuildError(RuntimeError):
@@ -43,14 +33,11 @@ def toolkit_version() -> tuple[int, int]:
 
 
 def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
-    """Raise BuildError if nvcc cannot build for this torch: older than 11.8, or another major version than torch's."""
-    found = f"nvcc {toolkit[0]}.{toolkit[1]}"
-    if toolkit < OLDEST_TOOLKIT:
-        raise BuildError(f"{found}: must be at least 11.8; install a newer toolkit and set CUDA_HOME")
+    """Raise BuildError if nvcc has another major version than torch's CUDA."""
     if toolkit[0] != int(torch_cuda.split(".")[0]):
         raise BuildError(
-            f"{found} does not match torch {torch.__version__}, built with CUDA {torch_cuda}: set CUDA_HOME to a"
-            f" {torch_cuda} toolkit"
+            f"nvcc {toolkit[0]}.{toolkit[1]} does not match torch {torch.__version__}, built with CUDA {torch_cuda}:"
+            f" set CUDA_HOME to a {torch_cuda} toolkit"
         )
 
 
@@ -71,12 +58,8 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def all_architectures(toolkit: tuple[int, int]) -> list[str]:
-    """Return every architecture of ARCHITECTURES that this toolkit can build."""
-    return [
-        name
-        for name, first, last_major in ARCHITECTURES
-        if toolkit >= first and (last_major is None or toolkit[0] <= last_major)
-    ]
+    """Return every architecture for which a build ahead of time with this toolkit, 12.0 or newer, is made."""
+    return [*(["70"] if toolkit[0] == 12 else []), *EVERYWHERE, *(["120"] if toolkit >= (12, 8) else [])]
 
 
 def build_ptx_flags(names: Sequence[str]) -> list[str]:

@@ -46,11 +46,11 @@ from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.installation import install
+from trainer.patches.installation import install_on_engine
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import Steering
 from trainer.scu.steering import start_steering
-from trainer.setup.build import build_model, select_patches
+from trainer.setup.build import build_model
 from trainer.setup.joining import join
 from trainer.setup.step_hooks import FirstGradients, Samples, SkippedRecords, StartReport
 from trainer.step import StepContext, evaluate_loss
@@ -210,8 +210,7 @@ class Run:
         self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self.deepspeed_config)
-        dtype = DTYPES[self.precision]
-        install("engine", engine, select_patches(config, self.decided, self.device, dtype, self.task.small_pass))
+        install_on_engine(engine, config.training.max_grad_norm, clips_on_device=self.decided.clips_on_device.value)
         if flat is not None:
             flat.repoint()
         self.optimizer = optimizer
@@ -313,10 +312,7 @@ class Run:
         mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
         if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None
-        graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
-        if graphs is not None and self.steering is not None:
-            self.steering.use_captured(graphs.penalty, graphs.divergence)
-        return graphs
+        return GraphedLoss.of(self.loss, engine.module, mode, self.say, has_experts=mixture)
 
     @phase("report")
     def _finish(self, position: Position, before: float | None, after: float | None) -> None:

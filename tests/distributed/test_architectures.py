@@ -83,7 +83,6 @@ SAID = {
     "granite": [
         "fused 14 of 14 adapted layers",
         "3 of them grouped",
-        "not grouped: 11 layers",
         "without adapter, not linear layers: conv1d (2 of 160 x 1 x 4)",
         "mamba: 2 layers in plain torch",
     ],

@@ -7,6 +7,7 @@ import torch
 
 import ops
 from ops import eight_bit, reference
+from ops.derivative import REFERENCE
 from ops.eight_bit import STORAGE
 from tests.numerics import cases, eight_bit_cases
 
@@ -96,8 +97,8 @@ def test_a_group_and_the_derivative_in_cpp(kind):
     grads = [torch.randn_like(y) for y in ys]
     found = torch.autograd.grad(ys, [x, *downs, *ups], grads)
     values, scales = [w.values for w in weights], [w.row_scale for w in weights]
-    wanted_ys, h = eight_bit.reference_forward(x, values, scales, [], downs, ups, [0.5] * 3, 0.0, None, None)
-    wanted = eight_bit.reference_backward(
+    wanted_ys, h = REFERENCE["eight_bit_forward"](x, values, scales, [], downs, ups, [0.5] * 3, 0.0, None, None)
+    wanted = REFERENCE["eight_bit_backward"](
         grads, x, values, scales, downs, ups, h, [0.5] * 3, 0.0, None, True, True, True
     )
     for one, other in zip((*ys, *found), (*wanted_ys, wanted[0], *wanted[1], *wanted[2]), strict=True):

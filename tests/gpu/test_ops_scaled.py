@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ops
-from ops import reference, scaled
+from ops import reference
 from tests.numerics.test_scaled import GRIDS, drawn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
@@ -21,9 +21,7 @@ def test_values_have_the_bits_of_the_cpu(grid, storage, dtype):
     assert torch.equal(there.cpu(), reference.dequantize_blocks(codes, scales, block, dtype))
 
 
-@pytest.mark.parametrize("at_once", [scaled.DENSE_AT_ONCE, 1])
-def test_a_group_is_that_of_the_dequantised_weights(at_once, monkeypatch):
-    monkeypatch.setattr(scaled, "DENSE_AT_ONCE", at_once)
+def test_a_group_is_that_of_the_dequantised_weights():
     torch.manual_seed(0)
     block = (128, 128)
     parts = [drawn(shape, block) for shape in ((1024, 512), (320, 512))]

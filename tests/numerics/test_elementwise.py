@@ -27,21 +27,10 @@ def test_gradient_of_the_norm(offset):
     assert torch.autograd.gradcheck(lambda x: elementwise.rms_norm(x, weight, 1e-3, offset), draw(3, 5, 8))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_trained_weight_gets_its_gradient(offset):
-    x, weight = draw(3, 5, 8), draw(8, seed=1)
-    assert torch.autograd.gradcheck(lambda x, w: elementwise.rms_norm(x, w, 1e-3, offset), (x, weight))
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_trained_norm_is_the_plain_one(offset):
-    inputs = draw(3, 5, 32, dtype=torch.bfloat16), draw(32, dtype=torch.bfloat16, seed=1)
-    grad = draw(3, 5, 32, dtype=torch.bfloat16, seed=2).detach()
-    ours, plain = (function(*inputs, 1e-3, offset) for function in (elementwise.rms_norm, elementwise.plain_rms_norm))
-    assert torch.equal(ours, plain)
-    pairs = zip(*(torch.autograd.grad(y, inputs, grad) for y in (ours, plain)), strict=True)
-    for got, wanted in pairs:
-        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-7)
+def test_a_trained_weight_is_refused():
+    y = elementwise.rms_norm(draw(3, 5, 8), draw(8, seed=1), 1e-3)
+    with pytest.raises(ValueError, match="no gradient of the weight"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("gated", [elementwise.silu_mul, elementwise.gelu_mul])

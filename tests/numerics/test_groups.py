@@ -1,4 +1,4 @@
-"""Groups are found by observing a forward: shared-input projections together, all else alone with its reason."""
+"""Groups are found by observing a forward: shared-input projections together, all else alone."""
 
 import pytest
 import torch
@@ -34,31 +34,25 @@ def linears(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def test_groups_are_found_and_the_rest_has_a_reason():
+def test_groups_are_found_and_the_rest_is_alone():
     model = Mixed()
-    groups, alone = find_groups(model, linears(model), lambda: model(torch.randn(2, 8)))
-    assert groups == [("attention.q", "attention.k", "attention.v")]
-    reasons = dict(alone)
-    assert reasons["unused"] == "not called in the observed forward"
-    assert reasons["twice"] == "called 2 times in one forward"
-    assert reasons["copy_a"] == reasons["copy_b"] == reasons["attention.o"] == "no neighbour reads the same input"
+    groups = find_groups(linears(model), lambda: model(torch.randn(2, 8)))
+    assert groups[0] == ("attention.q", "attention.k", "attention.v")
+    assert sorted(groups[1:]) == [("attention.o",), ("copy_a",), ("copy_b",), ("twice",), ("unused",)]
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
-def test_limit_and_unknown_names(monkeypatch):
+def test_a_group_has_a_limit(monkeypatch):
     model = Attention()
     monkeypatch.setattr("ops.groups.MAX_GROUP", 2)
-    groups, alone = find_groups(model, linears(model), lambda: model(torch.randn(2, 8)))
-    assert groups == [("q", "k")]
-    assert {name for name, _ in alone} == {"v", "o"}
-    with pytest.raises(ValueError, match="elsewhere"):
-        find_groups(model, {"elsewhere": model.q}, lambda: None)
+    groups = find_groups(linears(model), lambda: model(torch.randn(2, 8)))
+    assert groups == [("q", "k"), ("v",), ("o",)]
 
 
 def test_hooks_go_when_the_forward_fails():
     model = Attention()
     with pytest.raises(RuntimeError):
-        find_groups(model, linears(model), lambda: model(torch.randn(2, 9)))
+        find_groups(linears(model), lambda: model(torch.randn(2, 9)))
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
@@ -69,6 +63,6 @@ def test_llama_groups_come_from_the_forward():
     )
     model = transformers.LlamaForCausalLM(config)
     modules = {name: m for name, m in linears(model).items() if name != "lm_head"}
-    groups, _ = find_groups(model, modules, lambda: model(torch.randint(0, 64, (1, 8))))
-    short = [tuple(name.rpartition(".")[2] for name in group) for group in groups]
+    groups = find_groups(modules, lambda: model(torch.randint(0, 64, (1, 8))))
+    short = [tuple(name.rpartition(".")[2] for name in group) for group in groups if len(group) > 1]
     assert short == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")] * 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ops
-from ops import reference, scaled
+from ops import reference
 
 GRIDS = {
     "short last blocks": ((300, 200), (128, 128)),
@@ -41,11 +41,8 @@ def test_each_value_is_rounded_once(grid: str, storage: torch.dtype, dtype: torc
     assert torch.equal(turned, expected.t().expand_as(turned))
 
 
-@pytest.mark.parametrize("at_once", [scaled.DENSE_AT_ONCE, 1])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_a_group_is_that_of_the_dequantised_weights(at_once: int, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the weights of a group are dequantised one after the other."""
-    monkeypatch.setattr(scaled, "DENSE_AT_ONCE", at_once)
+def test_a_group_is_that_of_the_dequantised_weights(p: float) -> None:
     torch.manual_seed(0)
     block = (128, 128)
     parts = [drawn((300, 200), block), drawn((120, 200), block)]
@@ -83,7 +80,7 @@ def test_the_operator_keeps_to_its_schema() -> None:
     codes, scales = drawn((24, 16), (8, 8))
     factors = torch.randn(4, 16, requires_grad=True), torch.randn(24, 4, requires_grad=True)
     x = torch.randn(5, 16, requires_grad=True)
-    arguments: Any = (x, [codes], [scales], [8, 8], [], [factors[0]], [factors[1]], [2.0], 0.0, None)
+    arguments: Any = (x, [codes], [scales], [8, 8], [], [factors[0]], [factors[1]], [2.0], 0.0, None, None)
     torch.library.opcheck(torch.ops.zerolora.scaled_forward.default, arguments)
 
 
@@ -93,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
     cases = {
         r"scales \(2, 2\) .* in blocks of 16 x 32: expected \(4, 2\)": (x, ops.ScaledWeight(codes, scales, (16, 32))),
         r"8-bit weight \(64, 64\) for x \(3, 32\)": (x[:, :32], ops.ScaledWeight(codes, scales, (32, 32))),
-        "expected uint8 .e4m3. or int8": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
+        "expected all uint8 .e4m3. or all int8": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
     }
     for message, (tokens, weight) in cases.items():
         with pytest.raises(ValueError, match=message):

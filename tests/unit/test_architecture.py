@@ -36,7 +36,7 @@ SAME_THING = {
 LATE = {
     "bitsandbytes, which PEFT's layers bring: seconds, and a notice on a CPU": "trainer/tasks/images/model.py "
     "trainer/memory/observed.py trainer/model/adapter.py trainer/model/base.py trainer/model/expert_forward.py "
-    "trainer/model/saved_adapter.py trainer/patches/installation.py trainer/patches/mamba.py",
+    "trainer/model/saved_adapter.py trainer/patches/installation.py",
     "torch and transformers, where a mistake in the arguments is reported without them": "trainer/commands/validate.py "
     "examples/demo.py trainer/commands/doctor/probe.py benchmarks/tiers/machine.py",
     "the operators, registered where they are used": "trainer/setup/preflight.py trainer/memory/preflight.py",

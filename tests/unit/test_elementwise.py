@@ -67,8 +67,8 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     monkeypatch.setattr(elementwise, "RECOMPUTE_FROM_BYTES", 0)
     model = build(architecture, monkeypatch, **settings)
     loss, gradients = loss_and_gradients(adapted(copy.deepcopy(model)))
-    replaced = replace_elementwise(model, recompute=True)
-    assert (replaced.norms, replaced.mlps, replaced.rotary) == (norms, mlps, 1), replaced.lines()
+    replaced = replace_elementwise(model, recompute="activations")
+    assert (replaced.norms, replaced.mlps, len(replaced.functions)) == (norms, mlps, 1), replaced.lines()
     model = adapted(model)
     assert recompute_inputs(model) == sum("lora_A" in name for name in gradients)
     again, others = loss_and_gradients(model)
@@ -84,7 +84,7 @@ def test_activations_are_computed_again_in_the_backward(monkeypatch):
     calls = []
     monkeypatch.setattr(elementwise, "RECOMPUTE_FROM_BYTES", 0)
     monkeypatch.setattr(elementwise, "silu_mul", lambda *a, real=silu_mul: (calls.append(1), real(*a))[1])
-    replace_elementwise(model.get_base_model(), recompute=True)
+    replace_elementwise(model.get_base_model(), recompute="activations")
     recompute_inputs(model)
     calls.clear()
     loss_and_gradients(model)
@@ -135,7 +135,7 @@ def test_what_computes_something_else_keeps_its_own_forward():
     assert not replaced.norms and not replaced.mlps
     assert [name for name, _ in replaced.refused] == ["OtherRMSNorm", "_ScaledMLP"]
     assert "something else" in replaced.refused[0][1] and "more than project" in replaced.refused[1][1]
-    assert replaced.whole() == set()
+    assert all(replaced.why_not().values())
     assert all("forward" not in vars(module) for module in model)
 
 
@@ -155,5 +155,5 @@ def test_a_copy_of_a_norm_uses_its_own_weight(monkeypatch):
 def test_trained_norms_stay_the_models_own(monkeypatch):
     replaced = replace_elementwise(build("llama", monkeypatch), frozen_norms=False)
     assert replaced.norms == 0 and replaced.mlps == 2
-    assert replaced.whole() == {"swiglu", "rope"}
+    assert [part for part, reason in replaced.why_not().items() if not reason] == ["swiglu", "rope"]
     assert "5 x LlamaRMSNorm: its weight is trained" in replaced.lines()[1]

@@ -67,8 +67,8 @@ def work(**changes: Any) -> Work:
         "frozen_norms": True,
         "recomputed": "none",
         "fused": True,
-        "separate": None,
         "selective": changes.get("gradient_checkpointing") == "selective",
+        "separate": False,
         "mlp_tile": 0,
         "on_gpu": False,
         "packed": False,
@@ -158,7 +158,7 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     model = load_base_model(
         MODELS["llama"], ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )
-    replaced = replace_elementwise(model, recompute=True, recompute_norms=True)
+    replaced = replace_elementwise(model, recompute="norms")
     assert (replaced.mlps, replaced.norms) == (3, 7)
     model = apply_adapter(model, LoraSection(r=8), torch.float32)
     tokens = torch.zeros(1, 8, dtype=torch.long)

@@ -92,11 +92,9 @@ def test_parameters_are_counted_as_what_they_stand_for_and_packed_experts_are_li
     plain = apply_adapter(whole(folders["mixtral"]), lora, torch.float32)
     packed = apply_adapter(streamed(folders["mixtral"], QuantizationSection()), lora, torch.float32)
     assert count_parameters(packed) == count_parameters(plain)
-    router, experts = unadapted_lines(packed, quantized=True)
-    assert router.startswith("without adapter, not linear layers, and not in 4 bits: gate (2 of 4 x 64): ")
-    assert experts.startswith(
-        "without adapter, in NF4: experts.gate_up_proj (2 of 4 x 256 x 64), experts.down_proj (2 "
-    )
+    [line] = unadapted_lines(packed)
+    assert line.startswith("without adapter, not linear layers: ")
+    assert all(part in line for part in ("gate (2 of 4 x 64)", "experts.gate_up_proj (2 of 4 x 256 x 64)"))
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ops.head import token_loss_sum
 from ops.seeds import Seeds, draw_seed
@@ -17,7 +16,7 @@ from trainer.data.samples import Sample
 from trainer.data.static_shapes import StaticShape, pad_to_shape, rounded_up, shape_of
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter
-from trainer.patches.graphed_loss import DivergencePass, GraphedLoss, LossPass, StaticInputs
+from trainer.patches.graphed_loss import GraphedLoss, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 CPU = torch.device("cpu")
@@ -76,58 +75,11 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     torch.testing.assert_close(loss(model, batch, CPU), wanted)  # the buffers are read again
 
 
-@pytest.mark.parametrize("lengths", [(9, 14, 12), (15, 15, 15)], ids=["ragged", "of one length"])
-def test_a_padded_batch_of_reference_text_has_the_same_divergence_and_gradients(
-    adapted: tuple[Any, FlatAdapter], lengths: tuple[int, ...]
-) -> None:
-    """Also in the memory of an earlier, longer batch, of which nothing remains."""
-    model, flat = adapted
-    loss = TokenLoss(model)
-
-    def reference(*lengths: int) -> DivergencePass:
-        documents = [sample(length, seed=length + at) for at, length in enumerate(lengths)]
-        batch = collate(documents, 0, packed=True, flat=True)
-        return DivergencePass(loss, batch, loss.compute_base_states(model, batch, CPU))
-
-    before, wanted = reference(lengths[0], *lengths[1:-1], lengths[-1] + 1), reference(*lengths)
-    expected = wanted.launch(model, CPU)
-    gradients = torch.autograd.grad(expected, flat.buffers)
-    assert expected.item() > 0
-    shape = before.shape((0, 0))
-    assert shape is not None and shape.length > sum(lengths)
-    inputs = before.static(shape, CPU)
-    leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
-    with flat.reading(leaves):
-        before.compute(model, inputs)
-        wanted.fill(inputs, shape)
-        found = wanted.compute(model, inputs)
-        ours = torch.autograd.grad(found, leaves)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-    for got, want in zip(ours, gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
-
-
 def test_positions_of_padding_stay_among_those_of_documents() -> None:
     """A model with learned positions has none for more than a document may have."""
     batch = collate([sample(100, seed=at) for at in range(40)], 0, packed=True, flat=True)
     filled = pad_to_shape(batch, StaticShape(1, 4352, 4352, True, 64, 512))
     assert filled.position_ids is not None and 4352 - 4000 > 100 > int(filled.position_ids.max())
-
-
-def test_reference_text_that_cannot_be_captured_is_launched() -> None:
-    """It may find no room where micro-batches do; these are then captured again."""
-    plain, reference = ((kind, StaticShape(1, 64, 64, True, 4, 64)) for kind in (LossPass, DivergencePass))
-
-    def after(captured: list[Any], refused: Any, *, no_room: bool) -> tuple[int, bool, str]:
-        loss = GraphedLoss(None, nn.Module(), None, "auto", lambda line: None)  # type: ignore[arg-type]
-        loss._captures = dict.fromkeys(captured, (None, None))  # type: ignore[arg-type]
-        loss.drop = lambda why="": (loss._captures.clear(), setattr(loss, "why_not", why))  # type: ignore[assignment]
-        loss._refuse(refused[0], "why", no_room=no_room)
-        return len(loss._captures), loss._launches_reference, loss.why_not
-
-    assert after([plain], reference, no_room=False) == (1, True, "")
-    assert after([plain], reference, no_room=True) == (0, True, "")
-    assert after([], plain, no_room=False) == (0, False, "why")
 
 
 def test_documents_of_a_flat_pack_keep_their_bounds() -> None:

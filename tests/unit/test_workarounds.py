@@ -246,7 +246,7 @@ def test_transformers_does_not_save_legacy(tmp_path: Path) -> None:
 
 
 def test_torchs_build_lock_outlives_its_builder(tmp_path: Path) -> None:
-    """ops/builder.py and launcher/supervision/build_locks.py remove it."""
+    """ops/prebuilt.py builds in new folders, and launcher/supervision/build_locks.py removes it."""
     from torch.utils.file_baton import FileBaton
 
     assert FileBaton(str(tmp_path / "lock")).try_acquire()

@@ -8,7 +8,7 @@ from functools import partial
 
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import positive_int
-from trainer.setup.preflight import build_operators, prepare_to_resume, start_build
+from trainer.setup.preflight import build_operators, prepare_to_resume
 
 
 @reports_errors()
@@ -20,7 +20,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
     show = partial(print, flush=True) if arguments.phases else lambda phase: None
     config = load_config(arguments.config, arguments.overrides).config
-    start_build(config)
     prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
     if not arguments.phases:
         for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):

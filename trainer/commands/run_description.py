@@ -84,4 +84,4 @@ def _describe_adapter(config: RunConfig, prepared: Prepared, model: Any, size: i
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += rank_lines(config.lora) + unadapted_layers(peft_model, config.lora)
-    return trained, lines + unadapted_lines(peft_model, quantized=config.adapter == "qlora")
+    return trained, lines + unadapted_lines(peft_model)

@@ -46,9 +46,9 @@ class StaticShape:
         return self.documents * self.longest == self.rows * self.length
 
 
-def rounded_up(count: int, parts: int = PARTS) -> int:
-    """Round up to a multiple of the power of two below `count` over `parts`: adds at most one part in `parts`."""
-    unit = max(1, (1 << count.bit_length() - 1) // parts)
+def rounded_up(count: int) -> int:
+    """Round up to a multiple of the power of two below `count` over PARTS: adds at most one part in PARTS."""
+    unit = max(1, (1 << count.bit_length() - 1) // PARTS)
     return -(-count // unit) * unit
 
 
@@ -57,13 +57,10 @@ def sizes_of(batch: MicroBatch) -> tuple[int, int]:
     return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
 
 
-def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0), parts: int = PARTS) -> StaticShape:
-    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded.
-
-    Padding adds at most 1 / `parts` of the length: fewer parts give fewer shapes.
-    """
+def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
+    """Return the shape to which a batch is padded; a batch of one of the `usual` sizes is not padded."""
     rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
-    length = own if own == usual[0] else rounded_up(own, parts)
+    length = own if own == usual[0] else rounded_up(own)
     unit = max(1, length // HEAD_PARTS)
     places = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
     if batch.cu_seqlens is None:

@@ -24,7 +24,7 @@ from trainer.entry.rank import main as train
 from trainer.monitor.console import append_output_to
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.progress import phase
-from trainer.setup.preflight import ModelFiles, prepare_to_resume, read_model_files, start_build
+from trainer.setup.preflight import ModelFiles, prepare_to_resume, read_model_files
 from trainer.tasks.images.pipeline import is_pipeline
 
 
@@ -58,7 +58,6 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     with _exit_on_signals(), _quiet(), phase("checks"):
         try:
             config = load_config(path, overrides).config
-            start_build(config)
             prepared, _ = prepare_to_resume(config, world_size, show)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.parallel.ranks.training_process import LAUNCHER_WATCH
 from trainer.parallel.ranks.watchdog import Watchdog
 from trainer.run import Run
-from trainer.setup.preflight import ModelFiles, check_folder, prepare, start_build
+from trainer.setup.preflight import ModelFiles, check_folder, prepare
 
 
 def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = None) -> int:
@@ -52,8 +52,6 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     try:
         if arguments.lock is None and ranks.is_main:
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
-        if ranks.local_rank == 0:
-            start_build(loaded.config)
         with phase("tokenise"):
             if isinstance(found, Prepared):  # before the launcher locked the folder
                 check_folder(loaded.config)

@@ -60,7 +60,7 @@ class Kernels:
     """What our kernels recompute in the backward pass: `none`, SwiGLU's `activations`, or `norms` as well."""
     fused: bool
     """Whether our operator computes adapted layers."""
-    separate: str | None
+    separate: bool
     """Why shared-input projections are not computed together; None if they are."""
     selective: bool
     """Whether feed-forward parts are recomputed."""
@@ -210,14 +210,13 @@ def _install(model: Any, kernels: Kernels) -> None:
 
     _choose_attention(model, kernels)
     if kernels.elementwise:
-        recomputed = {"recompute": kernels.recomputed != "none", "recompute_norms": kernels.recomputed == "norms"}
-        replace_elementwise(model, frozen_norms=kernels.frozen_norms, **recomputed)
+        replace_elementwise(model, frozen_norms=kernels.frozen_norms, recompute=kernels.recomputed)
     _replace_experts(model, kernels)
     for module in model.modules() if kernels.scan_by_kernel else ():
         if hasattr(file := sys.modules[type(module).__module__], SCAN) and getattr(file, SCAN) is not _scan:
             replace(file, SCAN, _scan)
     if kernels.fused:
-        for group in group_layers(model, partial(_forward, model, 1, 8), kernels.separate)[1]:
+        for group in group_layers(model, partial(_forward, model, 1, 8), separate=kernels.separate)[1]:
             group.install()
     if kernels.recomputed != "none":
         recompute_inputs(model)

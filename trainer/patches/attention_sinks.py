@@ -124,11 +124,15 @@ def attend_per_document(
     return torch.cat(outs, dim=1)
 
 
-def _causal(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """Return a mask [1, 1, queries, keys] to add to scores; the last query belongs to the last key."""
-    last = torch.arange(keys, device=like.device)
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return a mask [1, 1, queries, keys], true where a query attends; the last query belongs to the last key."""
+    last = torch.arange(keys, device=device)
     back = last[keys - queries :, None] - last
-    return _additive(((back >= 0) & (back < (window or keys)))[None, None], like)
+    return ((back >= 0) & (back < (window or keys)))[None, None]
+
+
+def _causal(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+    return _additive(causal_mask(queries, keys, window, like.device), like)
 
 
 def _additive(seen: Tensor, like: Tensor) -> Tensor:

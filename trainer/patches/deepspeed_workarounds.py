@@ -16,7 +16,7 @@ from trainer.patches.replace import replace
 
 
 def install_workarounds(engine: Engine) -> None:
-    """Install the workarounds that a new engine needs at its stage and precision; `undo_on` removes them."""
+    """Install the workarounds that a new engine needs at its stage and precision."""
     at_stage_0 = engine.zero_optimization_stage() == 0
     if at_stage_0 and engine.optimizer is not engine.basic_optimizer:  # wrapped in 16 bits
         undo_zero_step(engine.optimizer)

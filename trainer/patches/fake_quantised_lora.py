@@ -4,7 +4,7 @@ ops/fake_quantised.py has the arithmetic, including dropout. While adapters are 
 on the unrounded base: the SCU's divergence and `eval --base` compare with that.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,16 +40,11 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
         if isinstance(layer, LoraLayer) and (reason := why_not_rounded(layer)):
             raise UserError(f"{setting}: {path}: {reason}; leave it out with lora.exclude_modules")
     layers = adapted_linears(model)
-    form = rounded_form(layers, kind, dtype)
+    widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
+    form = choose_integer_form(kind, widths, dtype, setting=setting)
     for layer in layers.values():
         replace(layer, "forward", _build_forward(layer, form))
     return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
-
-
-def rounded_form(layers: Mapping[str, Any], kind: Integers, dtype: torch.dtype) -> IntegerForm:
-    """Return the integer format in which these adapted layers are trained and saved."""
-    widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
-    return choose_integer_form(kind, widths, dtype, setting="training.qat")
 
 
 def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ops
-from ops.groups import Reason, find_groups
+from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
@@ -39,8 +39,8 @@ class FusionReport:
     total: int
     backend: str
     groups: list[tuple[str, ...]] = field(default_factory=list)
-    refused: list[Reason] = field(default_factory=list)
-    alone: list[Reason] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """Names of layers that are not fused, with the reason."""
 
     @property
     def fused(self) -> int:
@@ -51,13 +51,11 @@ class FusionReport:
         """Return a line for the console, and one for each reason with its number of layers."""
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
         lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
-        for title, reasons in (("not fused", self.refused), ("not grouped", self.alone)):
-            examples: dict[str, str] = {}
-            for name, reason in reasons:
-                examples.setdefault(reason, name)
-            counts = Counter(reason for _, reason in reasons)
-            lines += [f"  {title}: {count} layers ({examples[reason]}): {reason}" for reason, count in counts.items()]
-        return lines
+        examples = {reason: name for name, reason in reversed(self.refused)}
+        counts = Counter(reason for _, reason in self.refused)
+        return lines + [
+            f"  not fused: {count} layers ({examples[reason]}): {reason}" for reason, count in counts.items()
+        ]
 
 
 @replaces("the forward of PEFT's LoRA layers")
@@ -66,17 +64,17 @@ def fuse(
     backend: Literal["auto", "cuda", "reference"],
     *,
     forward: Callable[[], object] | None,
-    no_groups: str | None = None,
+    separate: bool = False,
     tokens: int = 0,
 ) -> FusionReport:
     """Replace the forward of every adapted layer that the operators support.
 
-    `forward` runs the model once on a few tokens, to find the layers that share an input. `no_groups` is the reason to
-    group none; `tokens` of a micro-batch select the kernels that the self-test tries. Raises ValueError if `cuda` is
-    requested but not available, or if the operators fail their self-test.
+    `forward` runs the model once on a few tokens, to find the layers that share an input; with `separate` they are
+    computed one by one. `tokens` of a micro-batch select the kernels that the self-test tries. Raises ValueError if
+    `cuda` is requested but not available, or if the operators fail their self-test.
     """
     chosen = ops.load(backend)
-    report, installed = group_layers(model, forward, no_groups, backend=f"{chosen.name}: {chosen.reason}")
+    report, installed = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
     check_operators(installed, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for layers_together in installed:
         layers_together.install()
@@ -84,7 +82,7 @@ def fuse(
 
 
 def group_layers(
-    model: nn.Module, forward: Callable[[], object] | None, no_groups: str | None, *, backend: str = ""
+    model: nn.Module, forward: Callable[[], object] | None, *, separate: bool, backend: str = ""
 ) -> tuple[FusionReport, list["_Group"]]:
     """Return the groups of adapted layers that `fuse` computes together, not yet installed, and the report."""
     from peft.tuners.lora import LoraLayer
@@ -102,18 +100,12 @@ def group_layers(
             members[name] = _Member(layer)
         else:
             report.refused.append((name, reason))
-    report.groups = [(name,) for name in members]
-    if forward is None or no_groups:
-        report.alone = [(name, no_groups or "no forward to watch") for name in members]
+    if forward is None or separate:
+        report.groups = [(name,) for name in members]
     else:
-        found, alone = find_groups(model, {name: layers[name] for name in members}, forward)
-        report.alone, report.groups = alone, [(name,) for name, _ in alone]
-        for names in found:
-            if len({members[name].kind for name in names}) == 1:
-                report.groups.append(names)
-            else:
-                report.groups += [(name,) for name in names]
-                report.alone += [(name, "layers with this input differ in base or dropout") for name in names]
+        for names in find_groups({name: layers[name] for name in members}, forward):
+            alike = len({members[name].kind for name in names}) == 1  # in base and dropout
+            report.groups += [names] if alike else [(name,) for name in names]
     return report, [_Group([members[name] for name in names]) for names in report.groups]
 
 
@@ -164,7 +156,6 @@ class _Member:
         self._nf4: ops.Nf4Weight | None = None
 
     def applies_to(self, x: Tensor) -> bool:
-        """Return whether the operator supports this call; otherwise PEFT's forward computes it."""
         layer = self.layer
         usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
         return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
@@ -214,7 +205,6 @@ class _Group:
         self._waiting: dict[int, Tensor] = {}
 
     def install(self) -> None:
-        """Replace the layers' forward."""
         for index, member in enumerate(self.members):
             replace(member.layer, "forward", self._build_forward(index, member))
 

@@ -1,4 +1,4 @@
-"""Replacements on a model and its engine: one list, installed in order and undone in reverse.
+"""Replacements on a model and its engine: one list, installed in order.
 
 Each forward holds the one that it replaced. Up to five are stacked on one adapted layer, from the inside: PEFT's
 forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather. Replacements
@@ -8,7 +8,7 @@ docs/decisions/11-patches.md says why, docs/reference/workarounds.md lists all o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,19 +20,10 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
-from trainer.patches.packed_attention import (
-    copy_heads_without_flash,
-    disable_varlen,
-    restore_sdpa,
-    set_varlen,
-    use_varlen,
-)
-from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
-from trainer.patches.replace import undo, undo_on
+from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_varlen
+from trainer.patches.recompute import enable_recomputation, recomputed_whole
 from trainer.patches.tiled_mlp import tile_feed_forward
 from trainer.patches.update_guard import UpdateGuard
-
-Stage = Literal["base", "adapted", "engine"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +36,6 @@ class Wanted:
     varlen: bool
     """Whether packs use variable-length attention."""
     own_elementwise: bool
-    ours: frozenset[str]
-    """Parts (of norm_mlp_rope.PARTS) that the memory estimate expects to be ours; a difference is a warning."""
     elementwise_reason: str
     """Why none of them is ours; empty if some are."""
     recomputed: str
@@ -54,9 +43,8 @@ class Wanted:
     adapters: str
     """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
-    separate_projections: str | None
-    """Why shared-input projections are not computed together; None if they are."""
-    clips_on_device: bool
+    separate_projections: bool
+    """Whether shared-input projections are computed one by one."""
     small_pass: Callable[[Any], object]
     """Runs a minimal forward pass."""
     shards: LayerShards | None = None
@@ -64,61 +52,49 @@ class Wanted:
     """Tokens of a tile of gated MLPs; 0: they are computed whole."""
 
 
-@dataclass(frozen=True)
-class Installation:
-    """One step of the list."""
-
-    stage: Stage
-    """Owner of the replacement: the base before adapters are added, the adapted model, or DeepSpeed's engine."""
-    install: Callable[[Any, Wanted], list[str] | None]
-    """Installs it on the owner and returns lines for the console."""
-    undo: Callable[[Any], object]
-    """Undoes it on the owner; does nothing if it was not installed."""
-
-
-def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
-    """Run the installation steps of this stage in order; return lines for the console."""
-    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted) or []]
-
-
-def uninstall(model: Any, engine: Engine | None = None) -> None:
-    """Undo all steps in reverse order, which restores the libraries' own code."""
-    for step in reversed(INSTALLATIONS):
-        if step.stage != "engine":
-            step.undo(model)
-        elif engine is not None:
-            step.undo(engine)
-
-
-def _own_heads(_: Any, wanted: Wanted) -> None:
+def install_on_base(model: Any, wanted: Wanted) -> list[str]:
+    """Replace code of a loaded base before adapters are added; return lines for the console."""
     copy_heads_without_flash(wanted.device, wanted.dtype)
-
-
-def _varlen(model: Any, wanted: Wanted) -> None:
     if wanted.config.parallel.sequence > 1:
         set_varlen(model)  # on any device: the settings and the model were checked before
     elif wanted.varlen:
         use_varlen(model, wanted.device, wanted.dtype)
+    return _elementwise(model, wanted)
+
+
+def install_on_adapted(model: Any, wanted: Wanted) -> list[str]:
+    """Replace code of the adapted model; return lines for the console."""
+    config = wanted.config
+    lines = call_projections_of_mamba(model) if config.adapter != "none" else []
+    if wanted.shards is not None:
+        wanted.shards.attach(model)
+    lines += _experts(model, wanted) + _adapters(model, wanted)
+    if wanted.recomputed != "none":
+        recompute_inputs(model, recomputed_whole(model, config.training))
+    if tile := wanted.mlp_tile:
+        lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
+    if line := enable_recomputation(model, config.training):
+        lines.append(line)
+    return lines
+
+
+def install_on_engine(engine: Engine, max_grad_norm: float, *, clips_on_device: bool) -> None:
+    """Replace code of DeepSpeed's engine."""
+    install_workarounds(engine)
+    if clips_on_device:
+        UpdateGuard(engine, max_grad_norm)
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
     if not wanted.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
-    _load_operators(wanted.config)
-    replaced = replace_elementwise(
-        model,
-        frozen_norms=wanted.config.adapter != "none",
-        recompute=wanted.recomputed != "none",
-        recompute_norms=wanted.recomputed == "norms",
-    )
-    lines, done = replaced.lines(), replaced.whole()
-    for part in sorted(done ^ wanted.ours):
-        now = "ours" if part in done else "not ours"
-        lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
-    return lines
+    load_operators(wanted.config)
+    trains_norms = wanted.config.adapter == "none"
+    return replace_elementwise(model, frozen_norms=not trains_norms, recompute=wanted.recomputed).lines()
 
 
-def _load_operators(config: RunConfig) -> None:
+def load_operators(config: RunConfig) -> None:
+    """Load the operators, and build them if necessary. Raises UserError."""
     import ops
 
     try:
@@ -128,20 +104,6 @@ def _load_operators(config: RunConfig) -> None:
         raise UserError(str(error)) from None
 
 
-def _mamba(model: Any, wanted: Wanted) -> list[str]:
-    return call_projections_of_mamba(model) if wanted.config.adapter != "none" else []
-
-
-def _layer_gather(model: Any, wanted: Wanted) -> None:
-    if wanted.shards is not None:
-        wanted.shards.attach(model)
-
-
-def _ungather(model: Any) -> None:
-    if (shards := vars(model).get("layer_shards")) is not None:
-        shards.detach(model)
-
-
 def _experts(model: Any, wanted: Wanted) -> list[str]:
     if wanted.config.adapter == "none" or not expert_modules(model):
         return []
@@ -149,13 +111,18 @@ def _experts(model: Any, wanted: Wanted) -> list[str]:
 
     on_gpu = wanted.device.type == "cuda"
     if on_gpu:
-        _load_operators(wanted.config)
+        load_operators(wanted.config)
     return compute_experts(model, on_gpu=on_gpu)
 
 
-def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
-    if wanted.adapters in ("none", "rounded"):
+def _adapters(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.adapters == "none":
         return []
+    if wanted.adapters == "rounded":
+        from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
+
+        assert wanted.config.training.qat is not None
+        return compute_rounded(model, wanted.config.training.qat, wanted.dtype)
     if wanted.adapters == "peft":
         return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
     from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
@@ -168,70 +135,9 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
             model,
             backend,
             forward=lambda: wanted.small_pass(model),
-            no_groups=wanted.separate_projections,
+            separate=wanted.separate_projections,
             tokens=tokens,
         )
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()
-
-
-def _rounded(model: Any, wanted: Wanted) -> list[str]:
-    kind = wanted.config.training.qat
-    if wanted.adapters != "rounded" or kind is None:
-        return []
-    from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
-
-    return compute_rounded(model, kind, wanted.dtype)
-
-
-def _inputs(model: Any, wanted: Wanted) -> None:
-    if wanted.recomputed != "none":
-        recompute_inputs(model, recomputed_whole(model, wanted.config.training))
-
-
-def _tiles(model: Any, wanted: Wanted) -> list[str]:
-    tile = wanted.mlp_tile
-    return [f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens"] if tile else []
-
-
-def _recomputation(model: Any, wanted: Wanted) -> list[str]:
-    line = enable_recomputation(model, wanted.config.training)
-    return [line] if line else []
-
-
-def _install_workarounds(engine: Engine, _: Wanted) -> None:
-    install_workarounds(engine)
-
-
-def _remove_workarounds(engine: Engine) -> None:
-    undo_on(engine.optimizer)
-    undo_on(engine)
-
-
-def _guard(engine: Engine, wanted: Wanted) -> None:
-    if wanted.clips_on_device:
-        ours: Any = engine  # DeepSpeed's engine does not declare the attribute
-        ours.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
-
-
-def _unguard(engine: Engine) -> None:
-    if (guard := vars(engine).pop("update_guard", None)) is not None:
-        guard.remove()
-
-
-INSTALLATIONS = (
-    Installation("base", _own_heads, lambda _: restore_sdpa()),
-    Installation("base", _varlen, disable_varlen),
-    Installation("base", _elementwise, undo),
-    Installation("adapted", _mamba, undo),
-    Installation("adapted", _layer_gather, _ungather),
-    Installation("adapted", _experts, undo),
-    Installation("adapted", _fused_lora, undo),
-    Installation("adapted", _rounded, undo),
-    Installation("adapted", _inputs, undo),
-    Installation("adapted", _tiles, undo),
-    Installation("adapted", _recomputation, disable_recomputation),
-    Installation("engine", _install_workarounds, _remove_workarounds),
-    Installation("engine", _guard, _unguard),
-)

@@ -152,7 +152,9 @@ class TokenLoss:
             return flat if places is None else flat.index_select(0, places)
 
         def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
-            return self._token_loss_sum(select(hidden), chosen, weights).view(1, 1, 1)
+            (weight, head), kind = self._head_now(), self._kind_now
+            states = select(hidden).to(weight.dtype)
+            return token_loss_sum(states, weight, chosen, **head, kind=kind, token_weights=weights).view(1, 1, 1)
 
         if self._head is None:
             return token_loss_sum_of_logits(select(call(inputs).logits), chosen, self._kind_now, weights)
@@ -160,18 +162,13 @@ class TokenLoss:
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
+    def _head_now(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the frozen weight of the head, and its factor and trained rows."""
+        return linear_layer(self._head).weight, {"factor": self._factor or 1.0, "rows": trained_rows(self._head)}
+
     @property
     def _kind_now(self) -> LossKind:
         return self._kind if torch.is_grad_enabled() else NLL
-
-    def _token_loss_sum(
-        self, states: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        weight = linear_layer(self._head).weight
-        rows, factor, states = trained_rows(self._head), self._factor or 1.0, states.to(weight.dtype)
-        return token_loss_sum(
-            states, weight, targets, factor=factor, rows=rows, kind=self._kind_now, token_weights=weights
-        )
 
     def by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
@@ -187,10 +184,10 @@ class TokenLoss:
         places, chosen = to_device(found, device), to_device(flat[found], device)
 
         def compute_losses(hidden: torch.Tensor) -> torch.Tensor:
-            layer, rows = linear_layer(self._head), trained_rows(self._head)
-            states = hidden.flatten(0, 1).index_select(0, places).to(layer.weight.dtype)
-            base, factor = None if base_states is None else base_states.to(layer.weight.dtype), self._factor or 1.0
-            measures = measure_tokens(states, layer.weight, chosen, factor=factor, rows=rows, base_hidden=base)
+            weight, head = self._head_now()
+            states = hidden.flatten(0, 1).index_select(0, places).to(weight.dtype)
+            base = None if base_states is None else base_states.to(weight.dtype)
+            measures = measure_tokens(states, weight, chosen, **head, base_hidden=base)
             return measures.view(1, -1, 1)
 
         with replace_head(self._head, compute_losses):
@@ -200,12 +197,6 @@ class TokenLoss:
         logits = values.flatten(0, 1).index_select(0, places)
         losses = F.cross_entropy(logits.float(), chosen, reduction="none")
         return torch.cat([losses[None], measure_logits(logits, chosen)[LOSS + 1 :]])
-
-    def _divergence_sum(self, states: torch.Tensor, base_states: torch.Tensor) -> torch.Tensor:
-        weight = linear_layer(self._head).weight
-        rows, factor = trained_rows(self._head), self._factor or 1.0
-        both = states.to(weight.dtype), base_states.to(weight.dtype)
-        return divergence_sum(*both, weight, factor=factor, rows=rows)
 
     def _call_model(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
         if not (self._balance and torch.is_grad_enabled()):
@@ -232,35 +223,17 @@ class TokenLoss:
             head = self._head
 
             def compare(hidden: torch.Tensor) -> torch.Tensor:
-                return self._divergence_sum(hidden.flatten(0, 1).index_select(0, places), base_states).view(1, 1, 1)
+                weight, parts = self._head_now()
+                states = hidden.flatten(0, 1).index_select(0, places).to(weight.dtype)
+                return divergence_sum(states, base_states.to(weight.dtype), weight, **parts).view(1, 1, 1)
 
             with torch.set_grad_enabled(with_gradient), replace_head(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             if head is not None:
                 # As in the loss: undo the factor that the model applies to its logits.
                 return logits.view(()) / (self._factor or 1.0)
-            return _divergence(logits.flatten(0, 1)[places].float(), base_states)
-
-    def compute_divergence_from_inputs(
-        self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute `divergence` from tensors on the device, without synchronizing; needs a fused head and loss.
-
-        Rows with target IGNORED count as 0; their `base_states` must be 0.
-        """
-        ignored = targets.flatten().eq(IGNORED)[:, None]
-
-        def compare(hidden: torch.Tensor) -> torch.Tensor:
-            return self._divergence_sum(hidden.flatten(0, 1).masked_fill(ignored, 0.0), base_states).view(1, 1, 1)
-
-        with replace_head(self._head, compare):
-            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
-        return scaled.view(()) / (self._factor or 1.0)
-
-    @property
-    def states_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the head's input; None if head and loss are computed separately."""
-        return None if self._head is None or self._factor is None else linear_layer(self._head).weight.dtype
+            log_p_KV = logits.flatten(0, 1)[places].float().log_softmax(-1)
+            return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
 
     def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; every rank must call it."""
@@ -294,7 +267,6 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def _observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """Find out once whether head and loss can be computed together on this model."""
         if self._head is not None and self._factor is None:
             self._factor = observed_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -324,16 +296,10 @@ class TokenLoss:
         return on_device | document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
-        """Warn if the loaded model differs from the empty one that the memory estimate used."""
         if self._decided is None or self._decided == fused or self._say is None:
             return
         what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
         self._say(f"[yellow]warning:[/yellow] the loss is computed {what}: the memory estimate is off by the logits")
-
-
-def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.Tensor:
-    log_p_KV = logits_KV.log_softmax(-1)
-    return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
 @replaces("`_disable_adapters` of adapted layers")

@@ -14,7 +14,7 @@ from trainer.contract.known_versions import require
 from trainer.contract.replacements import replaces
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import find_non_text_modules
-from trainer.parallel.engine.linear_layers import is_linear, model_shape, packed_experts_layout
+from trainer.parallel.engine.linear_layers import is_linear, model_shape
 from trainer.patches.replace import replace
 
 # Name, in transformers' modeling files, of mamba-ssm's kernel for a whole Mamba-2 layer in training.
@@ -30,26 +30,10 @@ def check_packable(model: Any) -> None:
         raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantise; use adapter: lora")
 
 
-def unquantized_lines(model: nn.Module) -> list[str]:
-    """Return a line on the adapted layers of a quantised run that have an unquantised base, if any."""
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper
+def unadapted_lines(model: nn.Module) -> list[str]:
+    """Return a line on the weight matrices outside linear layers that have no adapter, such as fused experts.
 
-    from trainer.model.eight_bit import FrozenLinear8bit
-    from trainer.model.four_bit import FrozenLinear4bit  # brings bitsandbytes
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    kinds = [type(layer.base_layer) for layer in layers if not isinstance(layer, ParamWrapper)]
-    counts = Counter(kind.__name__ for kind in kinds if kind not in (FrozenLinear4bit, FrozenLinear8bit, nn.Embedding))
-    if not counts:
-        return []
-    return ["adapted, but not quantised: " + ", ".join(f"{name} ({count})" for name, count in counts.items())]
-
-
-def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
-    """Return lines on the weight matrices outside linear layers that have no adapter, such as fused experts.
-
-    A model with only linear layers, embeddings and norms has none. Packed experts have a separate line.
+    A model with only linear layers, embeddings and norms has none.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
@@ -60,24 +44,20 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     towers = tuple(f"{path}." for path in find_non_text_modules(_find_base(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     adapted = {id(wrapper.get_param()) for wrapper in wrappers}
-    found: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
+    counts: Counter[tuple[str, torch.Size]] = Counter()
     for path, module in _find_base(model).named_modules():
         if isinstance(module, linear) or f"{path}.".startswith(towers):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(model_shape(parameter))
+            shape = torch.Size(model_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
-                where = _last_name(path) if name == "weight" else f"{_last_name(path)}.{name}"
-                packing = packed_experts_layout(parameter)
-                bits = ", not linear layers, and not in 4 bits" if quantized else ", not linear layers"
-                found.setdefault(f", in {packing.kind.upper()}" if packing else bits, Counter())[where, shape] += 1
-    lines = []
-    for kind, counts in found.items():
-        words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
-        elements = sum(count * torch.Size(shape).numel() for (_, shape), count in counts.items())
-        fraction = elements / count_parameters(model)[1]
-        lines.append(f"without adapter{kind}: {', '.join(words)}: {fraction:.1%} of all parameters")
-    return lines
+                counts[_last_name(path) if name == "weight" else f"{_last_name(path)}.{name}", shape] += 1
+    if not counts:
+        return []
+    words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
+    elements = sum(count * shape.numel() for (_, shape), count in counts.items())
+    fraction = elements / count_parameters(model)[1]
+    return [f"without adapter, not linear layers: {', '.join(words)}: {fraction:.1%} of all parameters"]
 
 
 def _find_base(model: Any) -> Any:

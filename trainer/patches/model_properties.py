@@ -49,7 +49,7 @@ def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
         sinks=has_sinks(model),
         head=None,
         caps=False,
-        elementwise=examine_elementwise(model, frozen_norms=frozen_norms).found.why_not(),
+        elementwise=examine_elementwise(model, frozen_norms=frozen_norms).why_not(),
     )
 
 

@@ -38,17 +38,26 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Replaced:
-    """Number of modules that use our operators, and the reasons for the rest."""
+class Replaceable:
+    """Forwards of modules and functions of modeling files that our operators can replace, and why not the others."""
 
-    norms: int = 0
-    mlps: int = 0
-    rotary: int = 0
+    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    functions: list[tuple[Any, Forward]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def norms(self) -> int:
+        """Number of norms that use our operator."""
+        return sum(_is_norm(type(module).__name__) for module, _ in self.forwards)
+
+    @property
+    def mlps(self) -> int:
+        """Number of gated MLPs that use our operator."""
+        return len(self.forwards) - self.norms
 
     def lines(self) -> list[str]:
         """Return the lines for the console."""
-        found = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.rotary else 'no '}rotary embedding"
+        found = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
         counts = Counter(self.refused)
         return [f"element-wise operators: {found}"] + [
             f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
@@ -56,81 +65,58 @@ class Replaced:
 
     def why_not(self) -> dict[str, str]:
         """Return for each of PARTS why it is not replaced in the whole model; empty if it is."""
-        parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": self.rotary}
+        parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:
             reasons["rms_norm" if _is_norm(name) else "rope" if name == ROTARY else "swiglu"] = f"{name}: {reason}"
         return reasons
 
-    def whole(self) -> set[str]:
-        """Return those of PARTS that are replaced in the whole model."""
-        return {part for part, reason in self.why_not().items() if not reason}
 
-
-@dataclass
-class Examination:
-    """Forwards of modules and functions of modeling files that our operators can replace."""
-
-    found: Replaced = field(default_factory=Replaced)
-    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
-    functions: list[tuple[Any, Forward]] = field(default_factory=list)
-
-    def install(self) -> Replaced:
-        """Replace them."""
-        for module, forward in self.forwards:
-            # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
-            replace(module, "forward", MethodType(forward, module))
-        for namespace, function in self.functions:
-            replace(namespace, ROTARY, function)
-        return self.found
-
-
-def examine_elementwise(
-    model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
-) -> Examination:
+def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
     """Find what our operators can replace in a loaded or an empty model, without changing it."""
-    examined = Examination()
-    replaced = examined.found
+    examined = Replaceable()
     verdicts: dict[Any, Forward | str] = {}
     for module in model.modules():
         name = type(module).__name__
-        if not _is_norm(name) and _projections(module) is None:
+        is_norm = _is_norm(name)
+        if not is_norm and _projections(module) is None:
             continue
         key = _kind(module)
         if key not in verdicts:
-            is_norm = _is_norm(name)
-            verdicts[key] = _norm_forward(module, recompute_norms) if is_norm else _mlp_forward(module, recompute)
-        verdict = "its weight is trained" if _is_norm(name) and not frozen_norms else verdicts[key]
+            if is_norm:
+                verdicts[key] = _norm_forward(module, recompute == "norms")
+            else:
+                verdicts[key] = _mlp_forward(module, recompute != "none")
+        verdict = "its weight is trained" if is_norm and not frozen_norms else verdicts[key]
         if isinstance(verdict, str):
-            replaced.refused.append((name, verdict))
-            continue
-        examined.forwards.append((module, verdict))
-        replaced.norms += _is_norm(name)
-        replaced.mlps += not _is_norm(name)
+            examined.refused.append((name, verdict))
+        else:
+            examined.forwards.append((module, verdict))
     like = next(model.parameters())
     for namespace in {sys.modules[type(module).__module__] for module in model.modules()}:
         if callable(getattr(namespace, ROTARY, None)):
             verdict = _rotary(getattr(namespace, ROTARY), like)
             if isinstance(verdict, str):
-                replaced.refused.append((ROTARY, verdict))
+                examined.refused.append((ROTARY, verdict))
             else:
                 examined.functions.append((namespace, verdict))
-                replaced.rotary += 1
     return examined
 
 
 @replaces("the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`")
-def replace_elementwise(
-    model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
-) -> Replaced:
+def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
     """Replace norms, gated MLPs and rotary embedding by our operators where they agree with the model's own code.
 
-    Call it before adapters are added. Trained norms (not `frozen_norms`) stay the model's own. `recompute` and
-    `recompute_norms` let layers recompute the outputs of gated MLPs and of norms.
+    Call it before adapters are added. Trained norms (not `frozen_norms`) stay the model's own. `recompute` lets layers
+    recompute the outputs of gated MLPs (`activations`), also of norms (`norms`), or neither (`none`).
     """
-    return examine_elementwise(
-        model, frozen_norms=frozen_norms, recompute=recompute, recompute_norms=recompute_norms
-    ).install()
+    examined = examine_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)
+    for module, forward in examined.forwards:
+        # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
+        replace(module, "forward", MethodType(forward, module))
+    for namespace, function in examined.functions:
+        replace(namespace, ROTARY, function)
+    return examined
 
 
 @replaces("the forward of adapted layers, to recompute their inputs")
@@ -185,7 +171,6 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """Return a forward for this norm that uses our operator, or why there is none."""
     plain, weight = type(module).forward, getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "forward" in vars(module):
@@ -205,11 +190,11 @@ def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
 def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
-        if x.dtype != weight.dtype:
+        if x.dtype != weight.dtype or weight.requires_grad:
             result: Tensor = plain(self, x)
             return result
         y = rms_norm(x, weight, eps, offset)
-        if recompute and _should_recompute(y) and not weight.requires_grad:
+        if recompute and _should_recompute(y):
             setattr(y, _RECOMPUTE, partial(rms_norm, x, weight, eps, offset))
         return y
 
@@ -217,7 +202,6 @@ def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> 
 
 
 def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
-    """Return why our norm differs from this one; empty if it does not."""
     width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may lack its shape
     twin = copy.copy(module)
 
@@ -232,7 +216,6 @@ def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> 
 
 
 def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
-    """Return a forward for this gated MLP that uses our operator, or why there is none."""
     names = _projections(module)
     assert names is not None
     if "forward" in vars(module):
@@ -297,7 +280,6 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
 
 
 def _rotary(plain: Forward, like: Tensor) -> Forward | str:
-    """Return a rotary embedding that uses our operator, or why there is none."""
     if list(inspect.signature(plain).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return "its arguments are not q, k, cos, sin, unsqueeze_dim"
 

@@ -19,7 +19,7 @@ from trainer.data.batches import SequencePart
 from trainer.model.model_kind import takes_sdpa
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
-from trainer.patches.attention_sinks import attend_per_document, flash_with_sinks, has_sinks
+from trainer.patches.attention_sinks import attend_per_document, causal_mask, flash_with_sinks, has_sinks
 from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
@@ -149,14 +149,6 @@ def copy_shared_heads() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa", sdpa_with_own_heads)
-
-
-def restore_sdpa() -> None:
-    """Restore transformers' own `sdpa`."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
 def sdpa_with_own_heads(
@@ -317,13 +309,11 @@ def _attend_batched(
 def _mask_of_one_text(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Return a mask [1, 1, queries, keys], true where a query attends; None if sdpa's causal attention does the same.
 
-    The last query belongs to the last key. There is no padding: generation never batches rows of different lengths.
+    There is no padding: generation never batches rows of different lengths.
     """
     if (window is None or keys <= window) and queries in (1, keys):
         return None
-    last = torch.arange(keys, device=device)
-    back = last[keys - queries :, None] - last
-    return ((back >= 0) & (back < (window or keys)))[None, None]
+    return causal_mask(queries, keys, window, device)
 
 
 def _register() -> None:

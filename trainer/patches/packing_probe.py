@@ -164,8 +164,6 @@ def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: to
 
 
 class _Probe:
-    """Passes over a pack of two documents."""
-
     def __init__(
         self,
         token_loss: TokenLoss,
@@ -245,7 +243,6 @@ class _Observer:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Observe one pass."""
         is_second = bool(self._before)
         self._calls.clear()
         hooks = [

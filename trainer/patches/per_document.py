@@ -132,7 +132,6 @@ def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, places
 
 
 def _map(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Change all tensors in nested arguments or results."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):

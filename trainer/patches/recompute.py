@@ -65,7 +65,6 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
 
 
 def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | None") -> Callable[..., Any]:
-    """Return the function that runs a layer so that it is recomputed."""
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if _draws(model):
         run = _repeating_draws
@@ -252,8 +251,6 @@ class HostCopies:
 
 
 class _Copy:
-    """One activation on the host, and its copy back on the device."""
-
     def __init__(self, layer: int, host: Tensor, device: torch.device) -> None:
         self.layer, self.host, self.device = layer, host, device
         self.device_copy: Tensor | None = None

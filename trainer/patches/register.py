@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,35 +46,19 @@ def version_line(entry: Replacement) -> str:
     return f"{entry.library} {found}{untested}; read in {entry.read_in}"
 
 
-def text() -> Iterator[str]:
-    """Yield the lines for the terminal."""
+def lines(*, versions: bool) -> Iterator[str]:
+    """Yield the lines of the document, or with `versions` those for the terminal: the installed versions as well."""
     for number, entry in enumerate(collect(), start=1):
-        yield f"{number:2}. {entry.replaces}  [{version_line(entry)}]"
-        for title, content in _details(entry):
-            yield textwrap.fill(
-                f"{title}: {content}", 116, initial_indent="      ", subsequent_indent="        ",
-                break_on_hyphens=False, break_long_words=False,
-            )  # fmt: skip
+        library = version_line(entry) if versions else f"{entry.library}, read in {entry.read_in}"
+        yield from (f"## {number}. {entry.replaces}", "", f"- library: {library}")
+        for name in ("why", "active", "installed_by", "upstream", "test"):
+            yield f"- {name.replace('_', ' ')}: {getattr(entry, name)}"
+        yield ""
 
 
 def markdown() -> str:
     """Return the text of docs/reference/workarounds.md, without the installed versions."""
-    parts = [HEAD]
-    for number, entry in enumerate(collect(), start=1):
-        lines = [f"## {number}. {entry.replaces}", "", f"- library: {entry.library}, read in {entry.read_in}"]
-        lines += [f"- {title}: {content}" for title, content in _details(entry)]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
-def _details(entry: Replacement) -> list[tuple[str, str]]:
-    return [
-        ("why", entry.why),
-        ("active", entry.active),
-        ("installed by", entry.installed_by),
-        ("upstream", entry.upstream),
-        ("test", entry.test),
-    ]
+    return "\n".join([HEAD, *lines(versions=False)])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     elif options.markdown:
         print(markdown(), end="")
     else:
-        print("\n".join(text()))
+        print("\n".join(lines(versions=True)))
     return 0
 
 

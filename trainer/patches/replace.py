@@ -9,16 +9,13 @@ from typing import Any
 from torch import nn
 
 _BEFORE = "_zerolora_before"
-
-
-class _Absent:
-    """Marks an attribute that the owner itself did not have."""
+_ABSENT = Ellipsis  # an attribute that the owner itself did not have; also in a deep copy of the owner
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module, a Python module or an engine; `undo` and `undo_on` restore the original."""
+    """Set an attribute of a module, a Python module or an engine; `undo` restores those of a model."""
     own = vars(owner)
-    own.setdefault(_BEFORE, []).append((name, own.get(name, _Absent)))
+    own.setdefault(_BEFORE, []).append((name, own.get(name, _ABSENT)))
     setattr(owner, name, value)
 
 
@@ -28,15 +25,13 @@ def undo(model: nn.Module) -> int:
     Replacements in a modeling file are undone for all models of this process.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    return sum(undo_on(owner) for owner in (*model.modules(), *files))
-
-
-def undo_on(owner: Any) -> int:
-    """Undo the replacements on one owner; return their number."""
-    notes: list[tuple[str, Any]] = vars(owner).pop(_BEFORE, [])
-    for name, before in reversed(notes):
-        if before is _Absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-    return len(notes)
+    count = 0
+    for owner in (*model.modules(), *files):
+        notes: list[tuple[str, Any]] = vars(owner).pop(_BEFORE, [])
+        count += len(notes)
+        for name, before in reversed(notes):
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+    return count

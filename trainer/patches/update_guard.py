@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.contract.known_versions import changed, require
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.protocol import Engine
-from trainer.patches.replace import replace, undo_on
+from trainer.patches.replace import replace
 
 NORM_METHOD = "get_grad_norm_direct"
 TRIED_WEIGHT, TRIED_GRADIENT, TRIED_SCALE, TRIED_RATE = 0.5, 3.0, 4.0, 0.25
@@ -40,15 +40,7 @@ class UpdateGuard:
         self._norm: Tensor | None = None
         self._updated = 0
         replace(self._zero, NORM_METHOD, self._measure)
-        self._hook = engine.basic_optimizer.register_step_pre_hook(self._before_update)
-        self._optimizer = engine.basic_optimizer
-
-    def remove(self) -> None:
-        """Remove the guard: DeepSpeed measures the norm, and the optimizer neither clips nor skips."""
-        self._hook.remove()
-        undo_on(self._zero)
-        for name in ("grad_scale", "found_inf"):
-            vars(self._optimizer).pop(name, None)
+        engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
         """Replace DeepSpeed's norm (0.19.8), which turns non-finite values into -1 and waits for the device twice."""

@@ -12,7 +12,7 @@ Evaluation does not use it. A fault raises ScuFault on every rank; training neve
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,23 +86,11 @@ class Steering:
         self.records: list[dict[str, Any]] = []
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
-        self._squares = self.information.squares if self.information is not None else None
 
     @property
     def lambda_(self) -> float:
         """The current lambda."""
         return self.state.lambda_
-
-    def use_captured(
-        self,
-        capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
-        compute_divergence: Callable[..., Tensor],
-    ) -> None:
-        """Measure by captured CUDA graphs: the factors by `capture(measure)`, `kl` by `compute_divergence`."""
-        if self._squares is not None:
-            self._squares = capture(self._squares)
-        if self.divergence is not None:
-            self.divergence.compute = compute_divergence
 
     def check_target(
         self,
@@ -158,8 +146,8 @@ class Steering:
             penalty = self.divergence.penalty(step, self.lambda_)
             self._measured = self.divergence.local()
             return penalty
-        assert self.information is not None and self._squares is not None
-        squares = self._squares()
+        assert self.information is not None
+        squares = self.information.squares()
         self._measured = squares.detach()
         if self.law.controller == "none":
             return torch.zeros_like(self._measured)

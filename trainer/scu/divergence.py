@@ -7,7 +7,7 @@ rows and can compute the token count of all ranks without communication.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,8 +88,6 @@ class Divergence:
         """With `base_states` steps need no forward pass of the base."""
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
-        self.compute: Callable[..., Tensor] = token_loss.divergence
-        """`TokenLoss.divergence`, or a captured CUDA graph of it, for steps."""
         self._sum: Tensor | None = None
 
     def penalty(self, step: int, lambda_: float) -> Tensor:
@@ -98,7 +96,7 @@ class Divergence:
         While lambda is 0, K is measured without a gradient.
         """
         selected = self.reference.select(step)
-        sum_local = self.compute(
+        sum_local = self._token_loss.divergence(
             self._engine,
             self.reference.batch(selected),
             self._engine.device,

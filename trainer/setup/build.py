@@ -16,9 +16,8 @@ from trainer.parallel.engine.layer_gather.shard_groups import form_group
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import Ranks, gather_objects, set_seed
 from trainer.parallel.ranks.progress import phase
-from trainer.patches.installation import Wanted, install
-from trainer.patches.mamba import unadapted_lines, unquantized_lines
-from trainer.patches.norm_mlp_rope import PARTS
+from trainer.patches.installation import Wanted, install_on_adapted, install_on_base
+from trainer.patches.mamba import unadapted_lines
 from trainer.tasks.task import Task
 
 
@@ -41,7 +40,7 @@ def build_model(
     with phase("weights"):
         model = task.load_base(dtype, engine_config, shards)
     wanted = select_patches(config, decided, device, dtype, task.small_pass, shards)
-    lines = [decided.line(), *install("base", model, wanted)]
+    lines = [decided.line(), *install_on_base(model, wanted)]
     # The adapter's initialization depends only on the seed, not on random numbers drawn while loading.
     set_seed(config.seed)
     if config.adapter != "none":
@@ -55,10 +54,8 @@ def build_model(
                 task_type=task.peft_type,
             )
         lines += rank_lines(config.lora) + unadapted_layers(model, config.lora)
-        lines += unadapted_lines(model, quantized=config.adapter == "qlora")
-        if config.adapter == "qlora":
-            lines += unquantized_lines(model)
-    lines += install("adapted", model, wanted)
+        lines += unadapted_lines(model)
+    lines += install_on_adapted(model, wanted)
     if config.zero.stage == 3:
         lines.append(_describe_gather(decided, shards))
     set_seed(config.seed + ranks.rank)
@@ -103,20 +100,17 @@ def select_patches(
     shards: LayerShards | None = None,
 ) -> Wanted:
     """Return the patches to install on the model and engine of a run (trainer/patches/installation.py)."""
-    parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
     return Wanted(
         config=config,
         device=device,
         dtype=dtype,
         varlen=decided.attention.value == VARLEN,
         own_elementwise=decided.own_elementwise.value,
-        ours=frozenset(part for part, choice in parts.items() if choice.value == "ours"),
         elementwise_reason=decided.own_elementwise.reason,
         recomputed=decided.recomputed_results.value,
         adapters=decided.adapters.value,
         adapters_reason=decided.adapters.reason,
-        separate_projections=None if decided.siblings.value else decided.siblings.reason,
-        clips_on_device=decided.clips_on_device.value,
+        separate_projections=not decided.siblings.value,
         small_pass=small_pass,
         shards=shards,
         mlp_tile=decided.mlp_tile.value,

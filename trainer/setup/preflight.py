@@ -209,6 +209,13 @@ def check_settings(config: RunConfig) -> None:
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
         if switch_value(config, name) == value:
             raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove it")
+    if config.ops.backend == "cuda" and _uses_operators(config):
+        import ops
+
+        try:
+            ops.check_requested()
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
@@ -279,31 +286,18 @@ def prepare_to_resume(
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
-def start_build(config: RunConfig) -> None:
-    """Start to compile the CUDA operators in the background if this run uses them.
-
-    Raises UserError if they are requested and cannot be built.
-    """
-    _build(config, None)
-
-
 def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
     """Build the CUDA operators for the ranks if this run uses them."""
-    _build(config, report)
-
-
-def _build(config: RunConfig, report: Callable[[str], None] | None) -> None:
-    backend = config.ops.backend
-    if backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
+    if not _uses_operators(config):
         return
-    import ops
+    from trainer.patches.installation import load_operators  # imports the operators
 
-    if report is not None:
-        report("building the operators, unless they are cached")
-    try:
-        (ops.start_build if report is None else ops.load)(backend)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    report("building the operators, unless they are cached")
+    load_operators(config)
+
+
+def _uses_operators(config: RunConfig) -> bool:
+    return config.ops.backend in ("auto", "cuda") and config.adapter != "none" and torch.cuda.is_available()
 
 
 def _check_adapter_folder(config: RunConfig) -> None:

@@ -38,6 +38,7 @@ def check_torch() -> Iterator[Check]:
 def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
     """Check nvcc, and whether the fused operators are built or can be."""
     from ops.builder import LoraOpBuilder
+    from ops.prebuilt import cache_folder
     from ops.toolkit import BuildError
 
     backend = "auto" if config is None else config.ops.backend
@@ -46,27 +47,19 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
     if backend in ("peft", "reference"):
         yield Check("operators", "OK", f"not used (ops.backend: {backend})")
         return
-    if builder.installed():
-        yield Check("operators", "OK", "built ahead of time for this torch")
+    if (library := builder.find()) is not None:
+        yield Check("operators", "OK", f"built at {library}")
         return
-    if shared := os.environ.get("ZEROLORA_OPS"):
-        if (library := builder.shared()) is not None:
-            yield Check("operators", "OK", f"built at {library}")
-            return
-        if torch.cuda.is_available():
-            found = f"ZEROLORA_OPS={shared}: has no build for this torch, this Python and these GPUs"
-            yield Check("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
+    if (shared := os.environ.get("ZEROLORA_OPS")) and torch.cuda.is_available():
+        found = f"ZEROLORA_OPS={shared}: has no build for this torch, this Python and these GPUs"
+        yield Check("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         builder.check()
     except BuildError as error:
         without = "" if needed == "FAIL" else "; PEFT's own forward is used instead"
         yield Check("operators", needed, f"{error}{without}", "" if needed == "OK" else "ops.backend: peft")
         return
-    library = builder.cache_dir() / f"{builder.NAME}.so"
-    if library.exists():
-        yield Check("operators", "OK", f"built at {library}")
-    else:
-        yield Check("operators", "OK", f"compiled at the first start into {library.parent}; now: zerolora ops build")
+    yield Check("operators", "OK", f"compiled at the first start into {cache_folder()}; now: zerolora ops build")
 
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Capture a value (one number or a few) of fixed inputs and its gradient in the flat adapter as two CUDA graphs.
+"""Capture a number that is computed from fixed inputs and its gradient in the flat adapter as two CUDA graphs.
 
 A small step is bound by the host: it launches a few thousand kernels that take the device microseconds each. A graph is
 one launch. A graph reads and writes the same memory every time, so inputs are copied into static tensors before, and
@@ -39,10 +39,6 @@ class NotCapturable(RuntimeError):
     """A pass cannot be captured; nothing has changed."""
 
 
-class NoRoom(NotCapturable):
-    """Not enough memory for both graphs and launched passes."""
-
-
 class CapturedPass:
     """One captured pass: `value()` replays its forward, `gradients()` its backward."""
 
@@ -78,10 +74,9 @@ class CapturedPass:
 class GraphCapturer:
     """Captures passes over one flat adapter in one memory pool."""
 
-    def __init__(self, flat: FlatAdapter, *, shares_workspaces: bool = False) -> None:
-        """Set up a memory pool; with `shares_workspaces` another one has the workspaces: free both together."""
+    def __init__(self, flat: FlatAdapter) -> None:
         self.flat = flat
-        self._has_workspaces = shares_workspaces
+        self._has_workspaces = False
         # Autograd sees these instead of the buffers, without the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         device = self._leaves[0].device
@@ -125,12 +120,12 @@ class GraphCapturer:
         return captured
 
     def check_room(self) -> None:
-        """Raise NoRoom if less memory is left for a launched pass than the graphs hold for theirs."""
+        """Raise NotCapturable if less memory is left for a launched pass than the graphs hold for theirs."""
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) - self._reserved
         if free < self._reserved:
             held, left = self._reserved / 2**20, free / 2**20
-            raise NoRoom(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are left for launched passes")
+            raise NotCapturable(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are left for launched passes")
 
     def _make_room(self) -> None:
         """Empty the cache, and free the workspaces until the pool has some, so that a capture allocates its own."""
@@ -188,12 +183,7 @@ class GraphCapturer:
         torch.cuda.synchronize(self._device)
         allowed = TOLERANCE.get(gradients[0].dtype, 2e-2)
         errors = [_difference(got, wanted) for got, wanted in zip(found_gradients, gradients, strict=True)]
-        # Each number of the value by itself; one that is almost zero, as K is at first, relative to the largest.
-        floor = 1e-4 / allowed * float(value.abs().max())
-        errors += [
-            abs(got - wanted) / max(abs(wanted), floor, 1e-30) if got != wanted else 0.0
-            for got, wanted in zip(found.flatten().tolist(), value.flatten().tolist(), strict=True)
-        ]
+        errors.append(_difference(found, value))
         for error in errors:
             if not error <= allowed:
                 raise NotCapturable(f"the replay is off by {error:.2g} (allowed {allowed})")

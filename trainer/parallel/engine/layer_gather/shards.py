@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from trainer.contract.replacements import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
@@ -123,7 +122,6 @@ class LayerShards:
         self._modules: set[int] = set()
         self._unit_of: dict[int, ShardedUnit] = {}
         self._steps: list[_Step] = []
-        self._hooks: list[RemovableHandle] = []
         self._current: ShardedUnit | None = None
         self._in_backward = False
 
@@ -161,16 +159,9 @@ class LayerShards:
         self._steps = list(self._readers(model))
         for index, step in enumerate(self._steps):
             before, after = partial(self._before_forward, index), partial(self._after_forward, index)
-            self._hooks.append(step.module.register_forward_pre_hook(before))
-            self._hooks.append(step.module.register_forward_hook(after))
+            step.module.register_forward_pre_hook(before)
+            step.module.register_forward_hook(after)
         model.layer_shards = self
-
-    def detach(self, model: Any) -> None:
-        """Remove the hooks: the model no longer gathers its units."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        del model.layer_shards
 
     def _readers(self, model: nn.Module) -> Iterator[_Step]:
         """Yield the outermost modules that may read a unit's weights without calling a child.
