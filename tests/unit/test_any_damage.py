@@ -206,7 +206,7 @@ def test_nothing_is_written_into_the_folder_of_a_run_that_trains(ground: Path, t
 @tries(12)
 def test_commands_on_a_damaged_run(ground: Path, harm: list[tuple[str, int, str]]) -> None:
     with damaged(ground, harm):
-        outputs = ("run/report.html", "run/plots", "run/export", "run/written.txt")
+        outputs = ("run/report.html", "run/export", "run/written.txt")
         before = files_of(ground, but=outputs)
         ends(as_typed("status", str(ground / "run")))
         ends(lambda: report([str(ground / "run")]))
@@ -260,7 +260,7 @@ def test_status_and_report_of_odd_metrics(ground: Path, lines: list[Any], end: b
 @tries(12)
 def test_commands_on_records_with_an_odd_value(ground: Path, name: str, at: int, value: Any, whole: bool) -> None:
     """Replace the whole file or one of its entries by well-formed JSON with values that nobody wrote."""
-    with damaged(ground, []), as_one_of_many():  # what is plotted is in none of them
+    with damaged(ground, []), as_one_of_many():
         file = ground / "run" / name
         record = json.loads(file.read_text())
         record[sorted(record)[at % len(record)]] = value

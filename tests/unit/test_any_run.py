@@ -153,7 +153,7 @@ def check_words(ground: Path, here: Path, command: str, first: str | None, argum
     for mark, path in names.items():
         typed = [word.replace(mark, str(path)) for word in typed]
     with contextlib.chdir(here), damaged(ground, []):
-        outputs = ("run/merged", "run/export", "run/report.html", "run/plots", "run/written.txt", "cache")
+        outputs = ("run/merged", "run/export", "run/report.html", "run/written.txt", "cache")
         before = files_of(ground, but=outputs)
         ends((lambda: MODULES[command](typed)) if command in MODULES else as_typed(command, *typed))
         assert files_of(ground, but=outputs) == before

@@ -61,7 +61,7 @@ def a_run(folder: Path, *names: str) -> Path:
     """What a run leaves: its record, and files that it wrote."""
     write_run_record(folder, config(str(folder)), 1, "cpu", "fp32")
     note_written(folder, names)
-    for name in (*names, "metrics.jsonl", "plots/loss.png", "logs/rank-0.log"):
+    for name in (*names, "metrics.jsonl", "samples/00-after.png", "logs/rank-0.log"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"of the run: {name}")
     return folder
@@ -129,8 +129,8 @@ PLACES = {
 @pytest.mark.parametrize("output_dir", PLACES)
 def test_no_run_begins_where_it_could_do_harm(output_dir: str, overwrite: bool | str, place: Path) -> None:
     (place / "checkout" / ".git").mkdir(parents=True)
-    (place / "project" / "plots").mkdir(parents=True)
-    for name in ("README.md", "adapter_utils.py", "metrics.jsonl", "plots/own.png"):
+    (place / "project" / "samples").mkdir(parents=True)
+    for name in ("README.md", "adapter_utils.py", "metrics.jsonl", "samples/own.png"):
         (place / "project" / name).write_text("mine")
     (place / "dangling").symlink_to("nowhere")
     (place / "circle").symlink_to("circle")

@@ -207,9 +207,9 @@ class RunFolder:
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
-        """Write the report and plots and print the summary, with the held-out loss before and after training."""
+        """Write the report and print the summary, with the held-out loss before and after training."""
         page = None
-        with self.tolerating_full_disk("report.html and plots"):
+        with self.tolerating_full_disk("report.html"):
             try:
                 page = write_report(self.path)
             except OSError:
@@ -217,7 +217,7 @@ class RunFolder:
             except Exception as error:  # the run is complete: a broken report must not restart it
                 traceback.print_exc()
                 found = escape(f"{type(error).__name__}: {error}")
-                self._say(f"[yellow]warning:[/yellow] report.html and plots: not drawn: {found}; the run is complete")
+                self._say(f"[yellow]warning:[/yellow] report.html: not drawn: {found}; the run is complete")
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 

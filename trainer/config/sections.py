@@ -201,7 +201,7 @@ class RunConfig(Section):
     """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
     none: train all weights."""
     output_dir: PathText
-    """Folder for the adapter, checkpoints, logs, metrics and plots; default: runs/NAME for NAME.yaml."""
+    """Folder for the adapter, checkpoints, logs, metrics and report; default: runs/NAME for NAME.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of all random numbers."""
     model: ModelSection = ModelSection()

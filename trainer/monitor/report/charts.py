@@ -44,10 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps; the axis includes `low` and `high`, and `low=0` also allows a logarithmic axis.
-
-    `name` is the name of the PNG file.
-    """
+    """Curves over the steps; the axis includes `low` and `high`, and `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str
@@ -56,7 +53,6 @@ class Chart:
     high: float | None = None
     band: tuple[float, float] | None = None
     wide: bool = False
-    name: str = ""
 
     @property
     def logarithmic(self) -> bool:
@@ -78,18 +74,12 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     memory, rate = series(records, "memory/peak_gib"), series(records, unit.rate)
     norm = series(records, "train/grad_norm")
     found = [
-        Chart("Loss", unit.loss, loss, wide=True, name="loss"),
+        Chart("Loss", unit.loss, loss, wide=True),
         *(_reward_chart(records, *reward) for reward in REWARDS),
-        Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
-        Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
-        Chart(
-            "Throughput",
-            f"{unit.name}/s per rank",
-            mean_curves(rate, "green", "per rank"),
-            low=0.0,
-            name="throughput",
-        ),
-        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0, name="memory"),
+        Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0),
+        Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0),
+        Chart("Throughput", f"{unit.name}/s per rank", mean_curves(rate, "green", "per rank"), low=0.0),
+        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
         *_scu_charts(records, deadband),
     ]
     kept = [replace(chart, curves=tuple(curve for curve in chart.curves if len(curve.line))) for chart in found]
@@ -100,7 +90,7 @@ def _reward_chart(records: list[Record], name: str, title: str, unit: str) -> Ch
     training = mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
     held_out = series(records, f"eval/rewards/{name}").finite()
     curves = (*training, Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", "held out"))
-    return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True, name=f"reward_{name}")
+    return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True)
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
@@ -113,16 +103,13 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     k_curves = _scu_curves(bits, bits_smoothed, target, "K") if len(bits) else ()
     data = mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
     return [
-        Chart("SCU: S", "%", s_curves, low=0.0, band=band, name="scu_s"),
-        Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0, name="scu_kl"),
-        Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0, name="scu_lambda"),
-        Chart("SCU: DataBPT, information in the data", "bits per token", data, name="scu_data_bpt"),
+        Chart("SCU: S", "%", s_curves, low=0.0, band=band),
+        Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0),
+        Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0),
+        Chart("SCU: DataBPT, information in the data", "bits per token", data),
         # Not in one chart with DataBPT: at an S of 1 or 2 % it would be a line along the bottom of the axis.
-        Chart(
-            "SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0,
-            name="scu_param_bpt",
-        ),
-    ]  # fmt: skip
+        Chart("SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0),
+    ]
 
 
 def _scu_curves(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:

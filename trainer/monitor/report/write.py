@@ -1,4 +1,4 @@
-"""The report of a run: the page RUN/report.html, and its plots as PNG files."""
+"""The report of a run: the page RUN/report.html."""
 
 import math
 import shlex
@@ -38,7 +38,6 @@ FILES = (
     "training_config.json",
     "run.json",
     "metrics.jsonl",
-    "plots",
     "logs",
 )
 SHOWN_MEAN = 10
@@ -46,12 +45,7 @@ PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` (with its charts) and `run_dir/plots/*.png`; return the page's path.
-
-    Raises UserError if the run has no metrics.
-    """
-    from trainer.monitor.report.plots import draw_plots  # matplotlib: every rank imports this module, only rank 0 draws
-
+    """Write `run_dir/report.html` and return its path. Raises UserError if the run has no metrics."""
     records = read_metrics(run_dir)
     if not records:
         raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
@@ -63,9 +57,6 @@ def write_report(run_dir: Path) -> Path:
         scu.get("deadband") if scu.get("controller") == "pi" and scu.get("law", "published") == "published" else None
     )
     shown = charts(records, deadband=deadband)
-    plots = run_dir / "plots"
-    if plots.exists() and not plots.is_dir():
-        raise UserError(f"{plots}: is a file, and plots are written into a folder of that name; rename or delete it")
     name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
     page = run_dir / PAGE
     text = render_page(
@@ -77,14 +68,13 @@ def write_report(run_dir: Path) -> Path:
         answers=answers,
         pictures=embed_sample_images(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
-        files=[name for name in FILES if name == "plots" or (run_dir / name).exists()],
+        files=[name for name in FILES if (run_dir / name).exists()],
         times=read_times(run_dir),
         middle=render_notes(
             changed_settings(config), recorded.read_warnings(run_dir, records), recorded.read_examples(run_dir)
         ),
         details=[draw(chart) for chart in shown if not chart.wide],
     )
-    draw_plots(shown, plots)  # last, because a damaged file of the run raises above
     write_whole(page, text)
     return page
 
