@@ -148,7 +148,7 @@ def test_model_data_command_answers_and_next_steps_are_on_the_page(
     record_answer(tmp_path, "Who <are> you?", "after", "A <b>tiny</b> model")
     record_answer(tmp_path, "never answered again", "before", "x")
     page = write_report(tmp_path).read_text()
-    assert rows_of(page)["command"] == "zerolora train c.yaml &#x27;logging.run_name=a run&#x27;"
+    assert rows_of(page)["command"] == "zerolora train c.yaml &#39;logging.run_name=a run&#39;"
     assert "<title>a run: models/tiny on data/train.jsonl" in page
     assert "<h3>Who &lt;are&gt; you?</h3>" in page
     assert "<td>I am lost</td><td>A &lt;b&gt;tiny&lt;/b&gt; model</td>" in page

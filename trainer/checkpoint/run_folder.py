@@ -42,8 +42,7 @@ from trainer.monitor.console import Output
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
-from trainer.monitor.report.page import Example
-from trainer.monitor.report.recorded import EXAMPLES, TIMES, record_examples, record_times
+from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, record_answer, write_report
 from trainer.monitor.summary import end_summary

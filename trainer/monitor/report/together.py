@@ -12,9 +12,8 @@ from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
 from trainer.monitor.report.curves import HeldOut, choose_window, find_unit, running_mean, series
-from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, training_seconds
+from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, render_page, training_seconds
 
 PAGE = "runs.html"
 MAX_RUNS = 8
@@ -57,14 +56,14 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
         raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
     runs.sort(key=_result)
     text = render_page(
-        f"{len(runs)} runs",
-        " · ".join(run.name for run in runs),
-        (),
-        (),
-        [draw(chart) for chart in overlay_charts(runs)],
+        title=f"{len(runs)} runs",
+        subtitle=" · ".join(run.name for run in runs),
+        result_heads=HEADS,
+        results=[_outcome(run) for run in runs],
+        figures=[draw(chart) for chart in overlay_charts(runs)],
         answers=_answers(runs),
-        first=[wide_table("Results", HEADS, [_outcome(run) for run in runs], runs=True)],
-        middle=_differences(runs),
+        setting_heads=("setting", *(run.name for run in runs)),
+        differences=_differences(runs),
     )
     write_whole(page, text)
     return page
@@ -149,7 +148,7 @@ def _outcome(run: Recorded) -> list[str]:
     ]
 
 
-def _differences(runs: Sequence[Recorded]) -> list[str]:
+def _differences(runs: Sequence[Recorded]) -> list[list[str]]:
     settings = [flatten(run.settings) for run in runs]
     names = list(dict.fromkeys(name for found in settings for name in found))
     rows = []
@@ -157,16 +156,15 @@ def _differences(runs: Sequence[Recorded]) -> list[str]:
         values = [format_value(found[name]) if name in found else "" for found in settings]
         if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
             rows.append([name, *values])
-    return [wide_table("Where their settings differ", ("setting", *(run.name for run in runs)), rows, code=True)]
+    return rows
 
 
-def _answers(runs: Sequence[Recorded]) -> list[Answer]:
+def _answers(runs: Sequence[Recorded]) -> dict[str, dict[str, str]]:
     """Return the answers of each run after training, and of the base if all runs recorded the same ones."""
-    prompts = dict.fromkeys(prompt for run in runs for prompt in run.answers)
-    found = []
-    for prompt in prompts:
+    found = {}
+    for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}
         before = {run.answers[prompt]["before"] for run in runs if "before" in run.answers.get(prompt, {})}
         if after:
-            found.append(Answer(prompt, ({"before": before.pop()} if len(before) == 1 else {}) | after))
+            found[prompt] = ({"before": before.pop()} if len(before) == 1 else {}) | after
     return found
