@@ -3,11 +3,11 @@
 import importlib.util
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +23,8 @@ from trainer.monitor.trackers import Trackers
 # Records after the step that a run resumes from, until its first checkpoint is complete; and their name after that.
 LATER_FILE = "metrics.later.jsonl"
 ABANDONED_FILE = "abandoned-metrics.jsonl"
+GPU_EVERY_S = 2.0
+"""Time between readings of the GPU's counters, each of which takes milliseconds."""
 
 
 def check_reporters(logging: LoggingSection) -> None:
@@ -89,13 +91,16 @@ class Metrics:
         )
         self._trackers = Trackers(logging, run_dir, name, settings or {}, console.print)
         self._display = Display(console, logging.progress, total_steps=total_steps)
-        self._gpu = GpuMetrics.open()
+        self._gpu: dict[str, float] = {}
+        self._gpu_read = -math.inf
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step; print a line for a held-out loss, or without a bar for any training loss."""
         numbers = {key: float(value) for key, value in values.items()}
-        if self._gpu is not None and "train/loss" in numbers:
-            numbers |= self._gpu.values()
+        if "train/loss" in numbers:
+            if time.monotonic() - self._gpu_read > GPU_EVERY_S:
+                self._gpu, self._gpu_read = read_gpu(), time.monotonic()
+            numbers |= self._gpu
         # NaN is not valid JSON, and other readers would reject the file.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._before_writing()
@@ -117,8 +122,6 @@ class Metrics:
         self._display.stop()
         self._files.close()
         self._trackers.close()
-        if self._gpu is not None:
-            self._gpu.close()
 
 
 def archive_previous_attempt(run_dir: Path, *, keep: bool) -> None:
@@ -156,66 +159,18 @@ def _rewrite(path: Path, records: list[Record]) -> None:
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-EVERY_S = 2.0
+def read_gpu() -> dict[str, float]:
+    """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib (of all processes), if known."""
+    import torch  # readers of metrics.jsonl import this module and need no torch
 
-
-class GpuMetrics:
-    """Utilization, power and memory (all processes) of this rank's GPU, from NVML (nvidia-ml-py).
-
-    A query can take several milliseconds, so a thread polls until `close`, and the loop reads the latest values.
-    """
-
-    def __init__(self, nvml: Any, handle: Any, every_s: float = EVERY_S) -> None:
-        self._nvml, self._handle, self._every_s = nvml, handle, every_s
-        self._closed = threading.Event()
-        self._values: dict[str, float] = self._read()
-        self._thread = threading.Thread(target=self._watch, name="gpu-metrics", daemon=True)
-        self._thread.start()
-
-    @classmethod
-    def open(cls) -> Self | None:
-        """Monitor torch's current GPU; return None without a GPU, NVIDIA driver or nvidia-ml-py."""
-        import torch  # readers of metrics.jsonl import this module and need no torch
-
-        if not torch.cuda.is_available():
-            return None
-        try:
-            import pynvml
-        except ImportError:
-            return None
-        try:
-            pynvml.nvmlInit()
-            # By UUID, not by index: CUDA_VISIBLE_DEVICES renumbers torch's GPUs, but not NVML's.
-            identity = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}"))
-        except pynvml.NVMLError:
-            return None  # a MIG slice, or a container without the driver's library
-
-    def values(self) -> dict[str, float]:
-        """Return gpu/utilization (percent of time), gpu/power_watts, gpu/memory_gib, as far as the GPU reports them."""
-        return dict(self._values)
-
-    def close(self) -> None:
-        """Stop the thread; may be called twice."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._thread.join()
-            self._nvml.nvmlShutdown()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(self._every_s):
-            self._values = self._read()
-
-    def _read(self) -> dict[str, float]:
-        nvml, handle = self._nvml, self._handle
-        values: dict[str, float] = {}
-        for name, read in (
-            ("gpu/utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            ("gpu/power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
-            ("gpu/memory_gib", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30),
+    values: dict[str, float] = {}
+    if torch.cuda.is_available():
+        cuda = torch.cuda
+        for name, read, unit in (
+            ("gpu/utilization", cuda.utilization, 1.0),
+            ("gpu/power_watts", cuda.power_draw, 1e3),
+            ("gpu/memory_gib", cuda.device_memory_used, 2.0**30),
         ):
-            try:
-                values[name] = float(read())
-            except nvml.NVMLError:
-                continue  # some GPUs and virtual machines report no power or no utilization
-        return values
+            with suppress(Exception):  # no nvidia-ml-py, a MIG slice, or a GPU that does not report it
+                values[name] = read() / unit
+    return values
