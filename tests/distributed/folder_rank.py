@@ -15,7 +15,7 @@ from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock, FolderLost
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.whole_files import write_whole
-from trainer.monitor.metric_files import METRICS_FILE
+from trainer.monitor.metrics import METRICS_FILE
 from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run

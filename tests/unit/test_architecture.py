@@ -40,7 +40,6 @@ LATE = {
     "examples/demo.py trainer/commands/doctor/probe.py benchmarks/tiers/machine.py",
     "the operators, registered where they are used": "trainer/setup/preflight.py trainer/memory/preflight.py",
     "DeepSpeed's op builder, and Triton, which torch's CPU builds lack": "ops/backend.py ops/head.py",
-    "TensorBoard, for rank 0 alone": "trainer/monitor/metric_files.py",
     "packages of others that may not be installed": "benchmarks/bench/peers.py trainer/commands/export/verify.py",
     "another environment, in which not all of zerolora can be imported": "benchmarks/bench/assignment.py",
     "the settings of signals and the allocator, which come first": "trainer/train.py trainer/scu_train.py",

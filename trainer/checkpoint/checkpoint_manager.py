@@ -39,7 +39,6 @@ from trainer.contract.whole_files import sync
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import Output
-from trainer.monitor.metrics import archive_previous_attempt
 from trainer.parallel.engine.averaged_weights import averaged_weights
 from trainer.parallel.engine.optimizer import has_moved, restore_schedule
 from trainer.parallel.engine.protocol import Engine
@@ -64,7 +63,7 @@ class CheckpointManager:
         self._run_dir, self._folder = Path(config.output_dir), folder
         self.checkpoint: Path | None = None
         self._identity: dict[str, Any] | None = None
-        self._saved, self._begun_at = False, 0
+        self._begun_at = 0
         self._later: list[Path] = []
         self._aside: list[Path] = []
         self._copies = HostCopies()
@@ -200,14 +199,10 @@ class CheckpointManager:
     def _publish(self, protect: tuple[int, ...], folder: Path) -> None:
         """Publish a written checkpoint and delete surplus ones except those of the steps `protect`; in the thread.
 
-        Checkpoints of an earlier run beyond the step this one resumed from are renamed, and its metrics dropped or set
-        aside.
+        Checkpoints of an earlier run beyond the step this one resumed from are renamed.
         """
         self._folder.check()
         self._aside = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
-        if not self._saved:
-            archive_previous_attempt(self._run_dir, keep=bool(self._aside))
-        self._saved = True
         for checkpoint in list(surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)):
             shutil.rmtree(checkpoint)
 

@@ -39,8 +39,7 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
-from trainer.monitor.metric_files import METRICS_FILE
-from trainer.monitor.metrics import Metrics
+from trainer.monitor.metrics import METRICS_FILE, Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image

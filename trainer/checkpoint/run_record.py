@@ -34,7 +34,6 @@ RESULT = ".writing-result"
 RUN_FILES = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "tracker-ids.json"),
     *("wandb", "swanlab"),
-    *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
     *("answers.json", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
     *("scu_reference.json", "samples", "time_by_phase.json", "examples.json"),
 )

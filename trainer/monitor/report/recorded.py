@@ -17,8 +17,8 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import printable
 from trainer.config.files import Seconds, UnreadableFile, read_json
 from trainer.config.yaml_core import dump
+from trainer.contract.json_records import Record
 from trainer.contract.whole_files import write_json
-from trainer.monitor.metrics import Record
 
 
 class RunRecord(BaseModel):
