@@ -13,11 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.checkpoint_files import checksum
-from trainer.checkpoint.host_copies import ALIGNMENT, HostCopies
+from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import iterate_float_pieces, write_tensors
 from trainer.checkpoint.weights import gather_weights, write_adapter
-
-CPU = torch.device("cpu")
 
 
 def content(files: dict[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -62,15 +60,12 @@ def test_non_finite_values_are_found_anywhere_in_a_file(tmp_path: Path) -> None:
     assert all(torch.isfinite(piece).all() for _, piece in pieces)
 
 
-def test_copies_of_every_save_lie_in_the_memory_that_was_reserved() -> None:
+def test_copies_of_every_save_lie_in_the_same_memory() -> None:
     tensors = {"m": torch.randn(40), "n": torch.randn(3, 5).bfloat16(), "z": torch.randn(8, 6).T, "e": torch.ones(0)}
     copies = HostCopies()
-    copies.reserve([(value.nbytes, CPU) for value in tensors.values()])
     first = {name: copies.copy(name, value) for name, value in tensors.items()}
     copies.mark_queued()
     copies.wait()
-    places = sorted(value.data_ptr() for name, value in first.items() if name != "e")
-    assert [place - places[0] for place in places] == [0, ALIGNMENT, 2 * ALIGNMENT]
     assert content(first) == content(tensors)
     before = {name: value.clone() for name, value in tensors.items()}
     for value in tensors.values():
@@ -79,7 +74,7 @@ def test_copies_of_every_save_lie_in_the_memory_that_was_reserved() -> None:
     second = {name: copies.copy(name, value) for name, value in tensors.items()}
     assert content(second) == content(tensors)
     assert [value.data_ptr() for value in second.values()] == [value.data_ptr() for value in first.values()]
-    grown = copies.copy("m", torch.ones(4000))  # of another shape, and more than is left
+    grown = copies.copy("m", torch.ones(4000))  # of another shape
     assert grown.tolist() == [1.0] * 4000 and content(second) == content(tensors)
 
 

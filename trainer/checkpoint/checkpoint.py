@@ -25,13 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from trainer.checkpoint.checkpoint_files import FORMAT, find_damage, read_state
-from trainer.checkpoint.host_copies import HostCopies, Size
+from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
-from trainer.parallel.engine.flat_adapter import trained_parameters
 from trainer.parallel.engine.optimizer_state import EngineState
-from trainer.parallel.engine.partitioned import whole_size
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.engine.state_pieces import Pieces, whole_state
 from trainer.parallel.ranks.group import Ranks, run_on_main
@@ -86,13 +84,6 @@ class RankState:
             files.append(folder / "state.json")
             files[-1].write_text(json.dumps(self.state, indent=1))
         return files
-
-
-def checkpoint_sizes(engine: Engine, ranks: Ranks) -> list[Size]:
-    """Return the sizes of the tensors that this rank copies for an adapter's checkpoint, except small ones."""
-    weights = trained_parameters(engine.module) if ranks.is_main else []
-    sizes = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]
-    return EngineState(engine).sizes() + sizes
 
 
 def find_damage_collectively(checkpoint: Path, ranks: Ranks) -> str | None:

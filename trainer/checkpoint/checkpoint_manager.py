@@ -8,7 +8,6 @@ between ranks.
 
 import math
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +21,6 @@ from trainer.checkpoint.background import PREFIX, Report, Save, SaveFailed, exch
 from trainer.checkpoint.checkpoint import (
     Position,
     RankState,
-    checkpoint_sizes,
     find_damage_collectively,
     restore_checkpoint,
 )
@@ -69,8 +67,6 @@ class CheckpointManager:
         self._copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: Save | None = None
-        self._preparing: threading.Thread | None = None
-        self._has_memory = threading.Event()
 
     @phase("restore")
     def agree(self) -> None:
@@ -111,24 +107,6 @@ class CheckpointManager:
             batches.load_state_dict(state.get("stream", {}))
         return position, state.get("scu")
 
-    def prepare(self, engine: Engine) -> None:
-        """Prepare the first save in a thread, so that it does not stall training, if the run will write any."""
-        training, sizes = self._config.training, checkpoint_sizes(engine, self._ranks)
-        if not (training.save_steps or training.save_minutes):
-            return
-
-        def prepare() -> None:
-            with suppress(Exception):  # the save that needs it fails in the same way, and raises
-                try:
-                    self._copies.reserve(sizes)
-                finally:
-                    self._has_memory.set()
-                self.identity()
-                self._folder.adapter_form(engine)
-
-        self._preparing = threading.Thread(target=prepare, name="save", daemon=True)
-        self._preparing.start()
-
     def identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
         if self._identity is None and self._ranks.is_main:
@@ -141,8 +119,6 @@ class CheckpointManager:
         """Queue copies of engine state and weights behind the current step on the device; a collective call."""
         with suppress(SaveFailed):  # the previous save: its failure was reported, and the next one follows
             self.settle()
-        if self._preparing is not None:
-            self._has_memory.wait()
         state = RankState.capture(engine, self._ranks, self._copies)
         with phase("gather"), averaged_weights(engine):
             only_trained = self._config.adapter != "none"
@@ -175,13 +151,12 @@ class CheckpointManager:
             self._folder.restore_record()
             note_written(self._run_dir, [folder.name.removeprefix(PREFIX), folder.name])
         write_weights = self._folder.weights_writer(engine, weights, must_have_moved=has_moved(schedule))
-        rank_state = rank_state.complete(state | {"run": self.identity()}, engine, self._ranks)
+        rank_state = rank_state.complete(state, engine, self._ranks)
 
         def write(folder: Path) -> None:
             self._copies.wait()
             if self._ranks.is_main:
-                if self._preparing is not None:
-                    self._preparing.join()
+                rank_state.state["run"] = self.identity()
                 write_weights(folder)
             for file in rank_state.write(folder):
                 sync(file)

@@ -81,12 +81,6 @@ class EngineState:
             tensors |= {f"scales/{name}/{number}": entry[scale] for name, (_, scale, _) in self._eight_bit.items()}
         return Pieces(tensors, shards, shapes, offsets, self._layout())
 
-    def sizes(self) -> list[tuple[int, torch.device]]:
-        """Return bytes and device of the tensors of `pieces` once moments exist, without the scales of 8-bit ones."""
-        if not self._engine.zero_optimization_stage() and self._engine.global_rank:
-            return []
-        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in ("master", *self._kind.state)]
-
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Return how the trained tensors of `state` (from `whole_state`) differ from this engine's; None if it fits."""
         for name, parameter in self._trained:
