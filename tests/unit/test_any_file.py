@@ -84,11 +84,10 @@ JSON_FILES: dict[str, Any] = {
 }
 OTHER_FILES = {
     "logs/slurm-job": "7",
-    "written.txt": "metrics.jsonl\n",
     "hostfile": "n1 slots=2\nn2 slots=2\n",
     ".deepspeed_env": "A=1\n",
 }
-"""Further names: in samples/, checkpoint-* and the list of what a run has written."""
+"""Further names: in samples/ and checkpoint-*."""
 numbers = st.one_of(
     st.integers(), st.floats(), st.sampled_from([2**70, -(2**70), 10**400, -1, 0, 1e308, -1e308, 1e-308, True])
 )
@@ -219,7 +218,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(("hostfile", "# Köln\nn1 slots=1\n".encode("latin-1")))
 @example(("logs/out_of_memory.json", b"[]"))
 @example(("logs/slurm-job", b"--help"))
-@example(("written.txt", b"K\xf6ln\n"))
 @example(("run.json", b'{"world_size": "x"}'))
 @example(("training_config.json", b'{"base_model": "", "output_dir": "", "dataset": {}}'))
 @given(damage())

@@ -29,7 +29,6 @@ from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import run_identity
 from trainer.checkpoint.resume_comparison import agree_on_resumption, describe_finished
 from trainer.checkpoint.run_folder import RunFolder
-from trainer.checkpoint.run_record import note_written
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig
 from trainer.contract.output_files import collect_disk_errors
@@ -149,7 +148,6 @@ class CheckpointManager:
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
-            note_written(self._run_dir, [folder.name.removeprefix(PREFIX), folder.name])
         write_weights = self._folder.weights_writer(engine, weights, must_have_moved=has_moved(schedule))
         rank_state = rank_state.complete(state, engine, self._ranks)
 

@@ -159,8 +159,8 @@ class OutputSection(Section):
     """The output folder of the run."""
 
     overwrite: bool | Literal["delete"] = False
-    """Treatment of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete the
-    files listed in its record, but not yours; false: refuse to start."""
+    """Treatment of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its
+    files and checkpoints, but not yours; false: refuse to start."""
 
 
 class ExportSection(Section):
