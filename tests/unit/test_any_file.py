@@ -33,10 +33,9 @@ from trainer.commands.sweep_table import read_outcomes
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, printable
 from trainer.contract.doctor_check import MARK, Check
-from trainer.contract.folder_lock import describe_live_holder, refuse_if_held
+from trainer.contract.folder_lock import Lock, describe_live_holder, refuse_if_held
 from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
 from trainer.contract.json_records import read_sweep
-from trainer.contract.lock_file import Lock
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
@@ -50,7 +49,7 @@ BEAT: dict[str, Any] = {
     "collectives_begun": None, "idle_s": 0.0, "stuck": False, "free_memory_gib": 1.0, "free_shm_gib": 1.0,
     "time": 1.0, "exit_code": None, "first_step": 1, "device_reached": None,
 }  # fmt: skip
-HOLDER = {"host": "n1", "machine": "m", "pid": 1, "started": 1}
+HOLDER = {"host": "n1", "process": {"kernel": "m", "pid": 1, "started": "1"}}
 NOTE = {"step": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "stage": 2}
 RESTART = {"time": 1.0, "reason": "r", "step": 3, "checkpoint": "", "ranks": 2}
 RECORD: Record = {

@@ -19,9 +19,9 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.files import check_shape, read_json
+from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import package_versions
-from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.rank_arguments import command_typed
 from trainer.contract.whole_files import sync, write_json, write_whole
 
