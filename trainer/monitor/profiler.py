@@ -28,7 +28,6 @@ class StepProfiler(Hook):
         self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
         if steering is not None:
             self._named.append((steering, "penalty", SCU))
-        self._replaced: list[tuple[Any, str, Any]] = []
         self._profile: Any = None
         self._range: Any = None
 
@@ -58,18 +57,11 @@ class StepProfiler(Hook):
         self._leave_range()
         _wait()
         self._profile.stop()
-        for owner, name, method in self._replaced:
-            if method is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, method)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
 
     def _start(self) -> None:
-        # A method may be patched on the instance already (trainer/patches/deepspeed_workarounds.py): restore that one.
-        self._replaced = [(owner, name, vars(owner).get(name)) for owner, name, _ in self._named]
         for owner, name, label in self._named:
             setattr(owner, name, _in_range(getattr(owner, name), label))
         activities = [ProfilerActivity.CPU]
