@@ -13,7 +13,15 @@ from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
 from trainer.monitor.report.curves import HeldOut, choose_window, find_unit, running_mean, series
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, duration, median_rate, metric_values, render_page, training_seconds
+from trainer.monitor.report.write import (
+    ANSWERS,
+    TEMPLATE,
+    duration,
+    median_rate,
+    metric_values,
+    render,
+    training_seconds,
+)
 
 PAGE = "runs.html"
 MAX_RUNS = 8
@@ -55,7 +63,8 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: exists with other content; use a new file, or remove it")
     runs.sort(key=_result)
-    text = render_page(
+    text = render(
+        TEMPLATE,
         title=f"{len(runs)} runs",
         subtitle=" · ".join(run.name for run in runs),
         result_heads=HEADS,

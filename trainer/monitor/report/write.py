@@ -58,7 +58,8 @@ def write_report(run_dir: Path) -> Path:
     tables.append(("Restarts", [_restart_row(restart) for restart in read_restarts(run_dir)]))
     tables.append(("Next", next_commands(str(run_dir), config) if config else []))
     changed, settings = changed_settings(config)
-    page = render_page(
+    page = render(
+        TEMPLATE,
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_subtitle(config, run),
         tiles=tiles(records, run),
@@ -78,10 +79,11 @@ def write_report(run_dir: Path) -> Path:
     return run_dir / PAGE
 
 
-def render_page(**content: Any) -> str:
-    """Return the page with the content that its template names; all is escaped except for the drawn charts."""
+def render(template: str, **content: Any) -> str:
+    """Return a template of this folder with its content, escaped in HTML."""
     folder = FileSystemLoader(Path(__file__).parent)
-    return Environment(loader=folder, autoescape=True, trim_blocks=True).get_template(TEMPLATE).render(content)
+    environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
+    return environment.get_template(template).render(content)
 
 
 def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
