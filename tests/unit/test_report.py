@@ -249,7 +249,7 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "deep" / "one").mkdir(parents=True)
     (tmp_path / "deep" / "one" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
     assert main([runs[0], str(tmp_path / "deep" / "one"), "--output", str(output)]) == 0
-    assert f"{tmp_path.name}/one · deep/one" in output.read_text()
+    assert "one · deep/one" in output.read_text()
 
 
 def test_scu_charts_come_with_scu_metrics(tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ Frozen weights are not saved. trainer/checkpoint/background.py writes checkpoint
 
 import json
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -43,7 +41,6 @@ class RankState:
     rank: int
     pieces: Pieces | None
     own: Mapping[str, torch.Tensor]
-    own_metadata: dict[str, str]
     state: dict[str, Any]
     """Content of `state.json`, which rank 0 writes."""
 
@@ -57,7 +54,7 @@ class RankState:
             pieces = Pieces(tensors, pieces.shards, pieces.shapes, pieces.offsets, pieces.layout)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
-        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
+        return cls(ranks.rank, pieces, own, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Add `state`, after the device has computed the copied step."""
@@ -76,7 +73,7 @@ class RankState:
     def write(self, folder: Path) -> list[Path]:
         """Write this rank's files and return their paths."""
         files = [folder / f"rank-{self.rank:05d}.safetensors"]
-        write_tensors(files[0], self.own, self.own_metadata)
+        write_tensors(files[0], self.own, {})
         if self.pieces is not None:
             files.append(folder / f"training_state-{self.rank:05d}.safetensors")
             write_tensors(files[-1], self.pieces.tensors, self.pieces.metadata())
@@ -135,12 +132,7 @@ def _load_training_state(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    tensors = {
-        "rng/torch": torch.get_rng_state(),
-        "rng/numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
-        "rng/numpy_rest": torch.tensor([float(position), float(has_gauss), float(cached)], dtype=torch.float64),
-    }
+    tensors = {"rng/torch": torch.get_rng_state()}  # nothing in a step uses Python's or NumPy's
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     return tensors
@@ -148,12 +140,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     tensors = _load(path)
-    version, internal, gauss = json.loads(read_safetensors_header(path)[1]["python_rng"])
-    random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(tensors["rng/torch"])
-    position, has_gauss, cached = tensors["rng/numpy_rest"].tolist()
-    keys = tensors["rng/numpy"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}

@@ -63,15 +63,7 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     problem = _find_problem(path, read)
     if problem is None:
         return Choice(path)
-    step = checkpoint_step(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
-    before = [other for other in list_checkpoints(path.parent) if checkpoint_step(other) < step]
-    complete = next((other for other in reversed(before) if find_damage(other) is None), None)
-    fix = (
-        f"the newest complete one before it is {complete}"
-        if complete
-        else "no earlier one is complete; start a new run"
-    )
-    raise UserError(f"{setting_text}: {problem}; {fix}")
+    raise UserError(f"{setting_text}: {problem}; use another one, or latest, which takes the newest complete one")
 
 
 def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:

@@ -3,7 +3,6 @@
 training_config.json is the resolved configuration, run.json has versions, commit and command.
 """
 
-import hashlib
 import os
 import platform
 import re
@@ -76,7 +75,6 @@ def write_run_record(
         "python": platform.python_version(),
         "packages": package_versions(),
         "commit": commit(),
-        "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
     }
     # The earlier result stays in the folder until this run has written its own.
     write_json(run_dir / RUN, record | {key: earlier[key] for key in RESULT_KEYS if key in earlier})
@@ -189,11 +187,8 @@ def _device_name(device: str) -> str:
 
 def commit() -> str | None:
     """Return zerolora's git commit, with `-dirty` if files differ from it; None if installed without a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=CHECKOUT, capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")

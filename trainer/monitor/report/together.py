@@ -1,6 +1,7 @@
 """A page that compares several runs: overlaid curves, results, and differing settings."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,19 +99,12 @@ def _read(folder: Path) -> Recorded:
 
 
 def _unique_names(folders: Sequence[Path]) -> list[str]:
-    """Name folders by their last part, or by as many as make the names unique."""
-    whole = [folder.resolve().parts for folder in folders]
-    depth = next(
-        (
-            depth
-            for depth in range(1, max(map(len, whole)) + 1)
-            if len({parts[-depth:] for parts in whole}) == len(whole)
-        ),
-        None,
-    )
-    if depth is None:
+    """Name folders by their paths below the folder that holds them all."""
+    whole = [folder.resolve() for folder in folders]
+    if len(set(whole)) < len(whole):
         raise UserError("zerolora report: the same run is named twice; list each once")
-    return ["/".join(parts[-depth:]) for parts in whole]
+    above = os.path.commonpath([folder.parent for folder in whole])
+    return [str(folder.relative_to(above)) for folder in whole]
 
 
 def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
