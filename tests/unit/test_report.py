@@ -203,10 +203,14 @@ def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.Capture
     page = output.read_text()
     assert "<title>2 runs: one · two</title>" in page
     assert re.findall(r"<figcaption><h2>([\w :]+)", page) == [
-        "Held", "Loss ", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory ", "SCU: S "
-    ]  # fmt: skip
-    loss = page.split("</figure>")[1]
-    assert loss.count("<path") == 4 and '<span class="run1 line">two, mean of 5</span>' in loss
+        *("Loss ", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory "),
+        *("SCU: S ", "SCU: λ", "SCU: DataBPT", "SCU: ParamBPT"),
+    ]
+    loss = page.split("</figure>")[0]
+    for at, name in enumerate(("one", "two")):
+        kinds = re.findall(rf'<path class="run{at} (\w+)"', loss)
+        assert kinds == ["line", "dashed", "dots", "dots", "dots"]
+        assert f'<span class="run{at} line">{name}</span>' in loss
     differ = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
     assert differ == [("training.learning_rate", "0.0002", "0.003")]
     assert (
@@ -447,5 +451,5 @@ def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:
     (runs[1] / "metrics.jsonl").write_text(better)
     page = write_page_of_runs(runs, tmp_path / "both.html").read_text()
     assert "<title>2 runs: two · one</title>" in page
-    assert page.index("<h2>Results") < page.index("<h2>Held-out loss")
+    assert page.index("<h2>Results") < page.index("<h2>Loss")
     assert re.findall(r"<th><i class=run\d></i>(\w+)</th>", page) == ["two", "one"]

@@ -26,8 +26,8 @@ SAME_WEIGHTS = ("name", "weights", "commit")
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
     """Return what identifies a base: `name` of a random one, `commit` on the hub, hashes of its `weights` and `config`.
 
-    Further hashes are named after the frozen parts of an image pipeline, and the base's files of Python code, if it is run.
-    Empty if the base is not on this machine yet.
+    Further hashes are named after the frozen parts of an image pipeline, and the base's files of
+    Python code, if it is run. Empty if the base is not on this machine yet.
     """
     if is_random(base_model):
         return {"name": base_model}

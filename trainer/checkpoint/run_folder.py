@@ -128,33 +128,27 @@ class RunFolder:
 
     def save_answer(self, prompt: str, when: str, answer: str) -> None:
         """Keep the answer to a sample prompt for the report."""
-        if self._ranks.is_main:
-            self.check()
-            with self.tolerating_full_disk(ANSWERS):
-                record_answer(self.path, prompt, when, answer)
+        self._keep(ANSWERS, partial(record_answer, self.path, prompt, when, answer))
 
     def save_examples(self, examples: list[Example]) -> None:
         """Keep training examples for the report."""
-        if self._ranks.is_main:
-            self.check()
-            with self.tolerating_full_disk(EXAMPLES):
-                record_examples(self.path, examples)
+        self._keep(EXAMPLES, partial(record_examples, self.path, examples))
 
     def save_image(self, prompt: str, when: str, step: int, image: Any) -> None:
         """Keep the image generated from a sample prompt, for the report and TensorBoard."""
-        if self._ranks.is_main:
-            self.check()
-            with self.tolerating_full_disk(SAMPLES):
-                save_sample_image(self.path, prompt, when, image)
-            if self._metrics is not None:
-                self._metrics.log_image(step, prompt, image)
+        self._keep(SAMPLES, partial(save_sample_image, self.path, prompt, when, image))
+        if self._metrics is not None:
+            self._metrics.log_image(step, prompt, image)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""
+        self._keep("the SCU's records", partial(steering.write_files, self.path))
+
+    def _keep(self, what: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
             self.check()
-            with self.tolerating_full_disk("the SCU's records"):
-                steering.write_files(self.path)
+            with self.tolerating_full_disk(what):
+                write()
 
     @contextmanager
     def tolerating_full_disk(self, what: str) -> Iterator[None]:

@@ -42,8 +42,6 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a service is asked for."""
-
     project: str
     name: str
     folder: Path

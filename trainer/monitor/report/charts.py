@@ -24,11 +24,6 @@ from trainer.monitor.report.curves import (
 
 SIDE = 1000.0
 MOST_POINTS = 1200
-REWARDS = (
-    ("margins", "Reward margin", "chosen - rejected, nats"),
-    ("accuracies", "Reward accuracy", "chosen > rejected"),
-)
-"""Metrics of preference training -> chart title and unit."""
 TICKS = 5
 
 
@@ -64,7 +59,7 @@ class Chart:
 def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return a chart for every metric that has values, in reading order."""
     training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
-    loss = mean_curves(training, "blue", "training")
+    loss = _mean_curves(training, "blue", "training")
     if len(held_out):
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_label(records)))
     if len(steps := series(records, "eval/kept_step").values):
@@ -75,10 +70,11 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     norm = series(records, "train/grad_norm")
     found = [
         Chart("Loss", unit.loss, loss, wide=True),
-        *(_reward_chart(records, *reward) for reward in REWARDS),
+        _reward_chart(records, "margins", "Reward margin", "chosen - rejected, nats"),
+        _reward_chart(records, "accuracies", "Reward accuracy", "chosen > rejected"),
         Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0),
-        Chart("Gradient norm", "L2", mean_curves(norm, "blue", "before clipping"), low=0.0),
-        Chart("Throughput", f"{unit.name}/s per rank", mean_curves(rate, "green", "per rank"), low=0.0),
+        Chart("Gradient norm", "L2", _mean_curves(norm, "blue", "before clipping"), low=0.0),
+        Chart("Throughput", f"{unit.name}/s per rank", _mean_curves(rate, "green", "per rank"), low=0.0),
         Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
         *_scu_charts(records, deadband),
     ]
@@ -87,7 +83,7 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 
 def _reward_chart(records: list[Record], name: str, title: str, unit: str) -> Chart:
-    training = mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
+    training = _mean_curves(series(records, f"train/rewards/{name}"), "blue", "training")
     held_out = series(records, f"eval/rewards/{name}").finite()
     curves = (*training, Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", "held out"))
     return Chart(title, unit, curves, high=1.0 if name == "accuracies" else None, wide=True)
@@ -101,7 +97,7 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     s_series = (_scale(s_ratio, 100), _scale(s_smoothed, 100), _scale(target, 100))
     s_curves = _scu_curves(*s_series, "S") if len(s_ratio) else ()
     k_curves = _scu_curves(bits, bits_smoothed, target, "K") if len(bits) else ()
-    data = mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
+    data = _mean_curves(series(records, "scu/data_bpt"), "blue", "per step")
     return [
         Chart("SCU: S", "%", s_curves, low=0.0, band=band),
         Chart("SCU: K, adapter from base", "bits per token of reference text", k_curves, low=0.0),
@@ -124,7 +120,7 @@ def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
     return (Curve(series(records, name), "line", "blue"),)
 
 
-def mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
+def _mean_curves(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
     """Return pale curves of the raw values and their running mean, or only the values if they are few."""
     window = choose_window(len(line))
     if window is None:

@@ -1,4 +1,4 @@
-"""A page that compares several runs: overlaid curves, results, and differing settings."""
+"""A page that compares several runs: overlaid curves (held-out values dashed), results, and differing settings."""
 
 import math
 import os
@@ -11,8 +11,8 @@ from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.charts import REWARDS, Chart, Curve, draw
-from trainer.monitor.report.curves import HeldOut, choose_window, find_unit, running_mean, series
+from trainer.monitor.report.charts import Chart, charts, draw
+from trainer.monitor.report.curves import HeldOut, find_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
 from trainer.monitor.report.write import (
     ANSWERS,
@@ -27,18 +27,6 @@ from trainer.monitor.report.write import (
 PAGE = "runs.html"
 MAX_RUNS = 8
 """Number of distinguishable colours."""
-CHARTS = (
-    ("Held-out loss", "", "eval/loss", None),
-    ("Loss", "", "train/loss", None),
-    *((f"{title}, held out", unit, f"eval/rewards/{name}", None) for name, title, unit in REWARDS),
-    *((f"{title}, training", unit, f"train/rewards/{name}", None) for name, title, unit in REWARDS),
-    ("Learning rate", "", "train/learning_rate", 0.0),
-    ("Gradient norm", "L2", "train/grad_norm", 0.0),
-    ("Throughput", "tokens/s per rank", "perf/tokens_per_second_per_gpu", 0.0),
-    ("Throughput", "images/s per rank", "perf/images_per_second_per_gpu", 0.0),
-    ("Peak memory", "GiB of rank 0", "memory/peak_gib", 0.0),
-    ("SCU: S", "fraction", "scu/s_ratio", 0.0),
-)
 NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
 HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
@@ -108,31 +96,17 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def overlay_charts(runs: Sequence[Recorded]) -> list[Chart]:
-    """Return a chart for every metric that has values, with a curve per run: running means of long series."""
-    found = []
-    for title, unit, metric, low in CHARTS:
-        curves = tuple(curve for at, run in enumerate(runs) for curve in _curves(run, metric, f"run{at}"))
-        wide = metric in ("train/loss", "eval/loss")  # only these charts have a legend
-        shown = curves if wide else tuple(replace(curve, label="") for curve in curves)
-        if any(len(curve.line.finite()) for curve in curves):
-            units = {find_unit(run.records).loss for run in runs}
-            own = units.pop() if len(units) == 1 else "in each run's unit"
-            found.append(Chart(title, own if wide else unit, shown, low=low, wide=wide))
-    return found
-
-
-def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
-    line = series(run.records, metric)
-    if not len(line.finite()):
-        return []
-    if metric == "eval/loss":
-        return [Curve(line.finite(), "line", colour, run.name), Curve(line.finite(), "dots", colour)]
-    window = choose_window(len(line)) if metric != "train/learning_rate" else None
-    if window is None:
-        return [Curve(line, "line", colour, run.name)]
-    mean = replace(line, values=running_mean(line.values, window))
-    pale = [Curve(line, "pale", colour)] if metric == "train/loss" else []
-    return [*pale, Curve(mean, "line", colour, f"{run.name}, mean of {window}")]
+    """Return the charts of all runs over each other: a colour for each run, and means instead of all values."""
+    found: dict[str, Chart] = {}
+    for at, run in enumerate(runs):
+        for chart in charts(run.records):
+            shown = [curve for curve in chart.curves if curve.kind != "pale"]
+            named = [run.name if curve.kind == "line" and chart.wide else "" for curve in shown]
+            curves = [replace(curve, colour=f"run{at}", label=name) for curve, name in zip(shown, named, strict=True)]
+            before = found.get(chart.title, replace(chart, curves=()))
+            unit = chart.unit if chart.unit == before.unit else "in each run's unit"
+            found[chart.title] = replace(before, curves=(*before.curves, *curves), unit=unit)
+    return list(found.values())
 
 
 def _outcome(run: Recorded) -> list[str]:
